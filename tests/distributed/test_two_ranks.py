@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import memkit
 from memkit.errors import ShardError
-from tests.distributed import hosting, offloading
+from tests.distributed import compiled_layers, hosting, offloading
 from tests.distributed.cases import (
     Collectives,
     assert_same,
@@ -178,6 +178,11 @@ MORE: dict[str, Work] = {
     **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
     **{name: work for name, work in (hosting.WORKS | hosting.MORE).items() if name not in hosting.OFTEN},
+    **{
+        name: work
+        for name, work in compiled_layers.WORKS.items()
+        if name.endswith(("device, both", "host, MemoryBudget, least"))
+    },
     **{
         f"by hand: {how}, {context}, {reshards}": functools.partial(_sharded_by_hand, how, context, reshards)
         for how, context, reshards in itertools.product(BY_HAND, CONTEXTS, ("", "always"))
