@@ -47,9 +47,7 @@ def _features(*given: object) -> Features:
 def test_first_fsdp_is_refused(feature: str) -> None:
     loop = Loop(device=torch.device("cpu"), shards="fsdp=...", flattens="FSDP of version 1")
 
-    with pytest.raises(
-        ValueError, match=r"found FSDP of version 1, which puts those of a layer .* Use FSDP2: fsdp_config"
-    ):
+    with pytest.raises(ValueError, match=r"found FSDP of version 1, which puts those of a layer .* Use FSDP2: fsdp_config"):
         refuse(_features(sharded.FEATURES[feature]()), loop)
 
 
