@@ -189,4 +189,4 @@ def _fsdp_version(args: TrainingArguments) -> int | None:
     if not getattr(args, "fsdp", None) and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     asked = given.get("fsdp_version") or config.get("version") or config.get("fsdp_version")
-    return int(asked or os.environ.get("FSDP_VERSION", 1))
+    return int(asked) if asked else int(os.environ.get("FSDP_VERSION", "1"))
