@@ -69,7 +69,8 @@ class HostLayer:
         self._arena = arena
         self._regions: list[_Region] = []
         self._span: Span | None = None
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, int]] = []
+        """Where each shard was put: what is gathered, and what is this rank's own of it, which may be nothing."""
 
     @property
     def is_gathered(self) -> bool:
@@ -82,37 +83,46 @@ class HostLayer:
         A shard may have come to lie elsewhere: what had no data when it was sharded, and what was loaded with `assign=True`,
         moved or cast since.
         """
-        if self._addresses != [item.data_ptr() for item in self._shards()]:
+        if self._addresses != [(flat.data_ptr(), own.data_ptr()) for flat, own in self._shards()]:
             self._move_in()
         assert self._span is not None
         return self._span
 
-    def _shards(self) -> list[Tensor]:
-        """Return what FSDP2 gathers of each parameter, filled up to the length of all ranks, as [numel]."""
-        return [getattr(item, torch_private.FSDP_SHARD) for item in self.group.fsdp_params]
+    def _shards(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what FSDP2 gathers of each parameter, filled up to the length of all ranks, as [numel], and what of that is this
+        rank's, in the shape that it has: what the optimizer steps."""
+        parts = []
+        for parameter in self.group.fsdp_params:
+            own = getattr(parameter.sharded_param, torch_private.LOCAL_TENSOR)
+            parts.append((getattr(parameter, torch_private.FSDP_SHARD), own))
+        return parts
 
     @torch.no_grad()
     def _move_in(self) -> None:
-        """Have the shards lie in the chunk. They may move within: the caller's views of them are left what they were."""
+        """Have the shards lie in the chunk. What the caller has kept of those that lay elsewhere stays what it was."""
         shards, regions, end = self._shards(), [], 0
-        for shard in shards:
-            regions.append(_Region(end, shard.numel(), shard.dtype))
-            end += rounded(shard.nbytes, ALIGNMENT_BYTES)
+        for flat, _ in shards:
+            regions.append(_Region(end, flat.numel(), flat.dtype))
+            end += rounded(flat.nbytes, ALIGNMENT_BYTES)
         with torch.inference_mode(False):
             if self._span is None or regions != self._regions:
                 (self._span,) = self._arena.take_pinned_as_one([end])
-                self._regions, self._addresses = regions, [0] * len(regions)
+                self._regions, self._addresses = regions, [(0, 0)] * len(regions)
             assert self._span.whole is not None
             memory = self._span.whole.numpy()
-            for number, (region, shard) in enumerate(zip(regions, shards, strict=True)):
-                if shard.data_ptr() == self._addresses[number]:
+            for number, (region, (flat, own)) in enumerate(zip(regions, shards, strict=True)):
+                if (flat.data_ptr(), own.data_ptr()) == self._addresses[number]:
                     continue
                 # A storage of its own, so that saving a shard writes no more than its bytes.
                 num_bytes = region.numel * region.dtype.itemsize
-                flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=region.start).view(region.dtype)
-                flat.copy_(shard)
-                _set_shard(self.group.fsdp_params[number], flat)
-                self._addresses[number] = flat.data_ptr()
+                moved = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=region.start).view(region.dtype)
+                moved.copy_(flat)
+                moved_own = moved[: own.numel()].view(own.shape)
+                moved_own.copy_(own)  # which torch may have put elsewhere by itself, to pin it
+                parameter = self.group.fsdp_params[number]
+                setattr(parameter, torch_private.FSDP_SHARD, moved)
+                setattr(parameter.sharded_param, torch_private.LOCAL_TENSOR, moved_own)
+                self._addresses[number] = moved.data_ptr(), moved_own.data_ptr()
 
     def views(self, brought: _Brought) -> list[Tensor]:
         """Return the shards on the device, each as [numel]."""
@@ -143,16 +153,6 @@ def _named(owner: object, name: str) -> Any:
     except AttributeError:
         symbol = f"{type(owner).__qualname__}.{name}"
         raise MissingTorchNameError(f"found torch {torch.__version__} without {symbol}", symbol=symbol) from None
-
-
-def _set_shard(parameter: Any, flat: Tensor) -> None:
-    """Have a parameter's shard be a tensor of the same values, [numel], of which the rows that fill up others are not its own.
-
-    Source: `FSDPParam.reset_sharded_param`.
-    """
-    local = getattr(parameter.sharded_param, torch_private.LOCAL_TENSOR)
-    setattr(parameter, torch_private.FSDP_SHARD, flat)
-    setattr(parameter.sharded_param, torch_private.LOCAL_TENSOR, flat[: local.numel()].view(local.shape))
 
 
 class HostShards:

@@ -66,6 +66,7 @@ def shard(
         TypeError: an argument is of the wrong type.
         ValueError: there is no process group; the mesh is of another size or device; the model is sharded, replicated or
             streamed already, or has parameters that can't be sharded; layers overlap, or are tied.
+        HostMemoryError: the host has no room for shards that are to be there.
         ShardError: something of this was raised on another rank, or ranks were given different models, or one has ended.
 
     Example:

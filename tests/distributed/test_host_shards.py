@@ -168,6 +168,15 @@ def test_cast_model_is_brought_as_it_is_then(one: None, seed: int | None) -> Non
     assert_same(train(model, 0), train(plain, 0))
 
 
+def test_shard_that_is_put_elsewhere_is_brought_as_it_is_there(one: None) -> None:
+    """As torch does by itself with what it finds not to be pinned: the optimizer steps that from then on."""
+    model = on_host(make())
+    for item in model.parameters():
+        item._local_tensor = item._local_tensor.clone()
+
+    assert_same(train(model, 0), train(make(), 0))
+
+
 class _Failing(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
