@@ -89,8 +89,8 @@ class HostLayer:
         return self._span
 
     def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what FSDP2 gathers of each parameter, filled up to the length of all ranks, as [numel], and what of that is this
-        rank's, in the shape that it has: what the optimizer steps."""
+        """Return of each parameter what FSDP2 gathers, filled up to the length of all ranks, as [numel], and what is the rank's
+        own of that, in the shape that it has: what the optimizer steps."""
         parts = []
         for parameter in self.group.fsdp_params:
             own = getattr(parameter.sharded_param, torch_private.LOCAL_TENSOR)

@@ -6,12 +6,15 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -163,11 +166,42 @@ def check_skipped(_: str = "") -> None:
         assert_same(run(on_host(make(), seed=seed, prefetch=0), 0), plain)
 
 
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
+
+
+def check_checkpoint(folder: str) -> None:
+    """What is saved by `torch.distributed.checkpoint` goes on in a model on the host, and in one on the device."""
+    rank, path = dist.get_rank(), Path(folder) / "of the host"
+    model = on_host(make())
+    optimizer = optimizer_of(model)
+    train(model, rank, optimizer=optimizer)
+    _save(path, model, optimizer)
+    usual = memkit.shard(make())
+    usual_optimizer = optimizer_of(usual)
+    train(usual, rank, optimizer=usual_optimizer)
+    _save(path.with_name("of the device"), usual, usual_optimizer)
+    saved_bytes, usual_bytes = (
+        sum(file.stat().st_size for file in at.iterdir()) for at in (path, path.with_name("of the device"))
+    )
+    assert abs(saved_bytes - usual_bytes) < 0.01 * usual_bytes  # no memory around the shards
+    plain = train(model, rank, numbers=[7, 8], optimizer=optimizer)
+    for build in (on_host, memkit.shard):
+        model = build(make())
+        optimizer = optimizer_of(model)
+        states, of_optimizer = get_state_dict(model, optimizer)
+        dcp.load({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=of_optimizer)
+        assert_same(train(model, rank, numbers=[7, 8], optimizer=optimizer), plain)
+
+
 WORKS: dict[str, Work] = {
     **{f"on the host: {name}": functools.partial(check_same, name) for name in CASES},
     **{f"on the host, written {name}": functools.partial(check_write, name) for name in WRITES},
     "on the host, skipped": check_skipped,
+    "on the host, checkpoint": check_checkpoint,
 }
 MORE: dict[str, Work] = {f"on the host, {name}": functools.partial(check_context, name) for name in CONTEXTS}
-OFTEN = "on the host: full", "on the host: frozen in bfloat16", "on the host, written by data"
+OFTEN = "on the host: full", "on the host: frozen in bfloat16", "on the host, written by data", "on the host, checkpoint"
 """What is done on two ranks in any run of the tests."""
