@@ -22,7 +22,7 @@ from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import storage_bytes
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
-from tests.distributed.cases import Model, assert_same, local, make, optimizer_of, step, train
+from tests.distributed.cases import WIDTH, Model, assert_same, local, make, optimizer_of, step, train
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import HOST, on_host, racing
 
@@ -170,6 +170,26 @@ def test_cast_model_is_brought_as_it_is_then(one: None, seed: int | None) -> Non
     plain, model = memkit.shard(make()).double(), on_host(make(), seed=seed).double()
 
     assert_same(train(model, 0), train(plain, 0))
+
+
+@pytest.mark.parametrize("seed", hosting.SEEDS)
+def test_model_that_is_all_layers(one: None, seed: int | None) -> None:
+    def run(build: Any) -> list[torch.Tensor]:
+        model = build(nn.Sequential(*make().eval().blocks))
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        model(x).square().sum().backward()
+        return [*(local(item.grad) for item in model.parameters()), x.grad]
+
+    assert_same(run(lambda model: on_host(model, seed=seed)), run(memkit.shard))
+
+
+def test_forward_in_inference_mode() -> None:
+    """What others would send is undefined here: races show. FSDP2 itself raises in a group of one, and in a training after it."""
+    with fake_group(2):
+        model = on_host(make().eval())
+        with torch.inference_mode():
+            for _ in range(2):
+                assert model(torch.arange(8)).shape == (8, 17)
 
 
 def test_shard_that_is_put_elsewhere_is_brought_as_it_is_there(one: None) -> None:
