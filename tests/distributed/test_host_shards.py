@@ -184,7 +184,7 @@ def test_model_that_is_all_layers(one: None, seed: int | None) -> None:
 
 
 def test_forward_in_inference_mode() -> None:
-    """What others would send is undefined here: races show. FSDP2 itself raises in a group of one, and in a training after it."""
+    """What others would send is undefined here: races show. FSDP2 itself raises in a group of one, and in a step after it."""
     with fake_group(2):
         model = on_host(make().eval())
         with torch.inference_mode():
