@@ -53,6 +53,19 @@ def check_same(form: str, order: str, where: str, context: str, _: str = "") -> 
     assert stats.moved_out_bytes + stats.dropped_bytes > 0
 
 
+def check_whole(form: str, order: str) -> None:
+    """Compare a model that is compiled as a whole with its shards on the host, and on the device."""
+    found = []
+    for build in SHARDS.values():
+        torch.compiler.reset()
+        backend = Backend()
+        model = in_form(form, build(make()), backend) if order == "after" else build(in_form(form, make(), backend))
+        found.append(train(model, dist.get_rank()))
+        assert backend.num_graphs > 0
+    torch.compiler.reset()
+    assert_same(*found)
+
+
 WORKS: dict[str, Work] = {
     f"compiled {order}, {form}, {where}, {context}": functools.partial(check_same, form, order, where, context)
     for form, order, where, context in itertools.product(FORMS, ORDERS, SHARDS, ACTING)
