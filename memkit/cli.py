@@ -245,6 +245,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given",
     )
     parser.add_argument(
+        "--offload-params",
+        action="store_true",
+        help="with --ranks: parameters, gradients and states are in the hosts' memory (offload_policy=)",
+    )
+    parser.add_argument(
         "--batch-search",
         action="store_true",
         help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",

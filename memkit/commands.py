@@ -113,6 +113,8 @@ def plan(options: argparse.Namespace) -> None:
     """Predict a step under memory budgets."""
     if options.ranks is not None and options.html is not None:
         raise UsageError("--html draws the step of the whole model: leave out --html or --ranks")
+    if options.offload_params and options.ranks is None:
+        raise UsageError("--offload-params says where the shards of --ranks N are: add that, or leave it out")
     _check_output(options)
     _check_html(options)
     said_as("--optimizer", lambda: check_optimizer(options.optimizer))

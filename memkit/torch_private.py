@@ -292,9 +292,7 @@ NAMES: dict[str, PrivateName] = {
     "dynamo_callback": _of(f"{_EVAL_FRAME}.get_eval_frame_callback", "whether compiled code runs as Python", _REMAT),
     "set_shows_to_guards": _of(
         "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
-        "to compile higher-order ops",
-        _REMAT,
-        _PROFILE,
+        *("to compile higher-order ops", _REMAT, _PROFILE),
     ),
     "shows_to_compiler": _of(
         f"{_DISPATCH}.is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
@@ -370,16 +368,17 @@ LEAF_NODE = "AccumulateGrad"
 """The graph node of a parameter: what is saved of one is kept by `CPUOffload` and `Rematerialize`."""
 CAST_NODE = "ToCopyBackward0"
 """That of a cast: autocast keeps those of parameters."""
-VIEW_NODES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("T", "Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Expand", "Slice", "Select", "Unsqueeze"),
-        *("Squeeze", "AsStrided", "Alias"),
-    )
-)
+_VIEWS = "T Transpose View UnsafeView ReshapeAlias Permute Expand Slice Select Unsqueeze Squeeze AsStrided Alias"
+VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
 """Those of views, which are looked through for the other two."""
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
 GATHERED_MARK = "_is_fsdp_managed_module"  # what FSDP2 sets on all modules whose parameters it gathers: they are no regions
+FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to what FSDP2 gathers together, which has all of these:
+FSDP_GATHER, FSDP_PHASE = "_all_gather_result", "_training_state"
+FSDP_SHARD, LOCAL_TENSOR = "_sharded_param_data", "_local_tensor"
+FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "comm_ctx", "device_handle", "unshard_in_backward")
+"""How FSDP2 gathers (is about to, in which phase, which tensor of a parameter): without one of these names, shards that are on
+the host come to the device by FSDP2's own policy."""
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""

@@ -6,14 +6,24 @@
 
 A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, stepped by AdamW. Parts:
 
-    full      all is trained: `shard` and FSDP2 by hand
-    lora      a frozen base with adaptors: the same
-    acting    all is trained, by `shard`: plain, and under CPUOffload(0.2), Rematerialize(0.5) and half a MemoryBudget
-    states    all is trained, by `shard`: plain, and with a StateOffload that steps on the device, or on the host, whose last
-              bits differ from those of a GPU. Of AdamW the fused kernel steps, in all three
+    full         all is trained: `shard` and FSDP2 by hand
+    lora         a frozen base with adaptors: the same
+    acting       all is trained, by `shard`: plain, and under CPUOffload(0.2), Rematerialize(0.5) and half a MemoryBudget
+    states       all is trained, by `shard`: plain, and with a StateOffload that steps on the device, or on the host, whose last
+                 bits differ from those of a GPU. Of AdamW the fused kernel steps, in all three
+    host_params  parameters on the host: FSDP2's CPUOffloadPolicy by hand, one layer gathered ahead, and `shard`. LoRA, with 4 x
+                 2048 tokens and with 1 x 512, where the link counts; and all trained, which the CPU steps
+    bits         a small Llama whose attention's backward is deterministic: how many numbers differ, of the losses and of all
+                 parameters after 4 steps, from FSDP2 by hand
 
-Each line has the median seconds of a step, on the slowest rank; the largest peak bytes of a rank; and whether losses
-and parameters have the bits of the first line of its part, on every rank.
+Each line has the median seconds of a step, on the slowest rank, and the largest peak bytes of a rank. One more model is
+stepped first, and not counted. Those of `host_params` have as well
+
+    passes_s      of that, the forward and the backward, up to where the host has all gradients
+    h2d_gb_per_s  what the link of a rank gives while those of all ranks are busy
+    roofline_s    the longer of the passes with shards on the device and of bringing a rank's own part, each layer twice and
+                  what is in none once; and the optimizer's step
+    of_roofline, of_by_hand   the step's seconds over these
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,10 +48,12 @@ import torch.multiprocessing as mp
 from lora import add_lora
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit
 from memkit.device import Device, ReferenceDevice, open_device
+from memkit.transfer.link import measure_link
 
 TAG = "bench"
 Context = Callable[[], AbstractContextManager[Any]]
@@ -57,6 +69,12 @@ class Bench:
     device: Device
     is_tiny: bool
     num_steps: int
+    shape: tuple[int, int] = (4, 2048)
+    """Of the tokens of a rank, [batch, length]."""
+    is_small: bool = False
+    """Whether the model is one of four layers."""
+    tells_passes: bool = False
+    """Whether the host waits for the backward ahead of the optimizer's step."""
 
     def llama(self, *, lora: bool = False) -> nn.Module:
         """Return the same model each time, on the CPU."""
@@ -64,6 +82,8 @@ class Bench:
 
         torch.manual_seed(0)
         sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+        if self.is_small and not self.is_tiny:
+            sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
         if self.is_tiny:
             sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
         config = LlamaConfig(**sizes, vocab_size=256 if self.is_tiny else 32000, use_cache=False)
@@ -77,7 +97,7 @@ class Bench:
     def tokens(self, step: int) -> Tensor:
         """Return [batch, length] tokens, others on each rank and in each step."""
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-        shape, most = ((2, 16), 256) if self.is_tiny else ((4, 2048), 32000)
+        shape, most = ((2, 16), 256) if self.is_tiny else (self.shape, 32000)
         return torch.randint(0, most, shape, generator=generator).to(self.device.torch_device)
 
 
@@ -86,37 +106,55 @@ class Run:
     """What one rank has found."""
 
     step_s: float
+    passes_s: float
     peak_bytes: int
     results: list[Tensor]
+    """Losses, and this rank's part of all parameters; nothing where bits are not asked for."""
+    more: dict[str, float] = field(default_factory=dict)
+    """What its line has as well."""
 
 
-def by_hand(model: nn.Module) -> nn.Module:
+def by_hand(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard by FSDP2, with one layer gathered ahead."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    layers = [fully_shard(layer, mesh=mesh, **options) for layer in model.model.layers]
+    model = fully_shard(model, mesh=mesh, **options)
+    model.set_modules_to_forward_prefetch(layers[:1])
+    model.set_modules_to_backward_prefetch(layers[-1:])
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 2])
+        layer.set_modules_to_backward_prefetch(layers[max(number - 1, 0) : number])
+    return model
 
 
 def measure(
-    bench: Bench, build: Build, split: Split, context: Context = nullcontext, offload: Offload | None = None, **options: Any
+    bench: Bench,
+    build: Build,
+    split: Split,
+    context: Context = nullcontext,
+    offload: Offload | None = None,
+    *,
+    with_bits: bool = False,
+    **options: Any,
 ) -> Run:
     """Train for some steps, and return what they took; the first third is not timed.
 
     Args:
         context: around each forward.
         offload: has the optimizer's states leave the device.
+        with_bits: whether to return losses and parameters.
         options: the optimizer's.
     """
     gc.collect()  # FSDP2's groups are cycles: the model before is gone only now
     model = split(build())
     optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-4, **options)
     with offload(optimizer) if offload is not None else nullcontext():
-        return train(bench, model, optimizer, context)
+        return train(bench, model, optimizer, context, with_bits=with_bits)
 
 
-def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context) -> Run:
+def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, *, with_bits: bool) -> Run:
     counter = bench.device.memory_counter()
-    losses, times, peaks = [], [], [0]
+    losses, times, passes, peaks = [], [], [], [0]
     for step in range(bench.num_steps):
         tokens = bench.tokens(step)
         bench.device.synchronize()
@@ -126,6 +164,9 @@ def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, cont
         with context():
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        if bench.tells_passes:
+            bench.device.synchronize()
+        passes.append(time.perf_counter() - start)
         optimizer.step()
         optimizer.zero_grad()
         bench.device.synchronize()
@@ -133,30 +174,38 @@ def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, cont
         if counter is not None and step >= bench.num_steps // 3:
             peaks.append(counter.peak_bytes())
         losses.append(loss.detach())
-    results = [item.detach().to("cpu", copy=True) for item in (*losses, *(each.to_local() for each in model.parameters()))]
-    return Run(step_s=statistics.median(times[bench.num_steps // 3 :]), peak_bytes=max(peaks), results=results)
+    parts = [each.to_local().detach().to("cpu", copy=True) for each in model.parameters()] if with_bits else []
+    first = bench.num_steps // 3
+    return Run(
+        step_s=statistics.median(times[first:]),
+        passes_s=statistics.median(passes[first:]),
+        peak_bytes=max(peaks),
+        results=[*map(Tensor.cpu, losses), *parts] if with_bits else [],
+    )
 
 
 def full(bench: Bench, *, lora: bool = False) -> Iterator[tuple[str, Run]]:
     build = functools.partial(bench.llama, lora=lora)
     yield "by hand", measure(bench, build, by_hand)
     yield "shard", measure(bench, build, memkit.shard)
-    yield "shard, two ahead", measure(bench, build, functools.partial(memkit.shard, prefetch=2))
 
 
 def acting(bench: Bench) -> Iterator[tuple[str, Run]]:
     plain = measure(bench, bench.llama, memkit.shard)
     yield "plain", plain
+    for name, context in contexts_of(bench, plain).items():
+        yield name, measure(bench, bench.llama, memkit.shard, context)
+        memkit.reset(TAG)
+
+
+def contexts_of(bench: Bench, plain: Run) -> dict[str, Context]:
     options: dict[str, Any] = {"tag": TAG, "device": bench.device, **({"min_bytes": 0} if bench.is_tiny else {})}
     half = "160KiB" if bench.is_tiny else f"{plain.peak_bytes // 2}B"
-    contexts: dict[str, Context] = {
+    return {
         "CPUOffload(0.2)": lambda: memkit.CPUOffload(0.2, **options),
         "Rematerialize(0.5)": lambda: memkit.Rematerialize(0.5, **options),
         "MemoryBudget, half of the peak": lambda: memkit.MemoryBudget(half, **options),
     }
-    for name, context in contexts.items():
-        yield name, measure(bench, bench.llama, memkit.shard, context)
-        memkit.reset(TAG)
 
 
 def states(bench: Bench) -> Iterator[tuple[str, Run]]:
@@ -166,11 +215,85 @@ def states(bench: Bench) -> Iterator[tuple[str, Run]]:
         yield f"StateOffload {update}", measure(bench, bench.llama, memkit.shard, offload=offload, fused=True)
 
 
+HOST_SPLITS: Mapping[str, Split] = {
+    "by hand": lambda model: by_hand(model, offload_policy=CPUOffloadPolicy(pin_memory=next(model.parameters()).is_cuda)),
+    "shard": functools.partial(memkit.shard, offload_policy=CPUOffloadPolicy()),
+}
+
+
+def host_params(bench: Bench) -> Iterator[tuple[str, Run]]:
+    bench = replace(bench, num_steps=min(bench.num_steps, 9), tells_passes=True)
+    dist.barrier()  # the links of all ranks are busy
+    h2d_bytes_per_s = measure_link(bench.device, num_bytes=2**20 if bench.is_tiny else 2**28).h2d_bytes_per_s
+    for name, lora, shape in (("LoRA", True, (4, 2048)), ("LoRA, 1 x 512", True, (1, 512)), ("full", False, (4, 2048))):
+        shaped = replace(bench, shape=shape)
+        build = functools.partial(shaped.llama, lora=lora)
+        sizes_bytes: list[int] = []
+        on_device = measure(shaped, build, functools.partial(_shard_counted, sizes_bytes), fused=True)
+        yield f"{name}: shards on the device", on_device
+        hand_s = 0.0
+        for how, split in HOST_SPLITS.items():
+            run = measure(shaped, build, split, fused=True)
+            hand_s = hand_s or run.step_s
+            roofline_s = max(on_device.passes_s, sum(sizes_bytes) / h2d_bytes_per_s) + run.step_s - run.passes_s
+            more = {"passes_s": run.passes_s, "h2d_gb_per_s": h2d_bytes_per_s / 1e9, "roofline_s": roofline_s}
+            more |= {"of_roofline": run.step_s / roofline_s, "of_by_hand": run.step_s / hand_s}
+            yield f"{name}: {how}", replace(run, more=more)
+
+
+def _shard_counted(sizes_bytes: list[int], model: nn.Module) -> nn.Module:
+    """Shard, and note what a rank would bring to the device in a step."""
+    model = memkit.shard(model)
+    inside = {id(item) for layer in model.model.layers for item in layer.parameters()}
+    sizes_bytes += [(2 if id(item) in inside else 1) * item.to_local().nbytes for item in model.parameters()]
+    return model
+
+
+def bits(bench: Bench) -> Iterator[tuple[str, Run]]:
+    bench = replace(bench, num_steps=4, shape=(2, 256), is_small=True)
+
+    def run(split: Split, context: Context = nullcontext, offload: Offload | None = None) -> Run:
+        with sdpa_kernel(SDPBackend.MATH):
+            found = measure(bench, bench.llama, split, context, offload, with_bits=True, fused=True)
+        if context is not nullcontext:
+            memkit.reset(TAG)
+        return found
+
+    def compared(name: str, found: Run, plain: Run) -> tuple[str, Run]:
+        pairs = zip(found.results, plain.results, strict=True)
+        num_differing = sum(int((one != other).sum()) for one, other in pairs)
+        return name, replace(found, more={"num_differing": num_differing, "of": sum(map(Tensor.numel, plain.results))})
+
+    def compiled(split: Split, model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager" if bench.is_tiny else "inductor")
+        return split(model)
+
+    plain = run(by_hand)
+    contexts = contexts_of(bench, plain)
+    yield compared("by hand, again", run(by_hand), plain)
+    yield compared("shard", run(memkit.shard), plain)
+    for name, context in contexts.items():
+        yield compared(name, run(memkit.shard, context), plain)
+    offload = functools.partial(memkit.StateOffload, update="device", device=bench.device)
+    yield compared("StateOffload device", run(memkit.shard, offload=offload), plain)
+    plain = run(HOST_SPLITS["by hand"])
+    yield compared("on the host: shard", run(HOST_SPLITS["shard"]), plain)
+    for name, context in contexts.items():
+        yield compared(f"on the host: {name}", run(HOST_SPLITS["shard"], context), plain)
+    plain = run(functools.partial(compiled, by_hand))
+    yield compared("compiled: shard", run(functools.partial(compiled, memkit.shard)), plain)
+    for name in ("CPUOffload(0.2)", "Rematerialize(0.5)"):
+        yield compared(f"compiled: {name}", run(functools.partial(compiled, memkit.shard), contexts[name]), plain)
+
+
 PARTS: Mapping[str, Callable[[Bench], Iterator[tuple[str, Run]]]] = {
     "full": full,
     "lora": functools.partial(full, lora=True),
     "acting": acting,
     "states": states,
+    "host_params": host_params,
+    "bits": bits,
 }
 
 
@@ -187,16 +310,15 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> 
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(rank)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))  # the CPU steps what is on the host
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)  # else bits differ from run to run
     dist.init_process_group("gloo" if args.tiny else "nccl", rank=rank, world_size=num_ranks)
     device = ReferenceDevice() if args.tiny else open_device(f"cuda:{rank}")
     bench = Bench(device=device, is_tiny=args.tiny, num_steps=args.steps)
+    measure(replace(bench, num_steps=2), bench.llama, by_hand)  # what CUDA and NCCL set up once is in no line
     for part in args.only:
-        first: Run | None = None
         for name, run in PARTS[part](bench):
-            first = first or run
-            is_same = all(map(torch.equal, run.results, first.results))
             line = {
                 "bench": "shard",
                 "part": part,
@@ -204,7 +326,7 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> 
                 "num_ranks": num_ranks,
                 "step_s": largest(run.step_s, device.torch_device),
                 "peak_bytes": round(largest(run.peak_bytes, device.torch_device)),
-                "same_bits": largest(not is_same, device.torch_device) == 0,
+                **{key: largest(number, device.torch_device) for key, number in run.more.items()},
                 "torch": torch.__version__,
             }
             if rank == 0:
@@ -218,7 +340,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
-    args.steps = args.steps or (6 if args.tiny else 15)
+    args.steps = args.steps or (6 if args.tiny else 12)
     num_ranks = 2 if args.tiny else torch.cuda.device_count()
     if num_ranks == 0:
         sys.exit("bench_shard.py needs a GPU; found none. Use --tiny")

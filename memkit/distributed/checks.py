@@ -35,7 +35,13 @@ def check_group() -> None:
 
 
 def check_arguments(
-    model: object, mesh: object, frozen_dtype: object, mp_policy: object, reshard_after_forward: object, prefetch: object
+    model: object,
+    mesh: object,
+    frozen_dtype: object,
+    mp_policy: object,
+    offload_policy: object,
+    reshard_after_forward: object,
+    prefetch: object,
 ) -> None:
     """Raise where an argument is of the wrong type, or out of range.
 
@@ -44,7 +50,7 @@ def check_arguments(
         ValueError: `prefetch` is negative, or `frozen_dtype` no floating-point type.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard needs a torch.nn.Module; found {type(model).__name__}")
@@ -52,6 +58,11 @@ def check_arguments(
         raise TypeError(f"shard: mesh is a torch.distributed.device_mesh.DeviceMesh; found {type(mesh).__name__}")
     if not (mp_policy is None or isinstance(mp_policy, MixedPrecisionPolicy)):
         raise TypeError(f"shard: mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy; found {type(mp_policy).__name__}")
+    if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
+        raise TypeError(
+            "shard: offload_policy is a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy; found "
+            f"{type(offload_policy).__name__}"
+        )
     if not (frozen_dtype is None or isinstance(frozen_dtype, torch.dtype)):
         raise TypeError(f"shard: frozen_dtype is a torch.dtype; found {frozen_dtype!r}")
     if frozen_dtype is not None and not frozen_dtype.is_floating_point:
@@ -87,8 +98,8 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f'shard: "{name}" is a DTensor, which is on several devices already. Give shard the plain model')
         if is_streamed(parameter):
             raise ValueError(
-                f'shard: "{name}" is streamed by {LayerOffload.__name__}. Close that first (memkit.detach(model)); FSDP2 has '
-                "torch.distributed.fsdp.CPUOffloadPolicy"
+                f'shard: "{name}" is streamed by {LayerOffload.__name__}. Close that first (memkit.detach(model)); '
+                "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy() has shards on the host"
             )
         if is_lazy(parameter):
             raise ValueError(f'shard: "{name}" has no data: its module is lazy. Run the model once first')

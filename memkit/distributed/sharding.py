@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from memkit.device import open_device
 from memkit.distributed.agreement import together
-from memkit.distributed.checks import check_arguments, check_group, check_layers, check_mesh, check_model
-from memkit.errors import warn_user
+from memkit.distributed.checks import check_arguments, check_group, check_layers, check_mesh, check_model, device_of
+from memkit.distributed.host_shards import HostShards
+from memkit.errors import MissingTorchNameError, warn_user
 from memkit.weights.selection import LayerChoice, find_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -28,6 +30,7 @@ def shard(
     layers: LayerChoice = None,
     frozen_dtype: torch.dtype | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
 ) -> _Model:
@@ -49,6 +52,9 @@ def shard(
             whose elements are of one class; if they are stages, the blocks inside them: as `LayerOffload` finds them.
         frozen_dtype: what frozen floating-point parameters are converted to first. By default they stay as they are.
         mp_policy: FSDP2's, for every layer: in which dtypes parameters are gathered and gradients reduced.
+        offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` has parameters, gradients and the optimizer's step be on the
+            host. memkit brings each layer's part to the device one layer ahead of where it is gathered, in one copy. With
+            `pin_memory=False` that is left to FSDP2.
         reshard_after_forward: whether layers are let go of after their forward.
         prefetch: how many layers ahead are gathered, in the order in which they are registered in forward, and the other way
             round in backward. 0 leaves it to FSDP2, which goes by the order in which they ran.
@@ -60,6 +66,7 @@ def shard(
         TypeError: an argument is of the wrong type.
         ValueError: there is no process group; the mesh is of another size or device; the model is sharded, replicated or
             streamed already, or has parameters that can't be sharded; layers overlap, or are tied.
+        HostMemoryError: the host has no room for shards that are to be there.
         ShardError: something of this was raised on another rank, or ranks were given different models, or one has ended.
 
     Example:
@@ -79,7 +86,7 @@ def shard(
     over = _default_mesh() if mesh is None else mesh  # before ranks may raise: it chooses the device by LOCAL_RANK
 
     def look() -> dict[str, nn.Module]:
-        check_arguments(model, over, frozen_dtype, mp_policy, reshard_after_forward, prefetch)
+        check_arguments(model, over, frozen_dtype, mp_policy, offload_policy, reshard_after_forward, prefetch)
         check_mesh(over, model)
         check_model(model)
         found = find_layers(model, layers, feature="shard")
@@ -87,7 +94,7 @@ def shard(
         return found
 
     def describe(found: Mapping[str, nn.Module]) -> Iterator[object]:
-        yield frozen_dtype, mp_policy, reshard_after_forward, prefetch, over.device_type, over.shape
+        yield frozen_dtype, mp_policy, offload_policy, reshard_after_forward, prefetch, over.device_type, over.shape
         yield list(found)
         for name, item in model.named_parameters():
             yield name, tuple(item.shape), item.dtype, item.requires_grad
@@ -97,7 +104,8 @@ def shard(
     def act() -> None:
         if frozen_dtype is not None:
             _convert_frozen(model, frozen_dtype)
-        _set_prefetch(*_shard(model, found, over, mp_policy, reshard_after_forward), prefetch)
+        host = HostShards(open_device(device_of(over)), over.size(over.ndim - 1)) if _is_brought(offload_policy) else None
+        _shard(model, found, over, mp_policy, offload_policy, reshard_after_forward, prefetch, host)
 
     together(act, lambda _: (), doing="sharding it, which is done in part now")
     return model
@@ -127,26 +135,49 @@ def _shard(
     layers: Mapping[str, nn.Module],
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
     reshard_after_forward: bool,
-) -> tuple[FSDPModule, list[FSDPModule]]:
-    """Return the model and its layers as what they have become."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    prefetch: int,
+    host: HostShards | None,
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    found = []
-    for layer in layers.values():
-        found.append(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward))
-    # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
-    whole = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
-    return whole, found
+    if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
+        offload_policy = CPUOffloadPolicy(pin_memory=False)  # there is no device to pin for
+    policies: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy() if mp_policy is None else mp_policy,
+        "offload_policy": OffloadPolicy() if offload_policy is None else offload_policy,
+    }
+    parts: list[FSDPModule] = []
+    for module in (*layers.values(), model):
+        # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
+        reshards = None if module is model and reshard_after_forward else reshard_after_forward
+        parts.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **policies))
+        if host is not None:
+            try:
+                (host.add_whole if module is model else host.add)(parts[-1])  # at once: until then a shard is there twice
+            except MissingTorchNameError as error:
+                warn_user(f"memkit.shard: parameters come from the host by FSDP2's own policy, in one copy each: {error}")
+                host = None
+    *parts, whole = parts
+    _set_prefetch(whole, parts, prefetch, comes_from_host=host is not None)
 
 
-def _set_prefetch(model: FSDPModule, layers: list[FSDPModule], prefetch: int) -> None:
+def _is_brought(offload_policy: OffloadPolicy | None) -> bool:
+    """Tell whether shards are to be in pinned host memory, from where memkit brings them."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+
+
+def _set_prefetch(model: FSDPModule, layers: list[FSDPModule], prefetch: int, *, comes_from_host: bool) -> None:
     """Have each layer gather those after it in forward, and those before it in backward."""
     if prefetch == 0:
         return
     model.set_modules_to_forward_prefetch(layers[:prefetch])
-    model.set_modules_to_backward_prefetch(layers[::-1][:prefetch])
+    # The last layer's part comes from the host while the loss has its gradients, when most memory is in use: to gather it as
+    # well takes all parts. The model itself is there: nothing is gathered ahead, as without a list FSDP2 would.
+    model.set_modules_to_backward_prefetch([model] if comes_from_host else layers[::-1][:prefetch])
     for number, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + prefetch])
         layer.set_modules_to_backward_prefetch(layers[:number][::-1][:prefetch])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -69,12 +70,15 @@ def plan(options: argparse.Namespace) -> None:
 
     shards = None
     if options.ranks is not None:
-        shards = said_as("--ranks", lambda: shards_of(model, options.ranks, optimizer=options.optimizer))
+        shares = {"optimizer": options.optimizer, "offload": options.offload_params}
+        shards = said_as("--ranks", functools.partial(shards_of, model, options.ranks, **shares))
 
     def problem_in(report: MemoryReport) -> Problem:
         if shards is None:
             return problem_of(report, gpu)
-        return make_problem(trace_on_rank(report, model, shards), gpu, optimizer_bytes=shards.state_bytes)
+        return make_problem(
+            trace_on_rank(report, model, shards), gpu, optimizer_bytes=0 if shards.is_offloaded else shards.state_bytes
+        )
 
     def problem_with(batch: int | None) -> Problem:
         return problem_in(report_with(batch))

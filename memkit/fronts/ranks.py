@@ -18,13 +18,14 @@ from memkit.profile.optimizer_states import state_bytes_of
 from memkit.weights.selection import find_layers
 
 
-def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None) -> ShardPlan:
+def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
     """Return what the first rank takes of a model and an optimizer, with one layer gathered ahead.
 
     Args:
         model: with data or without.
         num_ranks: between how many it is split.
         optimizer: by name, as `profile_memory` takes it. Its states are counted on the shards.
+        offload: whether shards, their gradients and states are in host memory.
 
     Raises:
         ValueError: `memkit.shard` would refuse the model.
@@ -34,7 +35,9 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None) -> Sha
     inside = {id(item) for layer in layers.values() for item in layer.parameters()}
     outside = [item for item in model.parameters() if id(item) not in inside]
     groups = [list(layer.parameters()) for layer in layers.values()]
-    plan = plan_shards([_sharded(group) for group in groups], _sharded(outside), num_ranks=num_ranks, states_per_element=0)
+    plan = plan_shards(
+        [_sharded(group) for group in groups], _sharded(outside), num_ranks=num_ranks, states_per_element=0, offload=offload
+    )
     if optimizer is None:
         return plan
     shards = [
@@ -48,7 +51,8 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None) -> Sha
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
     """Return the trace of a step as it takes bytes on one rank, whose inputs are those of the report.
 
-    Shards of parameters and gradients, and what is gathered at a time, are there all along. A layer's whole gradients go when
+    Shards of parameters and gradients, or those that are on their way from the host, and what is gathered at a time, are there
+    all along. A layer's whole gradients go when
     those of the next one to run backward are complete: until then the buffer is held that they are reduced from. Those of what
     is in no layer stay to the end. What computes and what is saved is the same.
 
@@ -76,7 +80,7 @@ def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> 
         for storage in grads[layer]:
             for moment in range(until + 1, min(storage.end, len(live_bytes))):
                 live_bytes[moment] -= storage.num_bytes
-    held_bytes = shards.param_bytes + shards.grad_bytes + shards.gathered_bytes
+    held_bytes = shards.total_bytes if shards.is_offloaded else shards.total_bytes - shards.state_bytes
     return replace(trace, base_bytes=trace.base_bytes - whole_bytes + held_bytes, live_bytes=tuple(live_bytes))
 
 

@@ -92,11 +92,16 @@ def _below(front: Front, columns: int) -> list[str]:
     ]
     ranks = front.ranks
     if ranks is not None:
-        said = (
-            f"on each of {ranks.num_ranks} ranks: parameters {size_text(ranks.param_bytes)}, gradients "
-            f"{size_text(ranks.grad_bytes)}, states {size_text(ranks.state_bytes)}, gathered at a time "
-            f"{size_text(ranks.gathered_bytes)}"
+        shards = (
+            f"parameters {size_text(ranks.param_bytes)}, gradients {size_text(ranks.grad_bytes)}, states "
+            f"{size_text(ranks.state_bytes)}"
         )
+        gathered = f"gathered at a time {size_text(ranks.gathered_bytes)}"
+        said = f"on each of {ranks.num_ranks} ranks: "
+        if ranks.is_offloaded:
+            said += f"{gathered}, on the way there {size_text(ranks.brought_bytes)}; in host memory {shards}"
+        else:
+            said += f"{shards}, {gathered}"
         lines += textwrap.wrap(said, columns)
     batch = front.batch
     if batch is not None:

@@ -198,6 +198,8 @@ def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
         device=trainer.strategy.root_device,
         num_processes=trainer.world_size,
         shards=strategy if strategy.startswith(_SHARDING) else None,
+        is_fsdp2=strategy == "ModelParallelStrategy",
+        flattens=strategy if strategy == "FSDPStrategy" else None,
         casts=f'precision="{precision}"' if precision.endswith("-true") and precision != "32-true" else None,
         scales=f'precision="{precision}"' if precision == "16-mixed" else None,
         takes_gradients=(

@@ -24,6 +24,10 @@ class Loop:
     num_processes: int = 1
     shards: str | None = None
     """What moves or shards the weights by itself."""
+    is_fsdp2: bool = False
+    """Whether that is FSDP2, by which each parameter is a shard of its own (`DTensor`)."""
+    flattens: str | None = None
+    """What shards the weights by the first FSDP, which puts those of a layer into one flat parameter."""
     casts: str | None = None
     """The setting by which it casts the whole model."""
     scales: str | None = None
@@ -51,6 +55,12 @@ def refuse(features: Features, loop: Loop) -> None:
         raise ValueError(
             f"{owner} needs one GPU for each process; found {loop.replicas}, which would have torch.nn.DataParallel copy the "
             "model to each in each step. Set CUDA_VISIBLE_DEVICES=0, or start one process for each GPU (torchrun)"
+        )
+    if loop.flattens is not None:
+        raise ValueError(
+            f"{owner} needs each parameter to be a tensor of its own; found {loop.flattens}, which puts those of a layer into "
+            "a flat one, and takes it away. Use FSDP2: fsdp_config={'version': 2} in Trainer, "
+            "fsdp_version: 2 in accelerate, ModelParallelStrategy in Lightning"
         )
     if loop.compiles is not None and any(isinstance(found, MemoryBudget | Rematerialize) for found in features.contexts):
         raise ValueError(
@@ -106,7 +116,7 @@ def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) 
 
 
 def _refuse_states(owner: str, states: OptimizerStates, trained: list[str], loop: Loop) -> None:
-    if loop.shards is not None:
+    if loop.shards is not None and not loop.is_fsdp2:
         raise ValueError(f"{owner}: a StateOffload moves the optimizer's states, and so does {loop.shards}. Use one of the two")
     for train in trained:
         if train != "frozen":

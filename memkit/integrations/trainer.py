@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,8 +49,8 @@ class TrainerFeatures:
     Raises:
         TypeError: there is none, or one is no feature of memkit.
         ValueError: two are of a kind. Also when the Trainer is made, or the training begins, if a feature does not go with the
-            Trainer's arguments: several GPUs in one process, a model that is cast, sharded or compiled as a whole. And
-            if a `StateOffload` cannot step the optimizer in pieces.
+            Trainer's arguments: several GPUs in one process, a model that is cast, sharded or compiled as a whole; all but a
+            `LayerOffload` go with FSDP2. And if a `StateOffload` cannot step the optimizer in pieces.
 
     Example:
         >>> import memkit
@@ -92,7 +93,8 @@ class TrainerFeatures:
         self._refuse(args)
         if self._features.offloads:
             self._features.check(model)
-        if optimizer is not None:  # the user's own: what Trainer loads of a checkpoint then goes straight to host memory
+        # The user's own: what Trainer loads of a checkpoint then goes straight to host memory. FSDP2 is yet to put shards in.
+        if optimizer is not None and _fsdp_version(args) is None:
             self._features.begin_states([optimizer])
 
     def on_train_begin(
@@ -133,13 +135,16 @@ class TrainerFeatures:
     def _refuse(self, args: TrainingArguments, *, is_checkpointing: bool = False) -> None:
         halves = {name: getattr(args, name, False) for name in ("fp16_full_eval", "bf16_full_eval")}
         shards = {name: bool(getattr(args, name, None)) for name in ("fsdp", "deepspeed")}
+        version = _fsdp_version(args)
         refuse(
             self._features,
             Loop(
                 device=args.device,
                 replicas=f"n_gpu={args.n_gpu}" if args.n_gpu > 1 else None,
                 num_processes=args.world_size,
-                shards=_first(shards),
+                shards=_first(shards) or (None if version is None else "FSDP"),
+                is_fsdp2=version == 2 and not shards["deepspeed"],
+                flattens=f"FSDP of version {version}" if version == 1 else None,
                 casts=_first(halves),
                 scales="fp16=True" if args.fp16 else None,
                 takes_gradients="Trainer, which takes the norm of all gradients,",
@@ -174,3 +179,14 @@ else:
         made = type(name, (TrainerFeatures, base), {"__doc__": TrainerFeatures.__doc__, "__module__": __name__})
         globals()[name] = made
         return made
+
+
+def _fsdp_version(args: TrainingArguments) -> int | None:
+    """Return which FSDP shards the model, by Trainer's arguments or those of `accelerate launch`; None if none does."""
+    given = getattr(args, "fsdp_plugin_args", None) or {}
+    config = getattr(args, "fsdp_config", None)
+    config = config if isinstance(config, dict) else {}
+    if not getattr(args, "fsdp", None) and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    asked = given.get("fsdp_version") or config.get("version") or config.get("fsdp_version")
+    return int(asked) if asked else int(os.environ.get("FSDP_VERSION", "1"))

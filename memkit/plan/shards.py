@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from memkit.sizes import check_bytes
 
+_ALIGNMENT_BYTES = 512
+"""Of `memkit.transfer`, which this room is below."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParameter:
@@ -36,6 +39,10 @@ class ShardedParameter:
         """
         return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
+    def shard_bytes_in_chunk(self, num_ranks: int) -> int:
+        """Return what that takes among others that are brought to the device as one: a multiple of 512 bytes."""
+        return -(-self.shard_numel(num_ranks) * self.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
     def gathered_bytes(self, num_ranks: int) -> int:
         """Return what it takes while it is gathered: the shards of all ranks, with the rows that fill up the last."""
         itemsize = self.itemsize if self.gathered_itemsize is None else self.gathered_itemsize
@@ -55,10 +62,22 @@ class ShardPlan:
     """Optimizer states of these shards."""
     gathered_bytes: int
     """The most that is gathered at once: what is in no layer, and the layers that are in use or gathered ahead."""
+    is_offloaded: bool = False
+    """Whether shards of parameters, gradients and states are in host memory."""
+    brought_bytes: int = 0
+    """The most that is on the device of shards that are in host memory: those of two layers, on their way to be gathered."""
 
     @property
     def total_bytes(self) -> int:
-        return self.param_bytes + self.grad_bytes + self.state_bytes + self.gathered_bytes
+        """What it takes of the device's memory."""
+        return (
+            self.param_bytes + self.grad_bytes + self.state_bytes + self.gathered_bytes + self.brought_bytes - self.host_bytes
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """What it takes of the host's, which all ranks of a host share."""
+        return self.param_bytes + self.grad_bytes + self.state_bytes if self.is_offloaded else 0
 
 
 def plan_shards(
@@ -69,6 +88,7 @@ def plan_shards(
     prefetch: int = 1,
     states_per_element: int = 2,
     state_itemsize: int | None = None,
+    offload: bool = False,
 ) -> ShardPlan:
     """Return what one rank takes of a model that `shard` has split.
 
@@ -80,6 +100,7 @@ def plan_shards(
         states_per_element: how many numbers an optimizer keeps for each that it steps: AdamW two. Single numbers for a whole
             parameter, such as counts of steps, are not in it.
         state_itemsize: bytes of each; by default as the parameter has.
+        offload: whether shards are in host memory: `shard(offload_policy=CPUOffloadPolicy())`.
 
     Raises:
         ValueError: a count is out of range.
@@ -103,6 +124,7 @@ def plan_shards(
     trained = [item for item in every if item.is_trained]
     sizes_bytes = [sum(item.gathered_bytes(num_ranks) for item in group) for group in groups]
     at_once = [sum(sizes_bytes[first : first + prefetch + 1]) for first in range(len(groups))]
+    chunks = [sum(item.shard_bytes_in_chunk(num_ranks) for item in group) for group in (outside, *groups)]
     return ShardPlan(
         num_ranks=num_ranks,
         param_bytes=sum(item.shard_numel(num_ranks) * item.itemsize for item in every),
@@ -111,4 +133,6 @@ def plan_shards(
             states_per_element * item.shard_numel(num_ranks) * (state_itemsize or item.itemsize) for item in trained
         ),
         gathered_bytes=max(at_once, default=0) + sum(item.gathered_bytes(num_ranks) for item in outside),
+        is_offloaded=offload,
+        brought_bytes=max(map(sum, zip(chunks, [*chunks[1:], 0], strict=True))) if offload else 0,
     )

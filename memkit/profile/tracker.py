@@ -256,7 +256,10 @@ def _check_model(step: Step) -> None:
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in step.model.modules()):
-        raise ProfileError("the model is sharded by fully_shard, which a profile would disturb; profile it before sharding")
+        raise ProfileError(
+            "the model is sharded by fully_shard, which a profile would disturb; profile it before sharding. What one "
+            "rank takes is said by memkit plan --ranks N, and memkit.plan.plan_shards"
+        )
 
 
 def _run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:

@@ -97,7 +97,13 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
 
 
 def _refuse_shard(parameter: Any) -> None:
-    """Raise if the part of a parameter that is here can't be stepped by itself."""
+    """Raise if the part of a parameter that is here can't be stepped by itself, or is stepped in host memory."""
+    kind = parameter.device_mesh.device_type
+    if parameter.device.type == "cpu" != kind:
+        raise ValueError(
+            f"StateOffload needs an optimizer whose states are on a device; found shards of a model on {kind}, in host memory: "
+            "its step is on the CPU, and its states are there already. Leave StateOffload out, or shard without offload_policy"
+        )
     found = None
     if any(placement.is_partial() for placement in parameter.placements):
         found = f"with placements {tuple(parameter.placements)}, of which each rank has a summand"

@@ -9,6 +9,7 @@ import memkit
 from memkit.plan import ShardedParameter, ShardPlan, plan_shards
 from tests.distributed.cases import Model, groups_of, local, make, optimizer_of, step
 from tests.distributed.groups import fake_group
+from tests.distributed.hosting import HOST, racing
 
 
 def _planned(model: Model, **options: int) -> ShardPlan:
@@ -53,6 +54,19 @@ def test_plan_counts_what_is_gathered_at_once(num_ranks: int, prefetch: int) -> 
         *layers, rest = (_storage_bytes(list(group)) for group in groups_of(model))
 
     assert _planned(make(), num_ranks=num_ranks, prefetch=prefetch).gathered_bytes == (prefetch + 1) * layers[0] + rest
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("lora", [False, True])
+def test_plan_counts_what_comes_from_the_host(num_ranks: int, lora: bool) -> None:
+    with fake_group(num_ranks), racing() as device:
+        model = memkit.shard(make(lora=lora), offload_policy=HOST)
+        step(model, 0, 0)
+    plan = _planned(make(lora=lora), num_ranks=num_ranks, offload=True)
+
+    assert plan.brought_bytes == device.memory_counter().peak_bytes()
+    assert plan.host_bytes == plan.param_bytes + plan.grad_bytes + plan.state_bytes
+    assert plan.total_bytes == plan.gathered_bytes + plan.brought_bytes
 
 
 def test_total_is_the_sum() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import memkit
 from memkit.errors import ShardError
-from tests.distributed import offloading
+from tests.distributed import compiled_layers, hosting, offloading
 from tests.distributed.cases import (
     Collectives,
     assert_same,
@@ -168,6 +168,7 @@ WORKS: dict[str, Work] = {
     "loaded": _load_own,
     "loaded of one": _load_of_one,
     **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
+    **{name: hosting.WORKS[name] for name in hosting.OFTEN},
 }
 
 MORE: dict[str, Work] = {
@@ -176,6 +177,12 @@ MORE: dict[str, Work] = {
     "two forwards": check_two_forwards,
     **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
+    **{name: work for name, work in (hosting.WORKS | hosting.MORE).items() if name not in hosting.OFTEN},
+    **{
+        name: work
+        for name, work in compiled_layers.WORKS.items()
+        if name.endswith(("device, both", "host, MemoryBudget, least"))
+    },
     **{
         f"by hand: {how}, {context}, {reshards}": functools.partial(_sharded_by_hand, how, context, reshards)
         for how, context, reshards in itertools.product(BY_HAND, CONTEXTS, ("", "always"))

@@ -112,6 +112,13 @@ def test_one_of_several_ranks_is_planned_for(capsys: pytest.CaptureFixture[str],
     assert one["plain_peak_bytes"] < whole["plain_peak_bytes"] - 2 * 6 * layer
     assert one["plain_s"] == whole["plain_s"]
 
+    text, offloaded = front_of("--ranks", "8", "--offload-params")
+    brought_bytes = 2 * (layer // 8 + 512 - 256 * 4 // 8)  # the smaller bias is filled up
+    assert offloaded["ranks"]["brought_bytes"] == brought_bytes
+    assert "gathered at a time 4.01 MiB, on the way there 514.00 KiB; in host memory parameters 1.50 MiB, gradients" in text
+    held_bytes = 4 * 6 * layer // 8  # parameters, gradients and two states
+    assert one["plain_peak_bytes"] - offloaded["plain_peak_bytes"] == held_bytes - brought_bytes
+
 
 def test_the_base_of_a_rank_is_its_shards() -> None:
     with torch.device("meta"):
@@ -171,6 +178,7 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*PLAN, "--offload-params"], "--offload-params says where the shards of --ranks N are: add that, or leave it out"),
         ([*PLAN, "--ranks", "0"], "--ranks: needs a whole number, 1 or more; found '0'"),
         (
             [*PLAN, "--ranks", "2", "--html", "plan.html"],

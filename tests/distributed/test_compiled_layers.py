@@ -1,0 +1,30 @@
+"""Layers that are compiled and sharded: contexts inside them keep the bits. In one process; on two see test_two_ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compiling import FORMS, WITH_COMPILED
+from tests.distributed import compiled_layers
+from tests.distributed.groups import group_of_one
+
+pytestmark = WITH_COMPILED
+
+
+@pytest.fixture
+def one() -> Iterator[None]:
+    with group_of_one():
+        yield
+
+
+@pytest.mark.parametrize("name", compiled_layers.WORKS)
+def test_contexts_within_compiled_layers(one: None, name: str) -> None:
+    compiled_layers.WORKS[name]("")
+
+
+@pytest.mark.parametrize("order", compiled_layers.ORDERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_model_whose_shards_are_on_the_host(one: None, form: str, order: str) -> None:
+    compiled_layers.check_whole(form, order)
