@@ -11,11 +11,11 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
-from memkit.owners import owners, stepper_of, steppers
-from memkit.states.members import parameters_of
+from memkit.owners import owners
 from memkit.states.pieces import StateRecord
 from memkit.states.shards import described, lie_alike, local_of
 from memkit.states.trial import needs_master, refuse_by_kind
+from memkit.steppers import stepper_of, steppers
 from memkit.torch_state import is_dtensor
 from memkit.transfer.disk import Disk
 from memkit.wrappers import is_plain
@@ -94,7 +94,8 @@ def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Devi
     Raises:
         ValueError: they are on several, or on another than was asked for, or can't be stepped there.
     """
-    parameters, layers = parameters_of(optimizer), stepper_of(optimizer)
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    layers = stepper_of(optimizer)
     for parameter in parameters:
         if is_dtensor(parameter):
             _refuse_shard(parameter)
@@ -212,7 +213,7 @@ def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str
     """
     refuse_by_kind(optimizer, where)
     check_parameters(optimizer, is_beside=is_beside)
-    if parameters_of(optimizer):
+    if any(group["params"] for group in optimizer.param_groups):
         device_of(optimizer, device)
 
 

@@ -1,8 +1,8 @@
-"""Stepping what a `LayerOffload(train="fused")` streams: that sees the gradients, and has each parameter lie where it is to be.
+"""Stepping what a `LayerOffload(train="fused")` streams, in the slots of that.
 
-[Note: who does what] `FusedSteps` (a `memkit.owners.LayerStepper`) sees when a gradient is complete, puts the parameter to its
-slot and the gradient to `grad`, has it be stepped here, lets the gradient go, and has the layer written back once all of it is
-stepped. Here each is stepped with its states, on the stream for that. The slot is not written back, nor used by anything but
+[Note: who does what] `FusedSteps`, a `memkit.steppers.LayerStepper`, sees when a gradient is complete, puts the parameter to
+its slot and the gradient to `grad`, has it be stepped here, lets the gradient go, and has the layer written back once all of it
+is stepped. Here each is stepped with its states, on the stream for that. The slot is not written back, nor used by anything but
 the layer's own backward, before that stream has come so far.
 
 Each backward that is within no other is a step. It may be ended by `optimizer.step()`; the next backward ends it otherwise.
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
-from memkit.owners import LayerStepper, owner_of, stepper_of
+from memkit.owners import owner_of
 from memkit.stand_ins import GradientStandIn
 from memkit.states.asked import refuse_gradients
 from memkit.states.in_backward import BackwardSteps
 from memkit.states.pieces import Piece, Residency, StateRecord
 from memkit.states.shells import hollow_shell, step_of
+from memkit.steppers import LayerStepper, stepper_of
 
 if TYPE_CHECKING:
     from memkit.device.base import Event, Stream

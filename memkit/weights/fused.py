@@ -22,7 +22,7 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
-from memkit.owners import ParameterSteps, steppers
+from memkit.steppers import ParameterSteps, steppers
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.chunks import LayerChunk
@@ -123,7 +123,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._forget_consumed()
         return super().close()
 
-    # For who steps the parameters in the place of the optimizer: see `memkit.owners.LayerStepper`
+    # For who steps the parameters in the place of the optimizer: see `memkit.steppers.LayerStepper`
 
     def have_stepped_by(self, steps: ParameterSteps | None) -> None:
         self._beside = steps
