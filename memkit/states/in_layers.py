@@ -93,6 +93,7 @@ class LayeredSteps(BackwardSteps):
         run = self._stepping.unfinished
         if run is not None and self._met:
             run.write_changes()
+            setattr(self._optimizer, torch_private.STEPPED_MARK, True)  # a loop need not call `step()`
             self._note_options()
             self._stepping.num_steps += 1
 
