@@ -323,11 +323,9 @@ def test_layers_closed_first_leave_states_that_can_be_closed(device: Device) -> 
     both.layers.close()
 
     both.assert_same_training()
-    with pytest.raises(
-        StateOffloadError, match=re.escape('LayerOffload(train="fused") within the backward, and that is closed')
-    ):
+    with pytest.raises(StateOffloadError, match=r"within the backward, and that is closed\. Close the StateOffload as well"):
         both.optimizer.step()
-    with pytest.raises(ValueError, match='"stem.weight" is stepped by an optimizer with a StateOffload'):
+    with pytest.raises(ValueError, match=r'"stem\.weight" is stepped by an optimizer with a StateOffload'):
         memkit.LayerOffload(both.model, offload_ratio=1.0, device=device)
     both.states.close()
     both.assert_same_training()
