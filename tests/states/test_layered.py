@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import memkit
+from memkit import torch_private
 from memkit.device import Device, ReferenceDevice
+from memkit.device.clocks import ReferenceStream
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.plan import state_pieces
 from memkit.states import cut_trial, in_backward
+from memkit.states.in_layers import LayeredSteps
 from memkit.transfer import ReferenceDisk
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs
@@ -423,43 +426,71 @@ def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> Non
 # What is on its way
 
 
-def test_layer_that_was_stepped_is_used_within_the_same_backward(device: Device) -> None:
+def _is_behind_steps(both: Both) -> bool:
+    """Tell whether the current stream has waited for all that was put on the stream for steps."""
+    if not isinstance(both.device, ReferenceDevice):
+        return True
+    steps, current = both.states._in_backward, both.device.current_stream()
+    assert isinstance(steps, LayeredSteps)
+    assert isinstance(steps.stream, ReferenceStream)
+    return all(current.clock.get(number, 0) >= count for number, count in steps.stream.clock.items())
+
+
+@pytest.mark.parametrize("layer", [0, 5], ids=["in its slot", "in another layer's"])
+def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, device: Device) -> None:
     both = Both(device, model=Stack(6), num_slots=2)
     batch, found = both.batch(), []
 
-    def use_last(_: Tensor) -> None:
+    def use(_: Tensor) -> None:
         with torch.no_grad():
-            found.append(both.model.get_submodule("layers.5")(batch))
+            found.append(both.model.get_submodule(f"layers.{layer}")(batch))
 
-    handle = both.model.get_submodule("stem").register_forward_hook(
-        lambda _, __, output: output.register_hook(use_last) and None
-    )
+    stem = both.model.get_submodule("stem")
+    handle = stem.register_forward_hook(lambda _, __, output: output.register_hook(use) and None)
     both.step()
     handle.remove()
 
-    assert_same(found[0], both.plain.get_submodule("layers.5")(batch))
+    assert_same(found[0], both.plain.get_submodule(f"layers.{layer}")(batch))
     both.close()
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_layer_that_is_stepped_in_part_is_used_within_the_same_backward(num_slots: int, device: Device) -> None:
+def test_layer_that_is_stepped_in_part_is_used_within_the_same_backward(device: Device) -> None:
     """What is stepped beside the backward is waited for by a forward in that."""
-    both = Both(device, model=Stack(4), num_slots=num_slots)
-    batch, ran = both.batch(), []
+    both = Both(device, model=Stack(4))
+    batch, were_behind, layer = both.batch(), [], both.model.get_submodule("layers.2")
 
     def use(_: Tensor) -> None:
-        ran.append(None)
+        were_behind.append(_is_behind_steps(both))
         with torch.no_grad():
-            both.model.get_submodule("layers.2")(batch)
+            layer(batch)
 
-    handle = both.model.get_submodule("layers.2.norm").register_forward_hook(
-        lambda _, __, output: (output.register_hook(use) and None) if output.requires_grad and not ran else None
+    def see(_: nn.Module, given: Any) -> None:
+        if torch_private.backward_task() != -1:
+            were_behind.append(_is_behind_steps(both))
+        else:
+            given[0].register_hook(use)
+
+    handle = layer.get_submodule("up").register_forward_pre_hook(see)
+    both.step()
+    handle.remove()
+
+    if isinstance(device, ReferenceDevice):
+        assert were_behind == [False, True]
+    both.close()
+
+
+def test_backward_leaves_all_behind_the_steps(device: Device) -> None:
+    both = Both(device)
+    were_behind = []
+    stem = both.model.get_submodule("stem")
+    handle = stem.register_forward_hook(
+        lambda _, __, output: output.register_hook(lambda _: were_behind.append(_is_behind_steps(both))) and None
     )
     both.step()
     handle.remove()
 
-    assert ran
-    both.step()
+    assert _is_behind_steps(both)
+    assert were_behind == [not isinstance(device, ReferenceDevice)]
     both.close()
 
 
