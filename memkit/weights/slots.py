@@ -195,7 +195,7 @@ class Slot:
         """
         self.state = chunk.state()
         if stepped is None:
-            self._device.note_written(self.storage, -sum(chunk.state()))
+            self._device.note_written(self.storage, -next(_num_writes))
         else:
             self.stepped = stepped
 
@@ -213,8 +213,9 @@ class Slot:
         """
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
-            self._device.note_written(self.storage, -sum(self.chunk.state()))
+            self._device.note_written(self.storage, -next(_num_writes))
         after, self._has_unknown = self._device.record_event(timed=False), True
+        self.stepped = None if self.stepped is None else after
         self._left = copy(self.storage, after)
         self.chunk.become(Residency.DEVICE)
         self._has_unknown = False
@@ -366,5 +367,6 @@ class SlotRing:
 
 
 _num_filled = count()
+_num_writes = count(1)
 _FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)
 """Where bytes may be that are fetched: on the device too, where the caller has written to host memory since."""

@@ -436,7 +436,7 @@ def _is_behind_steps(both: Both) -> bool:
     return all(current.clock.get(number, 0) >= count for number, count in steps.stream.clock.items())
 
 
-@pytest.mark.parametrize("layer", [0, 5], ids=["in its slot", "in another layer's"])
+@pytest.mark.parametrize("layer", [0, 1, 5], ids=["in part", "in its slot", "gone from there"])
 def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, device: Device) -> None:
     both = Both(device, model=Stack(6), num_slots=2)
     batch, found = both.batch(), []
