@@ -17,7 +17,6 @@ from shared import Line
 GB = 1e9
 GIB = 2**30
 STATE_BYTES = 12
-WEIGHT_BYTES = 2
 STATES = "row | step, s | / plain | R, s | / R | update, s | peak, GiB | room, MiB | stepped on the host"
 
 
