@@ -56,7 +56,8 @@ def _least(plain: Line, found: Line, machine: Line) -> Line:
     both_ways_s = MOVED_BYTES * found["streamed_numel"] / machine["both_bytes_per_s"]
     forward_s, backward_s = plain["forward_s"], plain["backward_s"]
     r_s = max(forward_s, there_s) + max(backward_s, both_ways_s)
-    say(f"R = max({forward_s:.3f}, {there_s:.3f}) + max({backward_s:.3f}, {both_ways_s:.3f}) = {r_s:.3f} s")
+    parts = f"max({forward_s:.3f}, {there_s:.3f}) + max({backward_s:.3f}, {both_ways_s:.3f})"
+    say(f"R = {parts} = {r_s:.3f} s; a step takes {found['step_s'] / r_s:.2f} of it")
     return {
         "plain_forward_s": forward_s,
         "plain_backward_s": backward_s,

@@ -18,10 +18,11 @@ from memkit import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
 from memkit.errors import LayerOffloadError, StateOffloadError
-from memkit.plan import state_pieces
+from memkit.plan import LayerCosts, plan_streamed_ratio, state_pieces
 from memkit.states import cut_trial, in_backward
 from memkit.states.in_layers import LayeredSteps
 from memkit.transfer import ReferenceDisk
+from memkit.weights import choice
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs
 
@@ -62,7 +63,7 @@ class Both:
         make: Make = OPTIMIZERS["AdamW"],
         *,
         model: nn.Module | None = None,
-        ratio: float = 1.0,
+        ratio: float | str = 1.0,
         num_slots: int = 3,
         dtype: torch.dtype = torch.float32,
         **options: Any,
@@ -287,6 +288,22 @@ def test_parameters_that_come_later(device: Device) -> None:
         one.get_submodule("layers.2").requires_grad_(False)
     both.step()
 
+    both.assert_same_training()
+    both.close()
+
+
+@pytest.mark.full
+def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(candidates: Any, times: Any, plan: Any, **options: Any) -> Any:
+        costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
+        return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
+
+    monkeypatch.setattr(choice, "plan_measured", half)
+    both = Both(device, model=Stack(8), ratio="auto")
+    for _ in range(5):
+        both.step()
+
+    assert len(both.layers.plan.streamed) == 4
     both.assert_same_training()
     both.close()
 
