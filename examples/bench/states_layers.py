@@ -164,7 +164,8 @@ def _steps_in_time(trained: Trained, setting: Setting) -> Line:
 
 def compared(setting: Setting) -> Iterator[Line]:
     """A few layers of the capped model: the losses of plain steps, and under the cap with all streaming, bit for bit."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # sums of whole numbers make masks, and are refused
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pinned memory is large
     try:
         trained = Trained(setting, **{**CAPPED, "num_layers": NUM_COMPARED_LAYERS})
         begin = {name: value.detach().cpu().clone() for name, value in trained.model.state_dict().items()}
@@ -179,6 +180,7 @@ def compared(setting: Setting) -> Iterator[Line]:
         yield {**about, "row": "all streams, capped", **told("all streams, capped", line)}
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def _losses_streamed(trained: Trained, setting: Setting) -> Line:
