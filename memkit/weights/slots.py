@@ -71,8 +71,8 @@ class Slot:
         """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
         self.stepped: Event | None = None
-        """Behind the last step of a parameter here that was made beside the backward, until a stream waits for it that uses
-        the slot for something else than what is left of that backward."""
+        """Since it was filled: behind the last step of a parameter here that was made beside the backward. Streams that use the
+        slot for something else than what is left of the layer's own backward wait for it."""
         self._left: Event | None = None
         """Behind the last write to the host copy."""
         self._has_unknown = False
@@ -203,7 +203,6 @@ class Slot:
         """Let a stream wait for the steps of parameters here."""
         if self.stepped is not None:
             self._device.wait_event(stream, self.stepped)
-            self.stepped = None
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
         """Write its bytes to the host copy, behind what the current stream has done with them; return what is reached then.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +25,7 @@ from memkit.states import cut_trial, in_backward
 from memkit.states.in_layers import LayeredSteps
 from memkit.transfer import ReferenceDisk
 from memkit.weights import choice
+from tests.interrupts import hooks_around
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs
 
@@ -369,6 +372,21 @@ def test_both_as_contexts(device: Device) -> None:
             model(batch).square().mean().backward()
             assert states.device is device or not isinstance(device, ReferenceDevice)
             assert states.stats().num_steps == 1
+
+
+def test_nothing_is_left_once_both_are_closed() -> None:
+    before = hooks_around()
+    both = Both(ReferenceDevice())
+    both.step()
+    model = both.model
+    found = [weakref.ref(one) for one in (both.states, both.layers, both.states._in_backward, both.optimizer)]
+    both.close()
+    del both
+    gc.collect()
+
+    assert [ref() for ref in found] == [None] * 4
+    assert hooks_around() == before
+    assert all(not weight._backward_hooks and not weight._post_accumulate_grad_hooks for weight in model.parameters())
 
 
 # What is refused
