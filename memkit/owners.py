@@ -78,8 +78,6 @@ def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
     )
 
 
-steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers whose parameters are stepped within the backward, by who streams their layers."""
 with_offloaded_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], int]] = weakref.WeakKeyDictionary()
 """Optimizers whose states are in host memory, and that are stepped in pieces. Each with what tells how many bytes of states its
 first step will make that stay on the device."""

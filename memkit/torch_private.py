@@ -380,8 +380,7 @@ FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "com
 """How FSDP2 gathers (is about to, in which phase, which tensor of a parameter): without one of these names, shards that are on
 the host come to the device by FSDP2's own policy."""
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
-UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
-"""What Dynamo reads on a function that it is not to look into: memkit's hooks."""
+UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}  # of functions Dynamo is not to look into
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # what Dynamo sets on a function that it compiles: modules are asked
 COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
 """The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
@@ -392,6 +391,7 @@ DYNAMO_CONFIG = "torch._dynamo.config"  # says that a trace may run what is comp
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # what a fused optimizer says of itself: `GradScaler` scales for it
+STEPPED_MARK = "_opt_called"  # what a scheduler has an optimizer's `step()` set: it warns where its own `step()` comes first
 MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of a module's own: a profile without data leaves them
 READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""

@@ -43,6 +43,7 @@ RANKS = {
     "compiled": 5,
     "sequentials": 5,
     "owners": 4,
+    "steppers": 5,
     "stand_ins": 3,
     "profiled": 4,
     "device": 4,

@@ -335,6 +335,15 @@ def test_fused_optimizer_has_the_mark() -> None:
     assert getattr(optimizer, torch_private.SCALES_IN_STEP_MARK) is True
 
 
+def test_scheduler_asks_for_the_mark_of_a_step() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    setattr(optimizer, torch_private.STEPPED_MARK, True)
+
+    scheduler.step()  # a warning is an error
+
+
 def test_jagged_tensor_is_made_of_its_values() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 

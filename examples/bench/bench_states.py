@@ -10,8 +10,9 @@ AdamW in float32. Parts:
     states          states out, all or some; on the device, within the backward, beside the forward, on the host, on both
     micro           eight micro-batches for each step
     nothing         all states stay
-    streamed        every layer streams, and is stepped on the host
-    capped          6.7 billion parameters under a cap of 24 GiB
+    streamed        every layer streams with all states, stepped within the backward; then stepped on the host
+    capped          6.7 billion parameters, all of which stream so, under a cap of 24 GiB
+    compared        four layers of these: the losses under the cap are those of plain steps
     disk            20 GB of states on a disk
     peer_*          by hand, torchao, FSDP2, DeepSpeed: see `states_peers.py`
 
@@ -23,16 +24,18 @@ from __future__ import annotations
 import sys
 
 from parts import Part, Script
+from states_layers import capped, compared, streamed
 from states_peers import by_hand, deepspeed, fsdp, torchao
-from states_rows import capped, micro, nothing, on_disk, states, streamed
+from states_rows import micro, nothing, on_disk, states
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PARTS = {
     "states": Part(run=states, limit_s=320, environment=EXPANDABLE),
     "micro": Part(run=micro, limit_s=150, environment=EXPANDABLE),
     "nothing": Part(run=nothing, limit_s=40, environment=EXPANDABLE),
-    "streamed": Part(run=streamed, limit_s=90, environment=EXPANDABLE),
+    "streamed": Part(run=streamed, limit_s=150, environment=EXPANDABLE),
     "capped": Part(run=capped, limit_s=200, environment=EXPANDABLE),
+    "compared": Part(run=compared, limit_s=90, environment={**EXPANDABLE, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     "disk": Part(run=on_disk, limit_s=200, environment=EXPANDABLE),
     "peer_by_hand": Part(run=by_hand, limit_s=90),
     "peer_torchao": Part(run=torchao, limit_s=150),

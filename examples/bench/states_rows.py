@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from setting import GIB, Setting, say
+from setting import Setting, say
 from shared import Line
 from states_steps import BYTES_PER_ELEMENT, LR, Loop, Trained, memkit_line, plain_line, states_offloaded, timed, told
 
@@ -26,9 +26,6 @@ ROWS: dict[str, dict] = {
 }
 NUM_MICRO = 8
 NUM_MICRO_STEPS = 2
-CAP_BYTES = 24 * GIB
-NUM_CAPPED_STEPS = 12
-CAPPED_LAYERS, CAPPED_WIDTH, CAPPED_INNER, CAPPED_HEADS = 32, 4096, 11008, 32
 
 
 def rates(setting: Setting) -> Line:
@@ -101,58 +98,6 @@ def nothing(setting: Setting) -> Iterator[Line]:
     for name, run in (("plain", plain), ("all stays", offloaded), ("plain again", plain)):
         yield {**about, "row": name, **told(name, setting.attempt(run))}
         trained.clear()
-
-
-def streamed(setting: Setting) -> Iterator[Line]:
-    """Every layer streams and is stepped on the host; the states of what does not stream are there, too."""
-    trained = Trained(setting)
-    about = {"bench": "states_streamed", "model": trained.workload.name, "numel": trained.numel}
-
-    def plain() -> Line:
-        optimizer = torch.optim.AdamW(trained.parameters, lr=LR, fused=True)
-        return timed(trained, Loop(update=optimizer.step), setting)
-
-    yield {**about, "row": "plain", **told("plain", setting.attempt(plain))}
-    trained.clear()
-    yield {**about, "row": "all streams", **told("all streams", setting.attempt(partial(_all_streams, trained, setting)))}
-
-
-def _all_streams(trained: Trained, setting: Setting, num_steps: int = 4) -> Line:
-    trained.model.to("cpu")
-    setting.clean()
-    make = partial(torch.optim.AdamW, lr=LR, fused=True)
-    with memkit.LayerOffload(trained.model, offload_ratio=1.0, train="host", device=setting.device) as layers:
-        streams = {id(parameter) for layer in layers.plan.layers for parameter in _parameters_of(trained, layer.name)}
-        optimizer = make([parameter for parameter in trained.parameters if id(parameter) in streams])
-        rest = make([parameter for parameter in trained.parameters if id(parameter) not in streams])
-        with memkit.StateOffload(rest, device=setting.device) as states:
-
-            def update() -> None:
-                rest.step()
-                optimizer.step()
-
-            found = timed(trained, Loop(update=update, wait=states.wait), setting, num_steps=num_steps, num_warm=1)
-        stats = layers.stats()
-    trained.clear()
-    return {**found, "num_streamed": stats.num_streamed, "slot_bytes": stats.slot_bytes, "host_bytes": stats.host_bytes}
-
-
-def _parameters_of(trained: Trained, name: str) -> list[torch.nn.Parameter]:
-    return list(trained.model.get_submodule(name).parameters())
-
-
-def capped(setting: Setting) -> Iterator[Line]:
-    """6.7 billion parameters, of which every layer streams with its states, under a cap of 24 GiB."""
-    sizes = {"num_layers": CAPPED_LAYERS, "width": CAPPED_WIDTH, "inner": CAPPED_INNER, "num_heads": CAPPED_HEADS}
-    trained = Trained(setting, **sizes)
-    is_cuda = setting.device.torch_device.type == "cuda"
-    about = {"bench": "states_capped", "numel": trained.numel, "cap_bytes": CAP_BYTES, "is_capped": is_cuda}
-    trained.model.to("cpu")
-    setting.clean()
-    if is_cuda:
-        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / torch.cuda.mem_get_info()[1])
-    num_steps = NUM_CAPPED_STEPS - 1
-    yield {**about, **told("capped", setting.attempt(partial(_all_streams, trained, setting, num_steps=num_steps)))}
 
 
 def on_disk(setting: Setting) -> Iterator[Line]:

@@ -57,10 +57,10 @@ class Trained:
 class PlainAdamW:
     """Fused AdamW on the device over float32 copies of the parameters, whose gradients are cast one by one."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, lr: float = LR) -> None:
         self._pairs = [(parameter, nn.Parameter(parameter.detach().float())) for parameter in parameters]
         fused = parameters[0].device.type == "cuda"
-        self._optimizers = [torch.optim.AdamW([copied], lr=LR, fused=fused) for _, copied in self._pairs]
+        self._optimizers = [torch.optim.AdamW([copied], lr=lr, fused=fused) for _, copied in self._pairs]
 
     def step(self) -> None:
         for (parameter, copied), optimizer in zip(self._pairs, self._optimizers, strict=True):

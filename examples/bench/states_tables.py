@@ -19,7 +19,6 @@ GIB = 2**30
 STATE_BYTES = 12
 SENT_BYTES = 4
 """Of a gradient as float32, which goes to the host where it is stepped there."""
-WEIGHT_BYTES = 2
 STATES = "row | step, s | / plain | R, s | / R | update, s | peak, GiB | room, MiB | stepped on the host"
 
 
@@ -133,26 +132,17 @@ _nothing = _beside_plain("states_nothing", "plain")
 
 def _streamed(lines: list[Line]) -> Table:
     header = "model, 1e9 parameters | row | step, s | / plain | R, s | / R | peak, GiB | loss of the last step"
-    rows: list[Row] = []
-    machine = _of_machine(lines)
     found = last_by(lambda line: (line["bench"], line.get("row")), lines_of(lines, "states_streamed"))
     plain = next((line for line in found if line["row"] == "plain" and "step_s" in line), None)
     found += last_by(lambda line: line["bench"], lines_of(lines, "states_capped"))
 
     def cells(line: Line) -> Row:
         is_beside = plain is not None and line["bench"] == "states_streamed"
-        bound = None
-        if plain is not None and machine is not None and is_beside and line["row"] != "plain":
-            # weights come in both passes, gradients leave in the backward, and the host steps behind it
-            there_s = WEIGHT_BYTES * line["numel"] / machine["h2d_bytes_per_s"]
-            back_s = WEIGHT_BYTES * line["numel"] / machine["both_bytes_per_s"]
-            step_s = line["numel"] / max(machine["host_updates_per_s"].values())
-            bound = max(plain["forward_s"], there_s) + max(plain["backward_s"], back_s) + step_s
         return [
             f"{line['step_s']:.3f}",
             as_ratio(line["step_s"] / plain["step_s"]) if plain is not None and is_beside else "-",
-            "-" if bound is None else f"{bound:.3f}",
-            "-" if bound is None else bold(as_ratio(line["step_s"] / bound)),
+            f"{line['r_s']:.3f}" if "r_s" in line else "-",
+            bold(as_ratio(line["to_r"])) if "to_r" in line else "-",
             _peak(line),
             f"{line['last_loss']:.3f}",
         ]
@@ -160,8 +150,7 @@ def _streamed(lines: list[Line]) -> Table:
     def first(line: Line) -> Row:
         return [f"{line['numel'] / GB:.2f}", line.get("row", "all streams, capped at 24 GiB")]
 
-    rows += rows_of(found, header, first, cells)
-    return header, rows
+    return header, rows_of(found, header, first, cells)
 
 
 def _disk(lines: list[Line]) -> Table:

@@ -11,10 +11,11 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
-from memkit.owners import owners, steppers
+from memkit.owners import owners
 from memkit.states.pieces import StateRecord
 from memkit.states.shards import described, lie_alike, local_of
 from memkit.states.trial import needs_master, refuse_by_kind
+from memkit.steppers import stepper_of, steppers
 from memkit.torch_state import is_dtensor
 from memkit.transfer.disk import Disk
 from memkit.wrappers import is_plain
@@ -61,12 +62,40 @@ def check_options(
         )
 
 
-def device_of(parameters: list[Tensor], asked: str | torch.device | Device | None) -> Device:
-    """Return the device that all parameters are on.
+def refuse_beside_layers(
+    optimizer: torch.optim.Optimizer, *, update: str, when: str, overlap_forward: bool, disk: object
+) -> None:
+    """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward.
+
+    Raises:
+        ValueError: that can't be.
+    """
+    if stepper_of(optimizer) is None:
+        return
+    found = None
+    if when != "backward":
+        found = f'when="{when}". Use when="backward"'
+    elif update not in ("auto", "device"):
+        found = f'update="{update}". Use update="device"'
+    if disk is not None:
+        found = "disk=. Leave it out: states are in host memory"
+    elif overlap_forward:
+        found = 'overlap_forward=True. Leave it out, and use when="backward"'
+    if found is not None:
+        raise ValueError(
+            'StateOffload steps the parameters of a LayerOffload(train="fused") on the device, within the backward; found '
+            f"{found}"
+        )
+
+
+def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Device | None) -> Device:
+    """Return the device that all parameters of an optimizer are on when they are stepped.
 
     Raises:
         ValueError: they are on several, or on another than was asked for, or can't be stepped there.
     """
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    layers = stepper_of(optimizer)
     for parameter in parameters:
         if is_dtensor(parameter):
             _refuse_shard(parameter)
@@ -75,7 +104,12 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
                 f"StateOffload needs plain parameters, or shards of such; found a {type(parameter).__name__}, which wraps "
                 "others. Leave these parameters to another optimizer"
             )
+    if layers is not None:
+        streamed = set(map(id, layers.streamed()))
+        parameters = [parameter for parameter in parameters if id(parameter) not in streamed]
     places = {parameter.device for parameter in parameters}
+    if layers is not None:
+        places.add(layers.device.torch_device)
     if len(places) > 1:
         raise ValueError(
             f"StateOffload needs all parameters on one device; found {', '.join(sorted(map(str, places)))}. Move the model "
@@ -83,6 +117,8 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
         )
     (place,) = places
     device = open_device(place if asked is None else asked)
+    if layers is not None and device.torch_device == place:
+        device = layers.device  # it knows what else is under way there
     if device.torch_device != place:
         raise ValueError(
             f"StateOffload needs parameters on {device.torch_device}; found them on {place}. Move the model there before the "
@@ -138,16 +174,20 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> No
 
 
 def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a `LayerOffload` has parameters of an optimizer: it has their states in host memory, or steps them itself."""
-    streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters}
-    stepped = {id(parameter) for stepper in steppers for group in stepper.param_groups for parameter in group["params"]}
+    """Raise if a `LayerOffload` has parameters of an optimizer: it has their states in host memory, or steps them itself, by
+    another optimizer."""
+    layers = stepper_of(optimizer)
+    own = set() if layers is None else set(map(id, layers.streamed()))
+    streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters} - own
+    others = [stepper for stepper in steppers if stepper is not optimizer]
+    stepped = {id(parameter) for stepper in others for group in stepper.param_groups for parameter in group["params"]}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) in stepped:
                 raise ValueError(
                     f'StateOffload: parameter {number}.{index} is stepped within the backward by LayerOffload(train="fused"), '
-                    'which keeps its states on the device. Use train="host", which keeps those of streamed layers in host '
-                    "memory, and a StateOffload for the parameters that don't stream"
+                    "by an optimizer that it has made. Give the StateOffload that one: memkit.StateOffload(offload.optimizer, "
+                    'when="backward")'
                 )
             if id(parameter) in streamed:
                 raise ValueError(
@@ -179,9 +219,8 @@ def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str
     """
     refuse_by_kind(optimizer, where)
     check_parameters(optimizer, is_beside=is_beside)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if parameters:
-        device_of(parameters, device)
+    if any(group["params"] for group in optimizer.param_groups):
+        device_of(optimizer, device)
 
 
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:

@@ -39,6 +39,11 @@ class StatesAtRest:
         self._disk = disk
         self._has_warned = False
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where parameters are stepped: those that stream are in host memory otherwise."""
+        return self._device.torch_device
+
     def is_at_home(self, piece: Piece) -> bool:
         """Tell whether `optimizer.state` has what was put there, and nothing else that could leave, and a piece on a disk lies
         there as it moves."""
@@ -195,7 +200,7 @@ class StatesAtRest:
             entries = self._optimizer.state.get(record.parameter) or {}
             for name, value in entries.items():
                 if may_leave(value):
-                    entries[name] = moved_state(value, record.parameter.device)
+                    entries[name] = moved_state(value, self.torch_device)
 
     def _make_masters(self, piece: Piece) -> None:
         for record in piece.records:

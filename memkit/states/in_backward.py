@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -52,6 +52,9 @@ class BackwardSteps:
         on_host: steps pieces on the host.
         rest: what `optimizer.state` has of pieces between steps.
     """
+
+    is_whole_step = False
+    """Whether a backward is a step, and the optimizer's own steps nothing."""
 
     def __init__(
         self,
@@ -102,6 +105,9 @@ class BackwardSteps:
         if not self._watches_replicas and torch.distributed.is_available() and torch.distributed.is_initialized():
             self._watches_replicas = True  # without a group of processes there are none
             hooks.ahead_of_all_forwards(weakly(self._refuse_replica, when_gone=hooks.remove))
+        self._note_pieces(pieces)
+
+    def _note_pieces(self, pieces: list[Piece]) -> None:
         self._pieces = [*self._pieces, *pieces]
         self._has_host = any(piece.plan.update is Update.HOST for piece in self._pieces)
         self._follow([*reversed(pieces), *self._order])
@@ -149,41 +155,48 @@ class BackwardSteps:
             return
         if piece in self._met:
             self._refuse_another(record)
-        stepping = self._stepping
-        if stepping.is_broken:
-            self._mend()
-        run = stepping.unfinished
-        if run is None:
-            run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
-            self._options = self._options_now()
-        stepping.is_broken = True
-        try:
-            piece.due = [record]
-            self._step_beside(piece, run)
-            self._met[piece] = None
-        except BaseException:
-            self._mend()
-            raise
-        stepping.is_broken = False
-        record.parameter.grad = ConsumedGradient.of(record.parameter)
+        if self._end is None or self._end.is_over:
+            self._end = backwards.on_end(weakly(self._let_go))
+        self._step_whole(piece)
+        self._consume(record)
         for part in piece.parts:
             part.let_gradients_go()
 
-    def _step_beside(self, piece: Piece, run: OneStep) -> None:
+    def _step_whole(self, piece: Piece) -> Event:
+        """Step a piece whole or not at all, as a part of the optimizer's step. Return what is reached behind that."""
+        stepping = self._stepping
+        if stepping.is_broken:
+            self.mend(self._pieces)
+        run = stepping.unfinished
+        if run is None:
+            run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
+            self._note_options()
+        stepping.is_broken = True
+        try:
+            piece.due = list(piece.records)
+            stepped = self._step_beside(piece, run)
+            self._met[piece] = None
+        except BaseException:
+            self.mend(self._pieces)
+            raise
+        stepping.is_broken = False
+        return stepped
+
+    def _step_beside(self, piece: Piece, run: OneStep) -> Event:
         """Step a piece on the stream for that, and hold its gradient until it is: see [Note: held gradients]."""
         (record,) = piece.records
         device, own, gradient = self._device, self._device.current_stream(), record.parameter.grad
         assert gradient is not None
-        if self._end is None or self._end.is_over:
-            self._end = backwards.on_end(weakly(self._let_go))
         while self._held and self._held_bytes + gradient.nbytes > _HELD_BYTES:
             stream, stepped, held = self._held.popleft()
             device.wait_event(stream, stepped)
             self._held_bytes -= held.nbytes
         if device.takes_notes:
-            device.note_written(record.parameter.untyped_storage(), torch_private.version_of(record.parameter))
+            self._note_brought(record.parameter, gradient)
         device.wait_event(self._stream, device.record_event(own, timed=False))
         with device.on_stream(self._stream):
+            if device.takes_notes:
+                self._note_begun(record.parameter, gradient)
             ahead = piece.parts
             if not self._rest.is_at_home(piece):
                 self._drop_ahead()
@@ -194,10 +207,22 @@ class BackwardSteps:
             for part in piece.parts:
                 self._step(part, run)
             if device.takes_notes:
-                device.note_written(record.parameter.untyped_storage(), torch_private.version_of(record.parameter))
+                self._note_stepped(record.parameter)
             stepped = device.record_event(self._stream, timed=False)
         self._held.append((own, stepped, gradient))
         self._held_bytes += gradient.nbytes
+        return stepped
+
+    def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Tell the device that its current stream has brought a gradient of a parameter."""
+        self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
+
+    def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Tell the device that its current stream begins to step a parameter."""
+
+    def _note_stepped(self, parameter: Tensor) -> None:
+        """Tell the device that its current stream has stepped a parameter."""
+        self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
 
     def _let_go(self, has_failed: bool = False) -> None:
         """Let the current stream, and those that gradients come from, wait for all that is stepped."""
@@ -289,6 +314,10 @@ class BackwardSteps:
         self._options = None
         return met
 
+    def _note_options(self) -> None:
+        """What the groups have now is what parameters are stepped with."""
+        self._options = self._options_now()
+
     def _options_now(self) -> list[tuple[dict[str, Any], list[tuple[str, int]]]]:
         return [
             ({name: value for name, value in group.items() if name not in ("params", "param_names")}, versions_in(group))
@@ -322,9 +351,12 @@ class BackwardSteps:
             if type(record.parameter.grad) is ConsumedGradient:
                 record.parameter.grad = None
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Return a context whose backwards step nothing."""
+        return self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
         self._num_accumulating += 1
         try:
             yield
@@ -336,14 +368,24 @@ class BackwardSteps:
         for piece in self._pieces:
             piece.records[0].done = None
 
-    def _mend(self) -> None:
+    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
+        """Have every piece be as before its step, or as after it: see `Stepping.mend`."""
         self._begun.clear()
         self._leaving.clear()
-        self._stepping.mend(self._pieces)  # the host waits for all of the device
+        with self._in_place():
+            self._stepping.mend(pieces, gives_up=gives_up)  # the host waits for all of the device
         self._forget_held()
-        for piece in self._pieces:
+        for piece in pieces:
             (record,) = piece.records
             assert piece.residency is not Residency.STEPPING
             if record.is_done() and piece not in self._met:  # it was stepped, and the rest of the hook was not reached
                 self._met[piece] = None
-                record.parameter.grad = ConsumedGradient.of(record.parameter)
+                self._consume(record)
+
+    def _in_place(self) -> AbstractContextManager[object]:
+        """Return a context in which what a step has begun to write to lies where that has done so."""
+        return nullcontext()
+
+    def _consume(self, record: StateRecord) -> None:
+        """A parameter was stepped: its gradient is used up."""
+        record.parameter.grad = ConsumedGradient.of(record.parameter)

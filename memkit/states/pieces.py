@@ -239,6 +239,9 @@ class Piece:
     def let_gradients_go(self) -> None:
         """Hold no gradient any more: they were read."""
 
+    def leave_parameters(self) -> None:
+        """Hold no part of the bytes that the parameters lie in now: these are another's from now on."""
+
     def put_parameters(self) -> None:
         """The class has stepped parameters: have the user's be what it has made of those that stand for them."""
 

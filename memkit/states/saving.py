@@ -70,7 +70,7 @@ class Saving:
         loading, self._loading = self._loading, None
         assert loading is not None
         self._follow_groups()
-        loading.finish(optimizer, self._members.kept(), self._members.masters())
+        loading.finish(optimizer, self._members.kept(), self._members.masters(), self._rest.torch_device)
         self._forget_step()
         for piece in self._members.pieces:
             (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
@@ -92,13 +92,20 @@ class Loading:
         """Return what torch is to load."""
         return {**state_dict, "state": {}}
 
-    def finish(self, optimizer: torch.optim.Optimizer, kept: Mapping[int, list[KeptState]], masters: set[int]) -> None:
+    def finish(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kept: Mapping[int, list[KeptState]],
+        masters: set[int],
+        torch_device: torch.device,
+    ) -> None:
         """Put states into `optimizer.state`, each of its own precision, as copies in host memory where they may leave.
 
         Args:
             optimizer: what has loaded the groups.
             kept: what it keeps for a parameter, by the parameter's id.
             masters: ids of parameters that have a float32 copy.
+            torch_device: where parameters are stepped.
         """
         members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
         found = dict(zip(chain.from_iterable(self._numbers), members, strict=True))
@@ -111,23 +118,25 @@ class Loading:
             dtypes = {item.name: item.dtype for item in kept.get(id(parameter), ())}
             keeps = id(parameter) in masters
             state[parameter] = {
-                name: self._placed(name, value, group, parameter, None if keeps else dtypes.get(name))
+                name: self._placed(name, value, group, torch_device, None if keeps else dtypes.get(name))
                 for name, value in entries.items()
             }
         optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
     @staticmethod
-    def _placed(name: object, value: Any, group: Mapping[str, Any], parameter: Tensor, dtype: torch.dtype | None) -> Any:
+    def _placed(
+        name: object, value: Any, group: Mapping[str, Any], torch_device: torch.device, dtype: torch.dtype | None
+    ) -> Any:
         if not isinstance(value, Tensor):
             return value
         if name == "step":
             on_device = group.get("fused") or group.get("capturable")
-            return value.to(torch.float32).to(parameter.device, copy=True) if on_device else value.clone()
+            return value.to(torch.float32).to(torch_device, copy=True) if on_device else value.clone()
         if may_leave(value) and dtype in (None, value.dtype):
             return value.detach()  # it is copied as it is adopted
         if may_leave(value):
             return value.detach().to(dtype=dtype or value.dtype, device="cpu", copy=value.device.type != "cpu")
-        return value.detach().to(parameter.device, copy=True)
+        return value.detach().to(torch_device, copy=True)
 
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:

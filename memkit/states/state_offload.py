@@ -20,6 +20,7 @@ from memkit.states.asked import (
     check_options,
     check_parameters,
     device_of,
+    refuse_beside_layers,
     refuse_captured,
     refuse_gradients,
     warn_if_unfused,
@@ -29,6 +30,7 @@ from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_memory import HostStates
 from memkit.states.host_steps import HostSteps
 from memkit.states.in_backward import BackwardSteps
+from memkit.states.in_layers import steps_in_backward
 from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.on_disk import DiskStates
@@ -71,7 +73,8 @@ class StateOffload:
             as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
         when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
             complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
-            clipped or scaled, and are accumulated within `accumulate()`.
+            clipped or scaled, and are accumulated within `accumulate()`. The optimizer of a `LayerOffload(train="fused")` needs
+            it: then weights, gradients and states all stream, and each backward is a step.
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
             for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
             parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
@@ -112,15 +115,16 @@ class StateOffload:
         device: str | torch.device | Device | None = None,
     ) -> None:
         refuse_by_kind(optimizer, _WHERE)
+        refuse_beside_layers(optimizer, update=update, when=when, overlap_forward=overlap_forward, disk=disk)
         check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
         self._master = master
-        check_parameters(optimizer, is_beside=when == "backward" or overlap_forward)
-        parameters = parameters_of(optimizer)
-        self.device = device_of(parameters, device)
-        check_master(master, parameters)
+        self._is_beside = when == "backward" or overlap_forward
+        check_parameters(optimizer, is_beside=self._is_beside)
+        self.device = device_of(optimizer, device)
+        check_master(master, parameters_of(optimizer))
         if update in ("host", "both"):
             warn_if_unfused(optimizer)
         self.update = "device" if update == "auto" else update
@@ -128,9 +132,8 @@ class StateOffload:
         self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
         self._members.try_out()
         self._limits: dict[str, Any] = {"device_budget_bytes": budget_bytes, "host_budget_bytes": limit_bytes}
-        self._limits |= {"has_disk": disk is not None, "runs_ahead": when == "backward" or overlap_forward}
-        self._hooks, self._num_steps = HookSet(), 0
-        self._is_closed = self._is_entered = False
+        self._limits |= {"has_disk": disk is not None, "runs_ahead": self._is_beside}
+        self._hooks, self._is_closed, self._is_entered = HookSet(), False, False
         self._hollow: torch.optim.Optimizer | None = None
         self._in_backward: BackwardSteps | None = None
         self._overlap = ForwardOverlap(self.device, in_order=self._members.draws) if overlap_forward else None
@@ -169,7 +172,8 @@ class StateOffload:
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
-            self._in_backward = BackwardSteps(optimizer, device, self._stepping, self._on_device, self._on_host, self._rest)
+            given = optimizer, device, self._stepping, self._on_device, self._on_host, self._rest
+            self._in_backward = steps_in_backward(*given, follow_groups=weakly(self._follow_groups))
         self._is_open = True
         self._open(pieces)
         self._members.place()
@@ -212,11 +216,7 @@ class StateOffload:
         is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
-        run = (
-            stepping.unfinished
-            if is_rest and stepping.unfinished is not None
-            else OneStep(optimizer, copies=self._overlap is not None)
-        )
+        run = (stepping.unfinished if is_rest else None) or OneStep(optimizer, copies=self._overlap is not None)
         if self._disk is not None:
             self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
@@ -228,7 +228,7 @@ class StateOffload:
         else:
             stepping.run(due, run)
             self._wait()
-        self._num_steps += 1
+        stepping.num_steps += self._in_backward is None or not self._in_backward.is_whole_step
         self._hollow = hollow_shell(optimizer)
         return (self._hollow, *args[1:]), kwargs
 
@@ -251,7 +251,7 @@ class StateOffload:
                 raise
             warn_user(f"StateOffload: {error}")
         if self._stepping.is_broken:
-            self._stepping.mend(self._members.pieces, gives_up=gives_up)
+            (self._in_backward or self._stepping).mend(self._members.pieces, gives_up=gives_up)
 
     def wait(self) -> None:
         """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""
@@ -283,8 +283,7 @@ class StateOffload:
         members.place()
 
     def _check_groups(self) -> None:
-        is_beside = self.when == "backward" or self._overlap is not None
-        check_groups(self.optimizer, self.device, where=_WHERE, is_beside=is_beside)
+        check_groups(self.optimizer, self.device, where=_WHERE, is_beside=self._is_beside)
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
@@ -344,7 +343,8 @@ class StateOffload:
 
     def stats(self) -> StateStats:
         """Return what was moved so far, and what is taken now."""
-        return stats_of(self.plan, self._host, self._slots, self._disk, undo_bytes=self._undo_bytes, num_steps=self._num_steps)
+        num_steps = self._stepping.num_steps if self._is_open else 0
+        return stats_of(self.plan, self._host, self._slots, self._disk, undo_bytes=self._undo_bytes, num_steps=num_steps)
 
     def __repr__(self) -> str:
         name = type(self.optimizer).__name__

@@ -37,6 +37,7 @@ class Stepping:
         self._on_host = on_host
         self.unfinished: OneStep | None = None
         """A step that has begun, and of which torch has not said yet that it is over: it may have been broken off."""
+        self.num_steps = 0
         self.is_broken = False
         """Whether pieces may be half way."""
         self._untold: StateOffloadError | None = None

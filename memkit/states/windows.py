@@ -80,6 +80,10 @@ class Window(Piece):
         """Be over the elements of another tensor, which the parameter has now."""
         self.view = self.parameter.data = flat[self.elements]
 
+    def leave(self) -> None:
+        """Be over nothing, until `follow` is called."""
+        self.view = self.parameter.data = self.view.new_empty(0)
+
     def let_gradients_go(self) -> None:
         self.parameter.grad = None
 
@@ -131,7 +135,7 @@ class CutPiece(Piece):
         """What the first window has come to in a step, of what all of them come to."""
         self._as_left: tuple[int, int] | None = None
         """Where the parameter was, and how often it was written to, when a step was left half way."""
-        self._address = self._version = -1
+        self._address = self._version = _NOWHERE
         self._shard: Tensor | None = None
         """The gradient, if it is a shard: a write to it doesn't count in the windows, which are of its local tensor."""
         self._is_cut = False
@@ -327,6 +331,16 @@ class CutPiece(Piece):
         self._as_left = None
         return rest
 
+    def leave_parameters(self) -> None:
+        if self._address == _NOWHERE:
+            return
+        if self.is_half_way:  # the rest can't be stepped there any more
+            self._as_left = _NOWHERE, _NOWHERE
+        self._address = _NOWHERE
+        with torch.inference_mode(False), torch.no_grad():
+            for window in self.windows:
+                window.leave()
+
     def note_left_half_way(self) -> None:
         (record,) = self.records
         self._as_left = _place_of(record.parameter)
@@ -350,6 +364,9 @@ class CutPiece(Piece):
         self.coming = self.seen = self._shard = None
         self._is_cut = False
         self.windows = []  # they hold views of states
+
+
+_NOWHERE = -1
 
 
 def _place_of(parameter: Tensor) -> tuple[int, int]:

@@ -8,6 +8,7 @@ or not at all, its weights and its state alike. See [Note: interrupts of streami
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,12 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
-from memkit.owners import steppers
+from memkit.steppers import ParameterSteps, steppers
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.optimizers import MakeOptimizer, changed_in, entries_of
+from memkit.weights.slots import Slot
 from memkit.weights.stepped import SteppedGradient
 from memkit.weights.streaming import Streamer
 
@@ -49,10 +51,12 @@ class FusedSteps(NotCopied, Accumulation):
         super().__init__()
         self._hooks = HookSet()
         self.optimizer = make(trained)
-        steppers.add(self.optimizer)
+        steppers[self.optimizer] = weakref.ref(self)
+        self._beside: ParameterSteps | None = None
+        """Who steps the parameters, beside the backward; None for the optimizer, as it is."""
         self._names: dict[int, str] = {}
         """Of the parameters, by their ids."""
-        self._device = device
+        self.device = device
         self.streamer = streamer
         self._layers = {item: chunk for chunk in streamer.chunks for item in chunk.parameters}
         self._waiting: dict[LayerChunk, set[StreamedParameter]] = {}
@@ -111,10 +115,45 @@ class FusedSteps(NotCopied, Accumulation):
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Take no steps any more; each backward has waited for what it wrote."""
         self._hooks.remove()
-        steppers.discard(self.optimizer)
+        steppers.pop(self.optimizer, None)
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.leave()
         self._regroup()
         self._forget_consumed()
         return super().close()
+
+    # For who steps the parameters in the place of the optimizer: see `memkit.steppers.LayerStepper`
+
+    def have_stepped_by(self, steps: ParameterSteps | None) -> None:
+        self._beside = steps
+
+    def streamed(self) -> list[nn.Parameter]:
+        return [streamed.parameter for streamed in self._layers]
+
+    @contextmanager
+    def in_place(self, parameter: Tensor) -> Iterator[None]:
+        streamed = next((streamed for streamed in self._layers if streamed.parameter is parameter), None)
+        chunk = None if streamed is None else self._layers[streamed]
+        if streamed is None or chunk is None or chunk.slot is None or not chunk.slot.is_dirty:
+            yield
+            return
+        with self._lying(streamed, chunk, chunk.slot):
+            yield
+
+    @contextmanager
+    def _lying(self, streamed: StreamedParameter, chunk: LayerChunk, slot: Slot) -> Iterator[None]:
+        """Return a context in which a parameter lies in the slot of its layer."""
+        with without_modes():
+            streamed.bind(slot.storage)
+        try:
+            yield
+        finally:
+            if not chunk.uses:
+                with without_modes():
+                    streamed.unbind()
+
+    # Parameters that do not stream
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         """Step a parameter that does not stream."""
@@ -183,20 +222,16 @@ class FusedSteps(NotCopied, Accumulation):
                 "new LayerOffload"
             )
         with self.streamer.lock:
-            slot = self.streamer.use(chunk)
-            slot.claim(self._device.current_stream())
-            with without_modes():
-                streamed.bind(slot.storage)
-            self._due[id(parameter)] = parameter
-            parameter.grad = made
-            try:
-                self._step(parameter)
-            finally:
-                self._consume(parameter)
-                if not chunk.uses:
-                    with without_modes():
-                        streamed.unbind()
-            slot.note_written(chunk)
+            slot, beside = self.streamer.use(chunk), self._beside
+            slot.claim(self.device.current_stream() if beside is None else beside.stream)
+            with self._lying(streamed, chunk, slot):
+                self._due[id(parameter)] = parameter
+                parameter.grad = made
+                try:
+                    stepped = self._step(parameter)
+                finally:
+                    self._consume(parameter)
+            slot.note_written(chunk, stepped)
         waiting = self._waiting.setdefault(chunk, {item for item in chunk.parameters if item.parameter.requires_grad})
         waiting.discard(streamed)
         if not waiting:
@@ -209,8 +244,14 @@ class FusedSteps(NotCopied, Accumulation):
 
     def _write_back(self, chunk: LayerChunk) -> None:
         """Have the host copy of a layer be what is in its slot."""
+        beside = self._beside
         with label(f"write back ({chunk.name})"):
-            self._written.append(self.streamer.write_back(chunk))
+            if beside is None:
+                self._written.append(self.streamer.write_back(chunk))
+            else:  # behind the steps, and what has read the slot so far: the backward goes on
+                self.device.wait_event(beside.stream, self.device.record_event(timed=False))
+                with self.device.on_stream(beside.stream):
+                    self._written.append(self.streamer.write_back(chunk))
         del self._waiting[chunk]
         self.d2h_bytes += chunk.num_bytes
 
@@ -248,6 +289,8 @@ class FusedSteps(NotCopied, Accumulation):
         elif len(self._tasks) > 1:
             self._take_left(task)
             self._write_back_waiting()  # what comes next in the backward around may read the host copies
+            if self._beside is not None:
+                self._beside.await_steps()
         super()._end_backward(task, has_failed)
 
     def _finish(self, has_failed: bool) -> None:
@@ -256,8 +299,10 @@ class FusedSteps(NotCopied, Accumulation):
             self._reset()
             return
         self._write_back_waiting()
+        if self._beside is not None:
+            self._beside.end_backward()
         for event in self._written:  # who reads a host copy then finds what was written
-            self._device.synchronize(event)
+            self.device.synchronize(event)
         self._written.clear()
         self._say_consumed()
         if self._stepped:
@@ -268,6 +313,8 @@ class FusedSteps(NotCopied, Accumulation):
     def _reset(self) -> None:
         """A backward has failed: have each parameter be stepped whole or not at all."""
         self._regroup()
+        if self._beside is not None:
+            self._beside.end_backward()
         for parameter in list(self._due.values()):
             self._consume(parameter)
         self.streamer.rest()
@@ -277,8 +324,12 @@ class FusedSteps(NotCopied, Accumulation):
         self._written.clear()
         self._stepped.clear()
 
-    def _step(self, parameter: nn.Parameter) -> None:
-        """Let the optimizer step one parameter: once in a backward, those within it included."""
+    def _step(self, parameter: nn.Parameter) -> Event | None:
+        """Let the optimizer step one parameter: once in a backward, those within it included.
+
+        Returns:
+            What is reached once that is done; None if it is done on the current stream.
+        """
         if id(parameter) in self._stepped:
             name = self._names.get(id(parameter), "a parameter")
             raise LayerOffloadError(
@@ -286,13 +337,18 @@ class FusedSteps(NotCopied, Accumulation):
                 "more than once, in checkpoints that run a backward of their own each. Give these use_reentrant=False, or "
                 'use train="host"'
             )
+        if self._beside is not None and not self._stepped:
+            self._beside.begin_backward()
         self._stepped[id(parameter)] = parameter
+        if self._beside is not None:
+            return self._beside.step(parameter)
         state = self.optimizer.state[parameter]
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[name] = value.to(parameter.device)  # `load_state_dict` puts it to where the parameter is at rest
         with self._only(parameter), label("step"):
             self.optimizer.step()
+        return None
 
     @contextmanager
     def _only(self, parameter: nn.Parameter) -> Iterator[None]:

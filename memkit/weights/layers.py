@@ -293,8 +293,8 @@ class LayerOffload(NotCopied):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps the parameters with `train="fused"`, None otherwise. It is not to be called; schedulers may change its
-        groups, and `state_dict` works."""
+        """What steps the parameters with `train="fused"`, None otherwise. It need not be called; schedulers may change its
+        groups, `state_dict` works, and a `StateOffload` with `when="backward"` has its states stream as well."""
         return self._gradients.optimizer if isinstance(self._gradients, FusedSteps) else None
 
     def __repr__(self) -> str:

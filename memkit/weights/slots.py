@@ -45,6 +45,7 @@ class Slot:
         "num_bytes",
         "ready",
         "state",
+        "stepped",
         "storage",
         "tensors",
         "users",
@@ -69,6 +70,9 @@ class Slot:
         self.state: object = None
         """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
+        self.stepped: Event | None = None
+        """Since it was filled: behind the last step of a parameter here that was made beside the backward. Streams that use the
+        slot for something else than what is left of the layer's own backward wait for it."""
         self._left: Event | None = None
         """Behind the last write to the host copy."""
         self._has_unknown = False
@@ -110,6 +114,8 @@ class Slot:
     def lend(self, chunk: LayerChunk, *, use: object) -> None:
         """Let the parameters of a layer that is here lie here, if they do not yet, until all who use them have left."""
         is_first = not chunk.uses
+        if self.stepped is not None:
+            self.await_steps(self._device.current_stream())
         chunk.uses.add(use)
         if is_first:
             places, known = chunk.binding.places, self._views.get(chunk)
@@ -155,7 +161,7 @@ class Slot:
         self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
         transfer = lanes.copy(lanes.back, self.storage, span, is_out=False, after=after, parts=known[1])
         self.ready = transfer.done
-        self.users = {}
+        self.users, self.stepped = {}, None
         self.state = (chunk.num_changes, *chunk.binding.versions())
         self.filled = next(_num_filled)
         self.chunk, self._has_unknown, chunk.slot = chunk, False, self
@@ -180,10 +186,23 @@ class Slot:
         assert self.chunk is not None
         self.chunk.become(Residency.DIRTY)
 
-    def note_written(self, chunk: LayerChunk) -> None:
-        """Work on the current stream has written to the weights here: the slot has them as they are now."""
+    def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
+        """The weights here were written to: the slot has them as they are now.
+
+        Args:
+            chunk: whose weights.
+            stepped: what is reached behind that; None if it is on the current stream.
+        """
         self.state = chunk.state()
-        self._device.note_written(self.storage, -sum(chunk.state()))
+        if stepped is None:
+            self._device.note_written(self.storage, -next(_num_writes))
+        else:
+            self.stepped = stepped
+
+    def await_steps(self, stream: Stream) -> None:
+        """Let a stream wait for the steps of parameters here."""
+        if self.stepped is not None:
+            self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
         """Write its bytes to the host copy, behind what the current stream has done with them; return what is reached then.
@@ -192,7 +211,10 @@ class Slot:
             copy: puts the copy on a lane, behind an event.
         """
         assert self.chunk is not None
+        if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
+            self._device.note_written(self.storage, -next(_num_writes))
         after, self._has_unknown = self._device.record_event(timed=False), True
+        self.stepped = None if self.stepped is None else after
         self._left = copy(self.storage, after)
         self.chunk.become(Residency.DEVICE)
         self._has_unknown = False
@@ -344,5 +366,6 @@ class SlotRing:
 
 
 _num_filled = count()
+_num_writes = count(1)
 _FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)
 """Where bytes may be that are fetched: on the device too, where the caller has written to host memory since."""

@@ -179,6 +179,8 @@ class Streamer:
             if stream not in slot.users:
                 self._wait(slot, chunk, stream)
             slot.users[stream] = None
+            if slot.stepped is not None and chunk.residency is not Residency.DIRTY:
+                slot.await_steps(stream)
             self.device.note_read(slot.storage)
             self._prefetch()
             return slot
@@ -233,7 +235,8 @@ class Streamer:
                     deque(binding.set_data(binding.host_copies), maxlen=0)
                 for slot in slots:
                     if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
-                        self.device.note_read(slot.storage)
+                        if slot.stepped is None:
+                            self.device.note_read(slot.storage)
                         is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
                         slot.users[stream] = None if is_held else self.device.record_event(stream, timed=False)
 

@@ -89,8 +89,9 @@ def test_what_is_stepped_within_the_backward_by_others_is_refused(device: Device
 
     with memkit.LayerOffload(model, offload_ratio=1.0, train="fused", optimizer=make, device=device):
         for parameters in (model.layers.parameters(), _rest_of(model)):
-            with pytest.raises(ValueError, match=re.escape('is stepped within the backward by LayerOffload(train="fused")')):
+            with pytest.raises(ValueError, match=re.escape('within the backward by LayerOffload(train="fused")')) as caught:
                 offload(make(parameters), device, when=when)
+            assert 'memkit.StateOffload(offload.optimizer, when="backward")' in str(caught.value)
     offload(make(model.to(device.torch_device).parameters()), device, when=when).close()
 
 

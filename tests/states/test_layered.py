@@ -1,0 +1,550 @@
+"""`StateOffload(when="backward")` on the optimizer of a `LayerOffload(train="fused")`: weights, gradients and states stream."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import memkit
+from memkit import torch_private
+from memkit.device import Device, ReferenceDevice
+from memkit.device.clocks import ReferenceStream
+from memkit.errors import LayerOffloadError, StateOffloadError
+from memkit.plan import LayerCosts, plan_streamed_ratio, state_pieces
+from memkit.states import cut_trial, in_backward
+from memkit.states.in_layers import LayeredSteps
+from memkit.transfer import ReferenceDisk
+from memkit.weights import choice
+from tests.interrupts import hooks_around
+from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
+from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    "schedule free": ScheduleFree,
+}
+
+
+def in_groups(make: Make) -> Make:
+    """Return what makes an optimizer of two groups, the second with another learning rate."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        given = list(parameters)
+        if len(given) == 1:  # asked how much state it keeps
+            return make(given)
+        return make([{"params": given[::2]}, {"params": given[1::2], "lr": 3e-3}])
+
+    return made
+
+
+def streamed(model: nn.Module, device: Device, make: Make = OPTIMIZERS["AdamW"], **options: Any) -> memkit.LayerOffload:
+    return memkit.LayerOffload(model, train="fused", optimizer=make, device=device, **{"offload_ratio": 1.0, **options})
+
+
+class Both:
+    """A model whose layers stream, with their states, and a plain one that is to be the same after each step."""
+
+    def __init__(
+        self,
+        device: Device,
+        make: Make = OPTIMIZERS["AdamW"],
+        *,
+        model: nn.Module | None = None,
+        ratio: float | str = 1.0,
+        num_slots: int = 3,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.dtype = device, dtype
+        self.plain = (Stack(4) if model is None else model).to(device.torch_device, dtype)
+        self.model = copy.deepcopy(self.plain)
+        self.model.to("cpu")
+        self.layers = streamed(self.model, device, make, offload_ratio=ratio, num_slots=num_slots)
+        assert self.layers.optimizer is not None
+        self.optimizer = self.layers.optimizer
+        self.states = memkit.StateOffload(self.optimizer, when="backward", device=device, **options)
+        trained = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
+        self.plain_optimizer = make(trained)
+        self.plain_states: memkit.StateOffload | None = None
+        if "master" in options:  # tests/states/test_master.py says what that is
+            self.plain_states = offload(self.plain_optimizer, device, master=options["master"])
+        self.num_steps = 0
+
+    def batch(self) -> Tensor:
+        (batch,) = inputs(self.device, 1)
+        return (batch + self.num_steps / 100).to(self.dtype)
+
+    def step(self, *, has_own: bool = False) -> None:
+        """Train both for one step, and see that they are the same."""
+        batch = self.batch()
+        self.num_steps += 1
+        for one in (self.plain, self.model):
+            one(batch).float().square().mean().backward()
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+        if has_own:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.assert_same()
+
+    def assert_same(self) -> None:
+        assert_same(self.plain.state_dict(), self.model.state_dict(), f"parameters after step {self.num_steps}")
+
+    def assert_same_training(self) -> None:
+        assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
+
+    def close(self) -> None:
+        self.states.close()
+        self.layers.close()
+        if self.plain_states is not None:
+            self.plain_states.close()
+
+
+def _each_way(names: Any) -> list[Any]:
+    """Return optimizers, each in a loop with and without `step()`: of which the plain run of pytest has one."""
+    alone = {"AdamW": False, "AdamW fused": True, "schedule free": False}
+    ways = [(name, has_own) for name in names for has_own in (False, True)]
+    return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.full) for way in ways]
+
+
+@pytest.mark.parametrize(("name", "has_own"), _each_way(OPTIMIZERS))
+def test_twenty_steps_are_the_plain_ones(name: str, has_own: bool, device: Device) -> None:
+    both = Both(device, in_groups(OPTIMIZERS[name]))
+    schedulers = [StepLR(one, 3, gamma=0.5) for one in (both.plain_optimizer, both.optimizer)]
+    for _ in range(20):
+        both.step(has_own=has_own)
+        for scheduler in schedulers:
+            scheduler.step()
+
+    both.assert_same_training()
+    assert both.states.stats().num_steps == 20
+    assert both.layers.stats().num_overflows == 0
+    both.close()
+
+
+@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.full), 0.5])
+@pytest.mark.parametrize("name", ["AdamW fused", "Adafactor"])
+def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> None:
+    both = Both(device, in_groups(OPTIMIZERS[name]), ratio=ratio, num_slots=1, dtype=torch.bfloat16, master=torch.float32)
+    for _ in range(4):
+        both.step()
+
+    both.assert_same_training()
+    both.close()
+
+
+def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) -> None:
+    both = Both(device, dtype=torch.bfloat16, master=torch.float32)
+    for step in range(4):
+        both.step()
+        for one in (both.plain, both.model):
+            one.get_submodule("layers.1.up").weight.data[step].mul_(1.5)
+
+    both.step()
+    both.assert_same_training()
+    both.close()
+
+
+@pytest.mark.parametrize("num_slots", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("run", ["reused", "checkpoint"])
+def test_orders(run: str, num_slots: int, device: Device) -> None:
+    both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=num_slots)
+    for _ in range(3):
+        both.step()
+
+    both.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run", [run for run in RUNS if run not in ("reused", "checkpoint")])
+def test_other_orders(run: str, device: Device) -> None:
+    both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=2)
+    for _ in range(3):
+        both.step()
+
+    both.close()
+
+
+def test_half_of_the_layers_stay(device: Device) -> None:
+    both = Both(device, ratio=0.5, num_slots=1)
+    for _ in range(4):
+        both.step()
+
+    assert both.layers.stats().num_streamed == 2
+    both.assert_same_training()
+    both.close()
+
+
+def _frozen_and_tied() -> Stack:
+    model = Stack(4)
+    model.head = nn.Linear(WIDTH, WIDTH)
+    model.head.weight = model.stem.weight
+    for number, block in enumerate(model.layers):
+        block.get_submodule("up").requires_grad_(number % 2 == 0)
+    return model
+
+
+def test_frozen_and_tied_parameters(device: Device) -> None:
+    both = Both(device, model=_frozen_and_tied())
+    for _ in range(4):
+        both.step()
+
+    both.assert_same_training()
+    both.close()
+
+
+def _cut(patch: pytest.MonkeyPatch) -> None:
+    """Have matrices be stepped in windows."""
+    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
+    patch.setattr(state_pieces, "WINDOW_NUMEL", 128)
+    patch.setattr(cut_trial, "WINDOW_NUMEL", 128)
+
+
+@pytest.mark.parametrize("options", [{}, {"master": torch.float32, "dtype": torch.bfloat16}], ids=["float32", "master"])
+def test_windows_of_large_parameters_hold_no_slot(
+    options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _cut(monkeypatch)
+    both = Both(device, num_slots=2, **options)
+    assert any(len(piece.windows) > 1 for piece in both.states.plan.pieces)
+    for _ in range(4):
+        both.step()
+
+    assert both.layers.stats().num_overflows == 0
+    both.assert_same_training()
+    both.close()
+
+
+def test_few_gradients_are_held(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_backward, "_HELD_BYTES", 2000)
+    both = Both(device)
+    for _ in range(3):
+        both.step()
+
+    both.close()
+
+
+def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
+    both = Both(device)
+    for _ in range(2):
+        both.step()
+
+    numel = sum(parameter.numel() for parameter in both.plain.parameters())
+    stats, layers = both.states.stats(), both.layers.stats()
+    assert both.states.plan.host_bytes >= 8 * numel
+    assert stats.resident_bytes == 0
+    assert stats.h2d_bytes == sum(piece.state_bytes for piece in both.states.plan.pieces)  # there were none at first
+    assert stats.d2h_bytes == 2 * stats.h2d_bytes
+    assert layers.d2h_bytes == 2 * layers.streamed_bytes
+    for entries in both.optimizer.state.values():
+        assert {value.device.type for value in entries.values() if value.dim()} == {"cpu"}
+    both.close()
+
+
+def test_states_that_stay_on_the_device(device: Device) -> None:
+    both = Both(device, device_budget="1MiB")
+    for _ in range(2):
+        both.step()
+    both.optimizer.load_state_dict(copy.deepcopy(both.plain_optimizer.state_dict()))
+    both.step()
+
+    assert both.states.plan.host_bytes == 0
+    places = {value.device.type for entries in both.optimizer.state.values() for value in entries.values() if value.dim()}
+    assert places == {device.torch_device.type}
+    both.assert_same_training()
+    both.close()
+
+
+# What comes and goes
+
+
+def test_parameters_that_come_later(device: Device) -> None:
+    model = Stack(4)
+    model.layers[1].requires_grad_(False)
+    model.stem.requires_grad_(False)
+    both = Both(device, model=model)
+    both.step()
+    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
+        for module in (one.get_submodule("layers.1"), one.get_submodule("stem")):
+            module.requires_grad_(True)
+            optimizer.add_param_group({"params": list(module.parameters()), "lr": 0.02})
+    for _ in range(3):
+        both.step()
+    for one in (both.plain, both.model):
+        one.get_submodule("layers.2").requires_grad_(False)
+    both.step()
+
+    both.assert_same_training()
+    both.close()
+
+
+@pytest.mark.full
+def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(candidates: Any, times: Any, plan: Any, **options: Any) -> Any:
+        costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
+        return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
+
+    monkeypatch.setattr(choice, "plan_measured", half)
+    both = Both(device, model=Stack(8), ratio="auto")
+    for _ in range(5):
+        both.step()
+
+    assert len(both.layers.plan.streamed) == 4
+    both.assert_same_training()
+    both.close()
+
+
+def test_training_is_saved_and_goes_on(device: Device) -> None:
+    both = Both(device, in_groups(OPTIMIZERS["AdamW fused"]))
+    for _ in range(2):
+        both.step()
+    saved = copy.deepcopy((both.model.state_dict(), both.optimizer.state_dict()))
+    expected = copy.deepcopy((both.plain.state_dict(), both.plain_optimizer.state_dict()))
+    assert_same(expected, saved)
+    for _ in range(2):
+        both.step()
+
+    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
+        one.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    for _ in range(2):
+        both.step()
+    both.assert_same_training()
+    both.close()
+
+
+def test_states_from_before_are_taken_over_and_given_back(device: Device) -> None:
+    """The `StateOffload` may come and go while layers stream."""
+    both = Both(device)
+    both.step()
+    for _ in range(2):
+        both.states.close()
+        both.step()
+        both.states = memkit.StateOffload(both.optimizer, when="backward", device=device)
+        both.step()
+
+    both.assert_same_training()
+    both.close()
+    assert all(parameter.grad is None for parameter in both.model.parameters())
+
+
+def test_layers_closed_first_leave_states_that_can_be_closed(device: Device) -> None:
+    both = Both(device)
+    for _ in range(2):
+        both.step()
+    both.layers.close()
+
+    both.assert_same_training()
+    with pytest.raises(StateOffloadError, match=r"within the backward, and that is closed\. Close the StateOffload as well"):
+        both.optimizer.step()
+    with pytest.raises(ValueError, match=r'"stem\.weight" is stepped by an optimizer with a StateOffload'):
+        memkit.LayerOffload(both.model, offload_ratio=1.0, device=device)
+    both.states.close()
+    both.assert_same_training()
+    streamed(both.model, device).close()
+
+
+def test_both_as_contexts(device: Device) -> None:
+    torch.manual_seed(0)
+    model, (batch,) = Stack(3), inputs(device, 1)
+    for _ in range(2):  # the model is as it was, so both may come again
+        with (
+            streamed(model, device, num_slots=2) as layers,
+            memkit.StateOffload(layers.optimizer, when="backward", device=device) as states,
+        ):
+            model(batch).square().mean().backward()
+            assert states.device is device or not isinstance(device, ReferenceDevice)
+            assert states.stats().num_steps == 1
+
+
+def test_nothing_is_left_once_both_are_closed() -> None:
+    before = hooks_around()
+    both = Both(ReferenceDevice())
+    both.step()
+    model = both.model
+    found = [weakref.ref(one) for one in (both.states, both.layers, both.states._in_backward, both.optimizer)]
+    both.close()
+    del both
+    gc.collect()
+
+    assert [ref() for ref in found] == [None] * 4
+    assert hooks_around() == before
+    assert all(not weight._backward_hooks and not weight._post_accumulate_grad_hooks for weight in model.parameters())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, 'found when="step". Use when="backward"'),
+        ({"when": "backward", "update": "host"}, 'found update="host". Use update="device"'),
+        ({"when": "backward", "update": "both"}, 'found update="both". Use update="device"'),
+        ({"overlap_forward": True}, "found overlap_forward=True. Leave it out"),
+        ({"disk": True}, "found disk=. Leave it out"),
+        ({"when": "backward", "disk": True}, "found disk=. Leave it out"),
+    ],
+    ids=str,
+)
+def test_other_ways_of_stepping_are_refused(options: dict[str, Any], message: str) -> None:
+    device, model = ReferenceDevice(), Stack(2)
+    if "disk" in options:
+        options = {**options, "disk": ReferenceDisk()}
+    with streamed(model, device, num_slots=1) as layers:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            memkit.StateOffload(layers.optimizer, device=device, **options)
+        model(inputs(device, 1)[0]).square().mean().backward()
+
+
+def test_another_device_is_refused() -> None:
+    device, model = ReferenceDevice(), Stack(2)
+    with (
+        streamed(model, device, num_slots=1) as layers,
+        pytest.raises(ValueError, match="needs parameters on meta; found them on cpu"),
+    ):
+        memkit.StateOffload(layers.optimizer, when="backward", device=_Elsewhere())
+
+
+class _Elsewhere(ReferenceDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_device = torch.device("meta")
+
+
+def test_accumulation_is_refused(device: Device) -> None:
+    both = Both(device)
+    with pytest.raises(StateOffloadError, match=re.escape('Use train="host", which accumulates')):
+        both.states.accumulate()
+    for _ in range(2):
+        both.model(both.batch()).square().mean().backward()
+    with pytest.raises(LayerOffloadError, match="after 2 backwards"):
+        both.optimizer.step()
+    both.close()
+
+
+def test_learning_rate_set_between_the_backward_and_the_step_is_refused(device: Device) -> None:
+    both = Both(device)
+    both.step(has_own=True)
+    both.model(both.batch()).square().mean().backward()
+    both.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(StateOffloadError, match=re.escape('"lr" of a group was set between the backward and optimizer.step()')):
+        both.optimizer.step()
+    both.optimizer.step()
+    both.close()
+
+
+def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> None:
+    both = Both(device)
+    both.step()
+    weight = both.model.get_submodule("layers.0.up").weight
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(StateOffloadError, match="streams, and has a gradient that no backward has brought"):
+        both.optimizer.step()
+    weight.grad = None
+    both.optimizer.step()
+    both.step()
+    both.close()
+
+
+# What is on its way
+
+
+def _is_behind_steps(both: Both) -> bool:
+    """Tell whether the current stream has waited for all that was put on the stream for steps."""
+    if not isinstance(both.device, ReferenceDevice):
+        return True
+    steps, current = both.states._in_backward, both.device.current_stream()
+    assert isinstance(steps, LayeredSteps)
+    assert isinstance(steps.stream, ReferenceStream)
+    return all(current.clock.get(number, 0) >= count for number, count in steps.stream.clock.items())
+
+
+@pytest.mark.parametrize("layer", [0, 1, 5], ids=["in part", "in its slot", "gone from there"])
+def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, device: Device) -> None:
+    both = Both(device, model=Stack(6), num_slots=2)
+    batch, found = both.batch(), []
+
+    def use(_: Tensor) -> None:
+        with torch.no_grad():
+            found.append(both.model.get_submodule(f"layers.{layer}")(batch))
+
+    stem = both.model.get_submodule("stem")
+    handle = stem.register_forward_hook(lambda _, __, output: output.register_hook(use) and None)
+    both.step()
+    handle.remove()
+
+    assert_same(found[0], both.plain.get_submodule(f"layers.{layer}")(batch))
+    both.close()
+
+
+def test_layer_that_is_stepped_in_part_is_used_within_the_same_backward(device: Device) -> None:
+    """What is stepped beside the backward is waited for by a forward in that."""
+    both = Both(device, model=Stack(4))
+    batch, were_behind, layer = both.batch(), [], both.model.get_submodule("layers.2")
+
+    def use(_: Tensor) -> None:
+        were_behind.append(_is_behind_steps(both))
+        with torch.no_grad():
+            layer(batch)
+
+    def see(_: nn.Module, given: Any) -> None:
+        if torch_private.backward_task() != -1:
+            were_behind.append(_is_behind_steps(both))
+        else:
+            given[0].register_hook(use)
+
+    handle = layer.get_submodule("up").register_forward_pre_hook(see)
+    both.step()
+    handle.remove()
+
+    if isinstance(device, ReferenceDevice):
+        assert were_behind == [False, True]
+    both.close()
+
+
+def test_backward_leaves_all_behind_the_steps(device: Device) -> None:
+    both = Both(device)
+    were_behind = []
+    stem = both.model.get_submodule("stem")
+    handle = stem.register_forward_hook(
+        lambda _, __, output: output.register_hook(lambda _: were_behind.append(_is_behind_steps(both))) and None
+    )
+    both.step()
+    handle.remove()
+
+    assert _is_behind_steps(both)
+    assert were_behind == [not isinstance(device, ReferenceDevice)]
+    both.close()
+
+
+def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) -> None:
+    class Parts(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            from torch.utils.checkpoint import checkpoint
+
+            y = checkpoint(self.up, self.norm(x), use_reentrant=True)
+            return x + checkpoint(self.down, y.tanh(), use_reentrant=True) + self.lora_b(self.lora_a(x))
+
+    both = Both(device, model=Stack(3, block=Parts), num_slots=2)
+    for _ in range(3):
+        both.step()
+
+    both.close()

@@ -1,0 +1,210 @@
+"""Whatever breaks off a backward that steps streamed layers, each weight and its states are as before or as after the step."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.errors import LayerOffloadError, StateOffloadError
+from tests.drawn import examples
+from tests.interrupts import count_lines, interrupt, spread
+from tests.states.cases import assert_same
+from tests.states.test_faults import ERRORS, Faulty, _assert_old_or_new, _cut, _failing, _snapshot
+from tests.weights.cases import Stack, inputs
+
+KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
+
+
+class _Trained:
+    """A model whose layers stream with their states, and a plain one that has made the next step."""
+
+    def __init__(
+        self,
+        device: ReferenceDevice,
+        kind: type[torch.optim.Optimizer],
+        plain_kind: type[torch.optim.Optimizer],
+        *,
+        has_master: bool = False,
+        has_states: bool = True,
+    ) -> None:
+        self.device, self.dtype = device, torch.bfloat16 if has_master else torch.float32
+        torch.manual_seed(0)
+        self.plain = Stack(3).to(self.dtype)
+        self.model = copy.deepcopy(self.plain)
+        self.layers = memkit.LayerOffload(
+            self.model, offload_ratio=1.0, num_slots=2, optimizer=lambda given: kind(given, lr=1e-2), device=device
+        )
+        assert self.layers.optimizer is not None
+        self.optimizer = self.layers.optimizer
+        options: dict[str, Any] = {"master": torch.float32} if has_master else {}
+        self.states = memkit.StateOffload(self.optimizer, when="backward", device=device, **options)
+        self.plain_optimizer = plain_kind(self.plain.parameters(), lr=1e-2)
+        self.plain_states = memkit.StateOffload(self.plain_optimizer, device=ReferenceDevice(), **options)
+        for _ in range(2 if has_states else 0):
+            self.step_plain()
+        self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        self.old = _snapshot(self.plain, self.plain_optimizer)  # type: ignore[arg-type]
+        self.step_plain()
+        self.new = _snapshot(self.plain, self.plain_optimizer)  # type: ignore[arg-type]
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.model.load_state_dict(self.begin[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.begin[1]))
+
+    def loss_of(self, model: nn.Module) -> torch.Tensor:
+        return model(inputs(self.device, 1)[0].to(self.dtype)).float().square().mean()
+
+    def step(self) -> None:
+        self.loss_of(self.model).backward()
+
+    def step_plain(self) -> None:
+        self.loss_of(self.plain).backward()
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+
+    def assert_whole(self) -> int:
+        """Assert that each parameter is old or new, with its states. Return how many are new."""
+        with torch.no_grad():
+            self.model(inputs(self.device, 1)[0].to(self.dtype))  # which does what interrupts have kept from being done
+        return _assert_old_or_new(_snapshot(self.model, self.optimizer), self.old, self.new)  # type: ignore[arg-type]
+
+    def assert_goes_on(self) -> None:
+        """Assert that the next step is that of a plain model which is as this one is now."""
+        self.plain.load_state_dict(self.model.state_dict())
+        self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.step()
+        self.step_plain()
+        assert_same(self.plain.state_dict(), self.model.state_dict())
+        assert_same(self.plain_optimizer.state_dict()["state"], self.optimizer.state_dict()["state"])
+
+    def close(self) -> None:
+        for each in (self.states, self.layers, self.plain_states):
+            each.close()
+        self.device.synchronize()
+        assert not self.device.races
+
+
+@examples(60)
+@given(
+    name=st.sampled_from(sorted(KINDS)),
+    at=st.integers(1, 260),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    has_master=st.booleans(),
+    is_cut=st.booleans(),
+)
+def test_a_fault_of_the_device(
+    name: str, at: int, error: type[BaseException], has_states: bool, has_master: bool, is_cut: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
+        device, kind = Faulty(), KINDS[name]
+        trained = _Trained(device, kind, kind, has_master=has_master, has_states=has_states)
+        loss = trained.loss_of(trained.model)
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        try:
+            loss.backward()
+        except (*ERRORS, StateOffloadError, LayerOffloadError):
+            device.fails_at = {}
+            trained.assert_whole()
+            trained.begin_anew()
+        device.fails_at = {}
+        trained.assert_goes_on()
+        trained.close()
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("options", [{}, {"has_states": False}, {"has_master": True}], ids=str)
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.full)])
+def test_a_fault_of_the_optimizer(
+    name: str, options: dict[str, bool], is_behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that one is as it was."""
+    _cut(monkeypatch)
+    kind: Any = _failing(KINDS[name])
+    trained = _Trained(ReferenceDevice(), kind, KINDS[name], **options)
+    kind.is_behind = is_behind
+    num_new = []
+    for at in (1, 4, 9):
+        trained.begin_anew()
+        kind.num_calls, kind.fails_at = 0, {at: ArithmeticError("no")}
+        with pytest.raises(ArithmeticError):
+            trained.step()
+        num_new.append(trained.assert_whole())
+        trained.optimizer.step()
+        assert trained.assert_whole() == num_new[-1]
+        assert trained.layers.stats().num_overflows == 0
+
+    assert num_new[0] == 0
+    assert num_new[2] > num_new[1] > 0 or num_new[2] > 0
+    trained.assert_goes_on()
+    trained.close()
+
+
+def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cut(monkeypatch)
+    kind: Any = _failing(torch.optim.AdamW)
+    trained = _Trained(ReferenceDevice(), kind, torch.optim.AdamW)
+    number = next(n for n, piece in enumerate(reversed(trained.states.plan.pieces)) if len(piece.windows) > 1)
+    kind.num_calls, kind.fails_at = 0, {number + at: ArithmeticError("no") for at in (2, 3, 4)}
+    with pytest.raises(StateOffloadError, match="the rest of it failed: ArithmeticError: no"):
+        trained.step()
+    with pytest.raises(StateOffloadError, match=r"was written to meanwhile.*load a checkpoint"):
+        trained.step()
+
+    trained.begin_anew()
+    trained.assert_goes_on()
+    assert trained.layers.stats().num_overflows == 0
+    trained.close()
+
+
+@pytest.mark.parametrize("num_lines", [12, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("options", [{}, {"has_master": True}], ids=str)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_interrupts_at_any_line(
+    is_cut: bool, options: dict[str, bool], num_lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    trained = _Trained(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)
+    for line in spread(count_lines(trained.step, None), num_lines):
+        trained.begin_anew()
+        interrupt(trained.step, line, None)
+        trained.assert_whole()
+    trained.assert_goes_on()
+    assert trained.layers.stats().num_overflows == 0
+    trained.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("within", ["mend", "undo", "end_backward", "_reset", "_lying", "in_place", "leave_parameters"])
+def test_interrupts_of_what_puts_right(within: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt comes after a fault, in what undoes a part of a step: the next forward does the rest of that."""
+    _cut(monkeypatch)
+    kind: Any = _failing(torch.optim.AdamW)
+    trained = _Trained(ReferenceDevice(), kind, torch.optim.AdamW)
+
+    def fail() -> None:
+        kind.num_calls, kind.fails_at = 0, {6: ArithmeticError("no")}
+        with suppress(ArithmeticError):
+            trained.step()
+
+    for line in range(count_lines(fail, within)):
+        trained.begin_anew()
+        interrupt(fail, line, within)
+        kind.fails_at = {}
+        trained.assert_whole()
+    trained.begin_anew()
+    trained.assert_goes_on()
+    trained.close()
