@@ -68,8 +68,8 @@ class BackwardSteps:
         self._optimizer = optimizer
         self._device = device
         self._stream = device.new_stream("step")
-        self._held: deque[tuple[Stream, Event, Tensor]] = deque()
-        """Gradients that are being stepped, with the stream that they come from, and what is reached when they are."""
+        self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
+        """What steps read, gradients first, with the stream that these come from, and what is reached when they are made."""
         self._held_bytes = 0
         self._end: backwards.BackwardEnd | None = None
         self._rest = rest
@@ -190,7 +190,8 @@ class BackwardSteps:
         while self._held and self._held_bytes + gradient.nbytes > _HELD_BYTES:
             stream, stepped, held = self._held.popleft()
             device.wait_event(stream, stepped)
-            self._held_bytes -= held.nbytes
+            self._held_bytes -= held[0].nbytes
+        held = piece.read_by_step(self._optimizer)
         if device.takes_notes:
             self._note_brought(record.parameter, gradient)
         device.wait_event(self._stream, device.record_event(own, timed=False))
@@ -209,7 +210,7 @@ class BackwardSteps:
             if device.takes_notes:
                 self._note_stepped(record.parameter)
             stepped = device.record_event(self._stream, timed=False)
-        self._held.append((own, stepped, gradient))
+        self._held.append((own, stepped, held))
         self._held_bytes += gradient.nbytes
         return stepped
 
@@ -219,6 +220,7 @@ class BackwardSteps:
 
     def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
         """Tell the device that its current stream begins to step a parameter."""
+        self._device.note_read(parameter.untyped_storage())
 
     def _note_stepped(self, parameter: Tensor) -> None:
         """Tell the device that its current stream has stepped a parameter."""

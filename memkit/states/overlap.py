@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
@@ -21,17 +22,19 @@ class ForwardOverlap:
     """Runs steps on a stream of their own.
 
     Gradients are let go by the step: whoever zeroed them would do so while they are still being read. They are held here until
-    the stream whose memory they are in has waited for the step.
+    the stream whose memory they are in has waited for the step, and so is whatever else a step reads.
 
     Pieces are stepped in the order in which the forward before has come to them: a model that has a head waits for that at
     once, since it might read what is in it.
 
     Args:
+        optimizer: whose step it is.
         device: where the parameters are.
         in_order: whether pieces have to be stepped in the order of the optimizer's groups.
     """
 
-    def __init__(self, device: Device, *, in_order: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, *, in_order: bool) -> None:
+        self._optimizer = optimizer
         self._device = device
         self._stream = device.new_stream("step")
         self._pending: dict[int, Piece] = {}
@@ -39,6 +42,8 @@ class ForwardOverlap:
         self._leaving: dict[Piece, None] = {}
         """Which of them are stepped on the host, and are yet to come back."""
         self._stepped: dict[Piece, Event] = {}
+        self._read: dict[Piece, list[Tensor]] = {}
+        """What steps read that are not noted as given to the stream yet."""
         self._held: dict[Piece, list[Tensor]] = {}
         self._in_order = in_order
         self._places: dict[Piece, int] = {}
@@ -60,13 +65,20 @@ class ForwardOverlap:
         self._run, self._stepping = run, stepping
         device, stream = self._device, self._stream
         self._own = device.current_stream()
+        self._read = {piece: piece.read_by_step(self._optimizer) for piece in pieces}
+        read = list(itertools.chain.from_iterable(self._read.values())) if device.takes_notes else []
+        for tensor in read:
+            device.note_written(tensor.untyped_storage(), torch_private.version_of(tensor))
         device.wait_event(stream, device.record_event(timed=False))
         try:
             with device.on_stream(stream):
+                for tensor in read:
+                    device.note_read(tensor.untyped_storage())
                 stepping.run(pieces, run, note_stepped=self._note_stepped, note_left=self._note_left)
         except BaseException:
             self._forget()
             raise
+        self._read = {}
         for piece in pieces:
             for record in piece.due:
                 record.parameter.grad = None
@@ -77,6 +89,7 @@ class ForwardOverlap:
         self._stepped.clear()
         self._pending.clear()
         self._device.synchronize()
+        self._read.clear()
         self._held.clear()
         self._run = None
 
@@ -87,7 +100,7 @@ class ForwardOverlap:
         self._leaving[piece] = None
 
     def _hold(self, piece: Piece) -> None:
-        self._held[piece] = [record.parameter.grad for record in piece.due if record.parameter.grad is not None]
+        self._held[piece] = self._read.pop(piece)
         for record in piece.due:
             self._pending[id(record.parameter)] = piece
 

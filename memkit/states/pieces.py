@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.owners import owner_of
 from memkit.plan import StatePiece, aligned
-from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, moved_state
+from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.states.shards import version_of
 from memkit.torch_state import is_dtensor
 from memkit.transfer.disk_store import DiskCopy
@@ -235,6 +236,18 @@ class Piece:
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """A step of what is due begins, with these states of the optimizer."""
+
+    def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return what of other streams' memory a step is about to read, gradients first: where the class puts another tensor in
+        the place of one, that goes back to its stream at once, while the step may be yet to come. What an owner lends stays."""
+        gradients = [record.parameter.grad for record in self.records if record.parameter.grad is not None]
+        found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
+        state = self.states_in(optimizer)
+        for record in self.records:
+            entries = state.get(record.parameter) or {}
+            tensors = [value for value in entries.values() if isinstance(value, Tensor)]
+            found += tensors if self.plan.is_resident else [value for value in tensors if not may_leave(value)]
+        return gradients + found
 
     def let_gradients_go(self) -> None:
         """Hold no gradient any more: they were read."""

@@ -136,7 +136,7 @@ class StateOffload:
         self._hooks, self._is_closed, self._is_entered = HookSet(), False, False
         self._hollow: torch.optim.Optimizer | None = None
         self._in_backward: BackwardSteps | None = None
-        self._overlap = ForwardOverlap(self.device, in_order=self._members.draws) if overlap_forward else None
+        self._overlap = ForwardOverlap(optimizer, self.device, in_order=self._members.draws) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._disk = None if disk is None else DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None

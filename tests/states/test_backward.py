@@ -339,7 +339,7 @@ def test_the_backward_waits_for_steps_only_where_too_much_is_held(
         assert steps is not None
 
         def note(_: torch.Tensor) -> None:
-            held_bytes.append(sum(gradient.nbytes for _, _, gradient in steps._held))
+            held_bytes.append(sum(gradient.nbytes for _, _, (gradient, *_) in steps._held))
             waits_at_hooks.append(len(waits))
 
         def note_wait(stream: Any, event: Any) -> None:

@@ -200,10 +200,13 @@ def test_gradients_are_held_until_they_were_read(device: Device) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with offload(optimizer, device, overlap_forward=True) as states:
         model(batch(device, 0)).square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         optimizer.step()
         assert all(parameter.grad is None for parameter in model.parameters())
         assert states._overlap is not None
-        assert sum(map(len, states._overlap._held.values())) == 9
+        held = [id(tensor) for tensors in states._overlap._held.values() for tensor in tensors]
+        assert len(gradients) == 9
+        assert {*map(id, gradients)} <= {*held}
         states.wait()
         assert not states._overlap._held
 
