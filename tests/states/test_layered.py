@@ -27,7 +27,7 @@ from memkit.transfer import ReferenceDisk
 from memkit.weights import choice
 from tests.interrupts import hooks_around
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
-from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs
+from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -203,6 +203,16 @@ def _frozen_and_tied() -> Stack:
 
 def test_frozen_and_tied_parameters(device: Device) -> None:
     both = Both(device, model=_frozen_and_tied())
+    for _ in range(4):
+        both.step()
+
+    both.assert_same_training()
+    both.close()
+
+
+def test_frozen_weights_are_read_behind_all_steps_of_their_layer(device: Device) -> None:
+    """What is trained of a layer is stepped and written back ahead of the rest of its backward."""
+    both = Both(device, model=only_lora(Stack(4)), num_slots=2)
     for _ in range(4):
         both.step()
 
