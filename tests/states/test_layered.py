@@ -268,6 +268,17 @@ def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
     both.close()
 
 
+def test_states_are_there_once_the_backward_is_over(device: Device) -> None:
+    """A loop need not call `step()`, nor `wait()`."""
+    both = Both(device)
+    for _ in range(3):
+        both.step()
+
+        for one, other in zip(both.plain.parameters(), both.model.parameters(), strict=True):
+            assert_same(both.plain_optimizer.state[one], both.optimizer.state[other], "states, read as they are")
+    both.close()
+
+
 def test_states_that_stay_on_the_device(device: Device) -> None:
     both = Both(device, device_budget="1MiB")
     for _ in range(2):
