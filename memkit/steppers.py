@@ -30,7 +30,8 @@ class ParameterSteps(Protocol):
         """Let the current stream wait for all steps."""
 
     def end_backward(self) -> None:
-        """A backward is over: have each parameter be stepped whole or not at all, and the current stream wait for that."""
+        """A backward is over: have each parameter be stepped whole or not at all, and the current stream wait for that. The
+        host waits for states on their way."""
 
     def leave(self) -> None:
         """The `LayerStepper` is closed."""

@@ -170,6 +170,10 @@ class DeviceSteps:
         if span is None:
             self.disk.write(piece)
 
+    def wait(self) -> None:
+        """Have the host wait until what was stepped is where it stays."""
+        self._slots.wait()
+
     def _release(self, piece: Piece) -> None:
         """Have the slot of a piece be free, and what it came through."""
         if not piece.plan.is_resident:

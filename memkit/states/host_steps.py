@@ -111,6 +111,8 @@ class HostSteps:
         """Have the gradients of a piece, and the parameters, come to host memory."""
         slot = self._slots.claim(piece)
         route = self._route(piece, slot)
+        for other in piece.alternatives:
+            self._routes.pop(other, None)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.on_device.parameters, strict=True):
                 parameter.copy_(local_of(record.parameter))

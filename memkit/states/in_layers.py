@@ -88,12 +88,13 @@ class LayeredSteps(BackwardSteps):
             with suppress(StateOffloadError):  # whoever asks for the next step is told
                 self.mend(self._pieces)
         self.join()
+        self._on_device.wait()  # a loop need not call `step()`, which waits: who reads `optimizer.state` finds what was stepped
         for piece in self._pieces:
             piece.leave_parameters()
         run = self._stepping.unfinished
         if run is not None and self._met:
             run.write_changes()
-            setattr(self._optimizer, torch_private.STEPPED_MARK, True)  # a loop need not call `step()`
+            setattr(self._optimizer, torch_private.STEPPED_MARK, True)
             self._note_options()
             self._stepping.num_steps += 1
 

@@ -203,6 +203,11 @@ class Piece:
         return self
 
     @property
+    def alternatives(self) -> Sequence[Piece]:
+        """What else its elements may be stepped in: what is known of them there is of another step."""
+        return () if self.whole is self else (self.whole,)
+
+    @property
     def is_last(self) -> bool:
         """Whether all of `whole` is stepped once it is."""
         return True

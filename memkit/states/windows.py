@@ -150,6 +150,10 @@ class CutPiece(Piece):
         return self.windows if self._is_cut else (self,)
 
     @property
+    def alternatives(self) -> Sequence[Piece]:
+        return self.windows
+
+    @property
     def is_half_way(self) -> bool:
         return any(window.is_stepped for window in self.windows)
 
@@ -342,8 +346,7 @@ class CutPiece(Piece):
                 window.leave()
 
     def note_left_half_way(self) -> None:
-        (record,) = self.records
-        self._as_left = _place_of(record.parameter)
+        self._as_left = _place_of(self.records[0].parameter)
 
     def give_up(self) -> None:
         self._as_left = self._shard = None
@@ -352,9 +355,8 @@ class CutPiece(Piece):
             window.let_gradients_go()
 
     def _not_elementwise(self) -> StateOffloadError:
-        (record,) = self.records
         return StateOffloadError(
-            f"StateOffload steps {record.name}, a large parameter, in windows, and its optimizer keeps other states for one of "
+            f"StateOffload steps {self.names}, a large parameter, in windows, and its optimizer keeps other states for one of "
             "them than for the others: it steps each element by itself no more. Use one that does, or none that changes"
         )
 

@@ -105,7 +105,8 @@ class _Saves:
                 if is_current and stream == streamer.device.stream_number():
                     view = slot.tensors.get(place)
                     if view is not None or len(slot.tensors) < _MOST_VIEWS:
-                        streamer.device.note_read(slot.storage)
+                        if slot.stepped is None or chunk.residency is Residency.DIRTY:  # else no step writes to what is read
+                            streamer.device.note_read(slot.storage)
                         return (slot.view(Geometry(*place)) if view is None else view).data
             return Geometry(*place).over(streamer.use(chunk).storage)
 

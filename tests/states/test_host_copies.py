@@ -260,6 +260,36 @@ def test_what_is_written_to_a_copy_is_taken_back_as_on_the_device(device: Device
     assert_same(*ends)
 
 
+@pytest.mark.parametrize(("forms", "restored"), [("ctctct", 3), ("cctctc", 3)], ids=["as a whole", "in windows"])
+def test_what_windows_have_stepped_since_is_known(
+    forms: str, restored: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter that is contiguous in some steps ("c"), and is transposed ("t") and stepped as a whole in others, is written
+    to be what it was when it was last stepped in the same way."""
+    skip_a_gpu(device)
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
+    for module in (state_pieces, cut_trial):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    ends = []
+    for update in ("device", "host"):
+        generator, found = torch.Generator().manual_seed(0), list[Tensor]()
+        parameter = nn.Parameter(torch.randn(24, 22, generator=generator).bfloat16().to(device.torch_device))
+        optimizer = adamw([parameter])
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step, form in enumerate(forms):
+                value = found[restored] if step == len(forms) - 1 else parameter.detach()
+                grad = torch.randn(24, 22, generator=generator).bfloat16().to(device.torch_device)
+                parameter.data, parameter.grad = (
+                    each.clone(memory_format=torch.contiguous_format) if form == "c" else each.mT.contiguous().mT
+                    for each in (value, grad)
+                )
+                optimizer.step()
+                found.append(parameter.detach().clone())
+            ends.append(found)
+
+    assert_same(*ends)
+
+
 def test_what_is_due_may_change(device: Device) -> None:
     skip_a_gpu(device)
     ends = []

@@ -27,7 +27,7 @@ from memkit.transfer import ReferenceDisk
 from memkit.weights import choice
 from tests.interrupts import hooks_around
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
-from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs
+from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -210,6 +210,16 @@ def test_frozen_and_tied_parameters(device: Device) -> None:
     both.close()
 
 
+def test_frozen_weights_are_read_behind_all_steps_of_their_layer(device: Device) -> None:
+    """What is trained of a layer is stepped and written back ahead of the rest of its backward."""
+    both = Both(device, model=only_lora(Stack(4)), num_slots=2)
+    for _ in range(4):
+        both.step()
+
+    both.assert_same_training()
+    both.close()
+
+
 def _cut(patch: pytest.MonkeyPatch) -> None:
     """Have matrices be stepped in windows."""
     patch.setattr(state_pieces, "PIECE_BYTES", 1200)
@@ -255,6 +265,17 @@ def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
     assert layers.d2h_bytes == 2 * layers.streamed_bytes
     for entries in both.optimizer.state.values():
         assert {value.device.type for value in entries.values() if value.dim()} == {"cpu"}
+    both.close()
+
+
+def test_states_are_there_once_the_backward_is_over(device: Device) -> None:
+    """A loop need not call `step()`, nor `wait()`."""
+    both = Both(device)
+    for _ in range(3):
+        both.step()
+
+        for one, other in zip(both.plain.parameters(), both.model.parameters(), strict=True):
+            assert_same(both.plain_optimizer.state[one], both.optimizer.state[other], "states, read as they are")
     both.close()
 
 
