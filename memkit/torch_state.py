@@ -208,3 +208,13 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
 def is_dtensor(tensor: Tensor) -> bool:
     """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
     return type(tensor).__name__ == "DTensor"
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a shard that this rank has, which is no copy; of any other tensor, the tensor."""
+    if type(tensor).__name__ != "DTensor":  # as `is_dtensor`: this is called for each parameter of a step
+        return tensor
+    shard: Any = tensor  # torch.distributed is imported only where there are any
+    with torch.no_grad():
+        local: Tensor = shard.to_local()
+    return local

@@ -18,10 +18,12 @@ from torch.nn import functional
 
 import memkit
 from memkit import torch_private
+from memkit.activations.budgeting.state import budget_states
+from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES
 from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.device import ReferenceDevice
 from memkit.recording.borders import FSDP
-from tests.distributed.cases import assert_same, by_hand, local, make, train
+from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, train
 from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, RESHARDS, TAG, check_by_hand, check_same, check_two_forwards
 from tests.distributed.groups import group_of_one
 
@@ -68,6 +70,40 @@ def test_gathered_parameters_do_not_move() -> None:
 
     device = ReferenceDevice()
     assert moved_bytes(memkit.shard(make())) == moved_bytes(make())
+
+
+def _budget_step(model: nn.Module, budget: str = "1MiB") -> None:
+    with memkit.MemoryBudget(budget, tag=TAG, min_bytes=0, device=ReferenceDevice()):
+        loss = model(torch.arange(16) % 17).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_states_are_left_free_for_until_shards_are_stepped(lora: bool) -> None:
+    """What a forward has read are parameters that FSDP2 has gathered, which nobody steps."""
+    model = memkit.shard(make(lora=lora))
+    optimizer = optimizer_of(model)
+    numel = sum(local(item).numel() for item in model.parameters() if item.requires_grad)
+    for _ in range(2):
+        _budget_step(model)
+        assert budget_states.open(TAG).coming.num_bytes() == UNKNOWN_STATE_BYTES * numel
+    optimizer.step()
+
+    assert budget_states.open(TAG).coming.num_bytes() == 0
+
+
+def test_budget_of_a_sharded_model_is_used() -> None:
+    """The plan is for the budget, and not for what is left of it beside states that never come."""
+    model = memkit.shard(make())
+    optimizer = optimizer_of(model)
+    for _ in range(5):
+        _budget_step(model, "18KiB")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    stats = memkit.stats(TAG)
+    assert stats.follows_plan
+    assert 0.8 * 18 * 2**10 < stats.predicted_peak_bytes <= 18 * 2**10
 
 
 @pytest.mark.full
