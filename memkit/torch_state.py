@@ -20,6 +20,8 @@ from memkit.errors import MissingTorchNameError
 from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.overrides import TorchFunctionMode
 
     from memkit.torch_private import DispatchMode
@@ -203,6 +205,11 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
     """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
     kind = type(module).__name__
     return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
+
+
+def has_gathered(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether FSDP2 gathers the parameters of one of them, for its own forward or for that of a module that it is in."""
+    return any(torch_private.GATHERED_MARK in vars(module) for module in modules)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
