@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,8 +24,18 @@ from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES
 from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.device import ReferenceDevice
 from memkit.recording.borders import FSDP
-from tests.distributed.cases import WIDTH, assert_same, by_hand, local, make, optimizer_of, train
-from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, RESHARDS, TAG, check_by_hand, check_same, check_two_forwards
+from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, train
+from tests.distributed.composing import (
+    BY_HAND,
+    CASES,
+    CONTEXTS,
+    RESHARDS,
+    TAG,
+    check_by_hand,
+    check_regions,
+    check_same,
+    check_two_forwards,
+)
 from tests.distributed.groups import group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget")
@@ -178,48 +187,10 @@ def test_what_was_sharded_by_hand(how: str, context: str, reshards: str, forward
     assert check_by_hand(how, context, reshards=reshards, forwards=forwards, attached=attached) > 0
 
 
-class _Block(nn.Module):
-    """A layer with a module inside whose call saves several times what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Take and return [batch, WIDTH]."""
-        return x + self.inner(self.norm(x))
-
-
 @pytest.mark.parametrize("forwards", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ["shard", pytest.param("root", marks=pytest.mark.full)])
 def test_calls_inside_of_layers_are_recomputed_as_a_whole(how: str, forwards: int) -> None:
-    """Nothing is recorded in such steps any more."""
-    mesh = init_device_mesh("cpu", (1,))
-
-    def run(make_context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(_Block() for _ in range(4)))
-        model = memkit.shard(model) if how == "shard" else fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        optimizer, found = torch.optim.AdamW(model.parameters()), []
-        for number in range(8):
-            torch.manual_seed(number)
-            with make_context():
-                loss = sum(model(torch.randn(32, WIDTH)).square().mean() for _ in range(forwards))
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    device = ReferenceDevice()
-    found = run(lambda: memkit.Rematerialize(0.5, tag=TAG, min_bytes=0, device=device))
-
-    assert_same(found, run(nullcontext))
-    stats = memkit.stats(TAG)
-    assert not stats.is_recorded
-    assert stats.num_replays > 0
-    assert stats.num_deviations == 0
+    check_regions(how=how, forwards=forwards)
 
 
 def test_what_fsdp_gathers_by_itself_is_no_region() -> None:
