@@ -182,6 +182,8 @@ class HostShards:
     [Note: writes to the host's shards] Nothing is brought ahead outside of a forward of the model and of a backward, nor from
     one into the next: `optimizer.step()`, `load_state_dict` or a write to `data` in between is seen by the next gather. At the
     end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads what was there before.
+    After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
+    `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device.
 
     Args:
         device: where layers are gathered.
@@ -235,6 +237,8 @@ class HostShards:
         assert isinstance(model, nn.Module)
         model.register_forward_pre_hook(self._begin, prepend=True)  # ahead of FSDP2's, which gathers
         model.register_forward_hook(self._leave, always_call=True)
+        model.register_load_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
+        model.register_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
 
     # What FSDP2 calls
 
@@ -334,7 +338,7 @@ class HostShards:
         self._drop_all()
         self._wait()
 
-    def _wait(self) -> None:
+    def _wait(self, *_: object) -> None:
         last, self._last = self._last, None
         if last is not None:
             self._device.synchronize(last)

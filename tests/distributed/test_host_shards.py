@@ -305,6 +305,20 @@ def test_host_waits_for_copies_before_it_may_write(one: None, monkeypatch: pytes
         assert len(waits) == 2
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_host_waits_ahead_of_states_where_no_backward_has_come(one: None, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with racing() as device:
+        model = memkit.shard(make(), offload_policy=HOST)
+        states = model.state_dict()
+        waits: list[object] = []
+        monkeypatch.setattr(device, "synchronize", waits.append)
+        model(torch.arange(8))
+        assert waits == []
+        model.load_state_dict(states) if loads else model.state_dict()
+
+        assert len(waits) == 1
+
+
 def test_failing_backward_leaves_nothing_on_its_way(one: None) -> None:
     with racing() as device:
         model = memkit.shard(make(), offload_policy=HOST)
