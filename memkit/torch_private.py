@@ -375,7 +375,7 @@ CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hook
 GATHERED_MARK = "_is_fsdp_managed_module"  # what FSDP2 sets on all modules whose parameters it gathers: they are no regions
 FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to what FSDP2 gathers together, which has all of these:
 FSDP_GATHER, FSDP_PHASE = "_all_gather_result", "_training_state"
-FSDP_SHARD, LOCAL_TENSOR = "_sharded_param_data", "_local_tensor"
+FSDP_SHARD, FSDP_GATHERED, LOCAL_TENSOR = "_sharded_param_data", "_unsharded_param", "_local_tensor"
 FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "comm_ctx", "device_handle", "unshard_in_backward")
 """How FSDP2 gathers (is about to, in which phase, which tensor of a parameter): without one of these names, shards that are on
 the host come to the device by FSDP2's own policy."""

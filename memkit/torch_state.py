@@ -20,6 +20,8 @@ from memkit.errors import MissingTorchNameError
 from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.overrides import TorchFunctionMode
 
     from memkit.torch_private import DispatchMode
@@ -205,6 +207,21 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
     return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
 
 
+def has_gathered(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether FSDP2 gathers the parameters of one of them, for its own forward or for that of a module that it is in."""
+    return any(torch_private.GATHERED_MARK in vars(module) for module in modules)
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
     return type(tensor).__name__ == "DTensor"
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a shard that this rank has, which is no copy; of any other tensor, the tensor."""
+    if type(tensor).__name__ != "DTensor":  # as `is_dtensor`: this is called for each parameter of a step
+        return tensor
+    shard: Any = tensor  # torch.distributed is imported only where there are any
+    with torch.no_grad():
+        local: Tensor = shard.to_local()
+    return local

@@ -7,6 +7,7 @@ gathered where FSDP2 gathers it. Only how its shard comes to the device is done 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class HostLayer:
         self._arena = arena
         self._regions: list[_Region] = []
         self._span: Span | None = None
+        self._memories: list[tuple[Span, weakref.ref[Any]]] = []
+        """Chunks that it has had, each with its memory, which is there as long as a tensor is in it."""
+        self.last_read: Event | None = None
+        """Behind the last copy of its chunk."""
         self._addresses: list[tuple[int, int]] = []
         """Where each shard was put: what is gathered, and what is this rank's own of it, which may be nothing."""
 
@@ -106,10 +111,13 @@ class HostLayer:
             end += rounded(flat.nbytes, ALIGNMENT_BYTES)
         with torch.inference_mode(False):
             if self._span is None or regions != self._regions:
+                self._span = None
+                self._give_left()
                 (self._span,) = self._arena.take_pinned_as_one([end])
                 self._regions, self._addresses = regions, [(0, 0)] * len(regions)
             assert self._span.whole is not None
             memory = self._span.whole.numpy()
+            self._memories.append((self._span, weakref.ref(memory)))
             for number, (region, (flat, own)) in enumerate(zip(regions, shards, strict=True)):
                 if (flat.data_ptr(), own.data_ptr()) == self._addresses[number]:
                     continue
@@ -123,6 +131,14 @@ class HostLayer:
                 setattr(parameter, torch_private.FSDP_SHARD, moved)
                 setattr(parameter.sharded_param, torch_private.LOCAL_TENSOR, moved_own)
                 self._addresses[number] = moved.data_ptr(), moved_own.data_ptr()
+
+    def _give_left(self) -> None:
+        """Give back the chunks that it has had and in which no tensor is any more, also none that the caller has kept."""
+        self._memories, before = [each for each in self._memories if each[1]() is not None], self._memories
+        for span in dict.fromkeys(span for span, _ in before):
+            if all(span is not held for held, _ in self._memories):
+                self._arena.give(span, self.last_read)
+        self._arena.trim_gaps()
 
     def views(self, brought: _Brought) -> list[Tensor]:
         """Return the shards on the device, each as [numel]."""
@@ -166,6 +182,8 @@ class HostShards:
     [Note: writes to the host's shards] Nothing is brought ahead outside of a forward of the model and of a backward, nor from
     one into the next: `optimizer.step()`, `load_state_dict` or a write to `data` in between is seen by the next gather. At the
     end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads what was there before.
+    After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
+    `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device.
 
     Args:
         device: where layers are gathered.
@@ -219,6 +237,8 @@ class HostShards:
         assert isinstance(model, nn.Module)
         model.register_forward_pre_hook(self._begin, prepend=True)  # ahead of FSDP2's, which gathers
         model.register_forward_hook(self._leave, always_call=True)
+        model.register_load_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
+        model.register_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
 
     # What FSDP2 calls
 
@@ -276,7 +296,8 @@ class HostShards:
             storage = self._device.allocate(chunk.num_bytes)
             ready = self._device.record_event()
         done = self._lanes.copy_back(chunk, storage, after=(ready,)).done
-        layer.brought, self._last = _Brought(storage, home, done), done
+        layer.brought = _Brought(storage, home, done)
+        layer.last_read = self._last = done
 
     def _bring_next(self, layer: HostLayer) -> None:
         """Bring what FSDP2 will gather after a layer: see [Note: ahead of the gather]."""
@@ -317,7 +338,7 @@ class HostShards:
         self._drop_all()
         self._wait()
 
-    def _wait(self) -> None:
+    def _wait(self, *_: object) -> None:
         last, self._last = self._last, None
         if last is not None:
             self._device.synchronize(last)

@@ -15,13 +15,15 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.hooks import HookSet
 from memkit.recording.recorded import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from memkit.recording.recorder import Recorder
 
 BORDER = "memkit::border"
@@ -72,6 +74,21 @@ def mark_sharded() -> None:
             hooks.around_hooks_of(FSDP, module, _mark_gather)
             hooks.after_forward(module, _mark_border)
         _marked.add(module)  # last: hooks that an interrupt has let be set twice do the same
+
+
+def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return parameters as their owner has them: of one that FSDP2 has gathered for a forward the shard, which is stepped."""
+    shards = dict[int, Tensor]()
+    to_state, to_group = torch_private.FSDP_GROUP
+    for module in list(_marked):
+        if not hasattr(module, to_state):
+            continue  # sharding it has failed
+        state = getattr(module, to_state)()
+        groups = getattr(state, f"{to_group}s", None)  # newer versions may have several
+        for group in [getattr(state, to_group, None)] if groups is None else groups:
+            for item in () if group is None else group.fsdp_params:
+                shards[id(getattr(item, torch_private.FSDP_GATHERED, None))] = item.sharded_param
+    return [shards.get(id(parameter), parameter) for parameter in parameters]
 
 
 def _mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:

@@ -20,6 +20,7 @@ from memkit.plan import ModuleCall
 from memkit.recording.aftermath import Aftermath
 from memkit.recording.recording import Recording
 from memkit.storages import is_range_of_bytes
+from memkit.torch_state import has_gathered
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
 _CONSTANTS = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, type(...))
@@ -182,8 +183,14 @@ class NotedCall:
         if len(after) != len(before):
             return True
         spans = [(other._first[2], other._weights[0]) for other in others]
+        is_gathered = module is not None and has_gathered(module.modules())
         for tensor, (reference, address, version) in zip(after, before, strict=True):
             is_param = isinstance(tensor, nn.Parameter)
+            if is_param and is_gathered:  # there is a shard by now, and other tensors are where it was
+                gathered = reference()
+                if gathered is None or _place_of(gathered)[1] != version:
+                    return True
+                continue
             now = _place_of(tensor)
             if reference() is not tensor or now[0] != address or (is_param and now[1] != version):
                 return True

@@ -13,10 +13,10 @@ from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.owners import owners
 from memkit.states.pieces import StateRecord
-from memkit.states.shards import described, lie_alike, local_of
+from memkit.states.shards import described, lie_alike
 from memkit.states.trial import needs_master, refuse_by_kind
 from memkit.steppers import stepper_of, steppers
-from memkit.torch_state import is_dtensor
+from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk import Disk
 from memkit.wrappers import is_plain
 

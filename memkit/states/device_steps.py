@@ -19,9 +19,10 @@ from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, Residency, StateRecord, stand_in_of
-from memkit.states.shards import are_one, local_of, write_local
+from memkit.states.shards import are_one, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
+from memkit.torch_state import local_of
 from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:

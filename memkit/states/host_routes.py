@@ -12,8 +12,9 @@ from memkit.plan import aligned
 from memkit.states.fingerprints import WORD_BYTES, take_fingerprint
 from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
 from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of
-from memkit.states.shards import local_gradient, local_of, version_of
+from memkit.states.shards import local_gradient, version_of
 from memkit.storages import tensor_over
+from memkit.torch_state import local_of
 from memkit.transfer.spans import Span, rounded
 
 Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]

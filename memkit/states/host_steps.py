@@ -23,9 +23,10 @@ from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, Residency
-from memkit.states.shards import are_one, local_gradient, local_of, shard_like, write_local
+from memkit.states.shards import are_one, local_gradient, shard_like, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
+from memkit.torch_state import local_of
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
 

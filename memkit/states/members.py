@@ -12,10 +12,10 @@ from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
 from memkit.states.packing import MASTER, bytes_of, may_leave
 from memkit.states.pieces import Piece, StateRecord
-from memkit.states.shards import local_of
 from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import Kept, KeptState, needs_master, try_out
 from memkit.states.windows import piece_of
+from memkit.torch_state import local_of
 
 
 class Members:

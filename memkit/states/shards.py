@@ -14,21 +14,11 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
-from memkit.torch_state import is_dtensor
+from memkit.torch_state import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from memkit.states.pieces import StateRecord
     from memkit.states.shells import StateDict
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a shard that this rank has, which is no copy; of any other tensor, the tensor."""
-    if type(tensor).__name__ != "DTensor":  # as `is_dtensor`: this is called for each parameter of a step
-        return tensor
-    shard: Any = tensor  # torch.distributed is imported only where there are any
-    with torch.no_grad():
-        local: Tensor = shard.to_local()
-    return local
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

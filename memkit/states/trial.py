@@ -16,7 +16,6 @@ from memkit import torch_private
 from memkit.device import default_generator
 from memkit.states.own_copies import are_alike, may_be_written, own_attributes, own_group
 from memkit.states.packing import may_leave
-from memkit.states.shards import local_of
 from memkit.states.shells import (
     Changes,
     Group,
@@ -28,6 +27,7 @@ from memkit.states.shells import (
     step_of,
     versions_in,
 )
+from memkit.torch_state import local_of
 from memkit.wrappers import parts_of
 
 _MOST_GROUPS = 8

@@ -11,7 +11,7 @@ from torch import Tensor
 from memkit.plan import aligned
 from memkit.states.packing import Packed, PackedTensor, local_packed
 from memkit.states.pieces import Layout
-from memkit.states.shards import local_of
+from memkit.torch_state import local_of
 
 
 def lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:

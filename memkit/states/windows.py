@@ -16,9 +16,9 @@ from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
 from memkit.states.packing import Packed, PackedTensor, is_number, local_packed, pack
 from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, mark_of, stand_in_of, stand_ins_for
-from memkit.states.shards import local_of, note_written, shard_like, version_of
+from memkit.states.shards import note_written, shard_like, version_of
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
-from memkit.torch_state import is_dtensor
+from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.lanes import Transfer
 

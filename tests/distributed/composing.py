@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import memkit
+from memkit.activations.recomputing import region_plan
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import Model, assert_same, local, make, tokens_of, train
+from tests.distributed.cases import WIDTH, Model, assert_same, local, make, tokens_of, train
 
 Make = Callable[[], AbstractContextManager[Any]]
 
@@ -149,4 +151,51 @@ def check_two_forwards(_: str = "") -> None:
     for budget in (0.7, 0.4, 0.1):
         assert_same(run(budget), plain)
         assert memkit.stats(TAG).num_dropped > 0
+        memkit.reset(TAG)
+
+
+class _Block(nn.Module):
+    """A layer with a module inside whose call saves several times what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take and return [batch, WIDTH]."""
+        return x + self.inner(self.norm(x))
+
+
+def check_regions(_: str = "", *, how: str = "shard", forwards: int = 1) -> None:
+    """Compare steps in which calls of modules within sharded ones are run again as a whole with those without; nothing is
+    recorded in them any more. On several ranks the last one has no context: a recompute gathers nothing."""
+    rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), ReferenceDevice()
+
+    def run(make_context: Make) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(_Block() for _ in range(4)))
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        model = memkit.shard(model) if how == "shard" else fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        optimizer, found = torch.optim.AdamW(model.parameters()), []
+        for number in range(8):
+            torch.manual_seed(10 * rank + number)
+            with make_context():
+                loss = sum(model(torch.randn(32, WIDTH)).square().mean() for _ in range(forwards))
+            loss.backward()
+            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    has_context = num_ranks == 1 or rank < num_ranks - 1
+    options: dict[str, Any] = {"tag": TAG, "min_bytes": 0, "device": device}
+    with mock.patch.object(region_plan, "_seconds_of_ops", return_value=1e9):  # whatever this machine takes for an op
+        found = run((lambda: memkit.Rematerialize(0.5, **options)) if has_context else nullcontext)
+    assert_same(found, run(nullcontext))
+    if has_context:
+        stats = memkit.stats(TAG)
+        assert not stats.is_recorded
+        assert stats.num_replays > 0
+        assert stats.num_deviations == 0
         memkit.reset(TAG)

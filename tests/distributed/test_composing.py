@@ -15,14 +15,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memkit
 from memkit import torch_private
+from memkit.activations.budgeting.state import budget_states
+from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES
 from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.device import ReferenceDevice
 from memkit.recording.borders import FSDP
-from tests.distributed.cases import assert_same, by_hand, local, make, train
-from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, RESHARDS, TAG, check_by_hand, check_same, check_two_forwards
+from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, train
+from tests.distributed.composing import (
+    BY_HAND,
+    CASES,
+    CONTEXTS,
+    RESHARDS,
+    TAG,
+    check_by_hand,
+    check_regions,
+    check_same,
+    check_two_forwards,
+)
 from tests.distributed.groups import group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget")
@@ -68,6 +81,40 @@ def test_gathered_parameters_do_not_move() -> None:
 
     device = ReferenceDevice()
     assert moved_bytes(memkit.shard(make())) == moved_bytes(make())
+
+
+def _budget_step(model: nn.Module, budget: str = "1MiB") -> None:
+    with memkit.MemoryBudget(budget, tag=TAG, min_bytes=0, device=ReferenceDevice()):
+        loss = model(torch.arange(16) % 17).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_states_are_left_free_for_until_shards_are_stepped(lora: bool) -> None:
+    """What a forward has read are parameters that FSDP2 has gathered, which nobody steps."""
+    model = memkit.shard(make(lora=lora))
+    optimizer = optimizer_of(model)
+    numel = sum(local(item).numel() for item in model.parameters() if item.requires_grad)
+    for _ in range(2):
+        _budget_step(model)
+        assert budget_states.open(TAG).coming.num_bytes() == UNKNOWN_STATE_BYTES * numel
+    optimizer.step()
+
+    assert budget_states.open(TAG).coming.num_bytes() == 0
+
+
+def test_budget_of_a_sharded_model_is_used() -> None:
+    """The plan is for the budget, and not for what is left of it beside states that never come."""
+    model = memkit.shard(make())
+    optimizer = optimizer_of(model)
+    for _ in range(5):
+        _budget_step(model, "18KiB")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    stats = memkit.stats(TAG)
+    assert stats.follows_plan
+    assert 0.8 * 18 * 2**10 < stats.predicted_peak_bytes <= 18 * 2**10
 
 
 @pytest.mark.full
@@ -140,10 +187,25 @@ def test_what_was_sharded_by_hand(how: str, context: str, reshards: str, forward
     assert check_by_hand(how, context, reshards=reshards, forwards=forwards, attached=attached) > 0
 
 
-def test_modules_inside_of_what_is_sharded_are_no_regions() -> None:
+@pytest.mark.parametrize("forwards", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["shard", pytest.param("root", marks=pytest.mark.full)])
+def test_calls_inside_of_layers_are_recomputed_as_a_whole(how: str, forwards: int) -> None:
+    check_regions(how=how, forwards=forwards)
+
+
+def test_what_fsdp_gathers_by_itself_is_no_region() -> None:
     model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
 
-    assert "FSDP2 puts its parameters in place" in why_not_region(model.blocks[0])
+    assert "its forward talks to other processes" in why_not_region(model)
+    assert why_not_region(model.blocks[0]) == ""
+
+
+def test_what_gathers_tensors_made_of_others_is_no_region() -> None:
+    """Such a gather may count as a write."""
+    model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
+    model.blocks[0].up.weight._local_tensor = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+
+    assert "made up of others" in why_not_region(model.blocks[0])
 
 
 def test_what_is_sharded_after_it_was_attached_to() -> None:

@@ -20,6 +20,7 @@ from memkit import torch_private
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import storage_bytes
+from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
 from tests.distributed.cases import WIDTH, Model, assert_same, local, make, optimizer_of, step, train
@@ -172,6 +173,33 @@ def test_cast_model_is_brought_as_it_is_then(one: None, seed: int | None) -> Non
     assert_same(train(model, 0), train(plain, 0))
 
 
+def test_casts_give_back_the_host_memory_that_they_leave(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a tensor in it was kept, which stays what it was."""
+    taken, take = dict[Arena, None](), Arena.take_pinned_as_one
+
+    def note_taken(arena: Arena, sizes_bytes: Any) -> Any:
+        taken[arena] = None
+        return take(arena, sizes_bytes)
+
+    def cast(dtype: torch.dtype) -> int:
+        with torch.no_grad():
+            model.to(dtype)(torch.arange(8))
+        return sum(arena.held_bytes for arena in taken)
+
+    monkeypatch.setattr(Arena, "take_pinned_as_one", note_taken)
+    model = on_host(make())
+    held_bytes = sum(arena.held_bytes for arena in taken)
+    assert {cast(dtype) for _ in range(3) for dtype in (torch.float64, torch.float32)} == {held_bytes}
+    kept = [local(item.detach()) for item in model.blocks[0].parameters()]
+    was = [item.clone() for item in kept]
+    num_bytes = [cast(dtype) for _ in range(2) for dtype in (torch.float64, torch.float32)]
+    assert_same(kept, was)
+    assert set(num_bytes) == {held_bytes + 2 * 2**20}  # the page of one layer
+    del kept
+
+    assert cast(torch.float64) == held_bytes
+
+
 @pytest.mark.parametrize("seed", hosting.SEEDS)
 def test_model_that_is_all_layers(one: None, seed: int | None) -> None:
     def run(build: Any) -> list[torch.Tensor]:
@@ -275,6 +303,20 @@ def test_host_waits_for_copies_before_it_may_write(one: None, monkeypatch: pytes
         with torch.no_grad():
             model(torch.arange(8))
         assert len(waits) == 2
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_host_waits_ahead_of_states_where_no_backward_has_come(one: None, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with racing() as device:
+        model = memkit.shard(make(), offload_policy=HOST)
+        states = model.state_dict()
+        waits: list[object] = []
+        monkeypatch.setattr(device, "synchronize", waits.append)
+        model(torch.arange(8))
+        assert waits == []
+        model.load_state_dict(states) if loads else model.state_dict()
+
+        assert len(waits) == 1
 
 
 def test_failing_backward_leaves_nothing_on_its_way(one: None) -> None:

@@ -13,6 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import memkit
+from memkit.activations.budgeting.state import budget_states
+from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES, coming_state_bytes
+from memkit.device import ReferenceDevice
 from tests.distributed.cases import (
     Collectives,
     Model,
@@ -80,6 +83,20 @@ def test_gathers_all_and_reduces_what_is_trained(num_ranks: int, lora: bool) -> 
 
     assert seen.gathered_bytes == [rest, *layers, *reversed(layers)]  # what is in no layer stays until its backward
     assert seen.reduced_bytes == [num for num in reversed([trained[-1], *trained[:-1]]) if num]
+
+
+def test_states_that_are_left_free_for_are_those_of_a_rank() -> None:
+    """By formula; without an optimizer it is found out which shards were gathered."""
+    with fake_group(8):
+        model = memkit.shard(make())
+        numel = sum(local(item).numel() for item in model.parameters())
+        with memkit.MemoryBudget("1MiB", tag="rank", min_bytes=0, device=ReferenceDevice()):
+            loss = model(torch.arange(8)).sum()
+        loss.backward()
+
+        assert budget_states.open("rank").coming.num_bytes() == UNKNOWN_STATE_BYTES * numel
+        assert coming_state_bytes(optimizer_of(model)) == 2 * 4 * numel
+        assert numel < sum(item.numel() for item in model.parameters()) / 6
 
 
 def test_frozen_parameters_have_no_gradients(one: None) -> None:

@@ -30,7 +30,7 @@ from tests.distributed.cases import (
     step,
     train,
 )
-from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, check_by_hand, check_same, check_two_forwards
+from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, check_by_hand, check_regions, check_same, check_two_forwards
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
 
 # What each rank does
@@ -167,6 +167,7 @@ WORKS: dict[str, Work] = {
     "saved": _save,
     "loaded": _load_own,
     "loaded of one": _load_of_one,
+    "regions": check_regions,
     **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
     **{name: hosting.WORKS[name] for name in hosting.OFTEN},
 }

@@ -22,6 +22,7 @@ from memkit.activations.saved.settled import Settled
 from memkit.device import default_generator, open_device
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
+from memkit.recording.borders import shards_of
 from memkit.recording.function_notes import FunctionNotes, may_be_quiet
 from memkit.sizes import format_bytes
 from memkit.torch_state import is_traced
@@ -117,7 +118,7 @@ class BudgetStage(RecordingStage):
         optimizer = None if limits.optimizer is None else limits.optimizer()
         if not state.coming.is_of(optimizer):
             state.coming = ComingStates(optimizer)
-        self._coming_bytes = state.coming.num_bytes()
+        self._coming_bytes = state.coming.num_bytes(None if device is None else device.torch_device.type)
         latest = state.traces.latest
         state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
         if budget_bytes is not None:
@@ -293,7 +294,8 @@ class BudgetStage(RecordingStage):
             state.judged = None  # what broke off says nothing of its plan
         if learn and was_forward and not len(state.traces):
             roots = [root.tensor() for root in forward.recording.roots.values()]
-            state.coming.note_trained({id(tensor): tensor for tensor in roots if isinstance(tensor, nn.Parameter)}.values())
+            parameters = {id(tensor): tensor for tensor in roots if isinstance(tensor, nn.Parameter)}
+            state.coming.note_trained(shards_of(parameters.values()))
         super()._end_forward(learn=learn)
         trace = state.traces.latest
         if not learn or not was_forward or trace is None:

@@ -12,25 +12,30 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.owners import with_offloaded_states
 from memkit.storages import storage_bytes
+from memkit.torch_state import local_of
 
 UNKNOWN_STATE_BYTES = 8
 """What is left free for each element of a trainable parameter where no optimizer is known: two states in float32, as those of
 `torch.optim.AdamW`."""
 
 
-def coming_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
     """Return the bytes of the states that a step of an optimizer will make: of its parameters that have none yet.
 
-    What it keeps is tried on one small parameter with its defaults. Where that fails, 8 bytes an element are counted. Of an
-    optimizer with a `StateOffload` only what stays on the device counts: the room for the rest is taken already.
+    What it keeps is tried on one small parameter with its defaults. Where that fails, 8 bytes an element are counted. Of a
+    shard (`DTensor`) this rank's part counts. Of an optimizer with a `StateOffload` only what stays on the device counts: the
+    room for the rest is taken already.
+
+    Args:
+        kind: the type of device on which they count, such as "cuda"; None for all.
     """
     if optimizer in with_offloaded_states:
         return with_offloaded_states[optimizer]()
     waiting = [
-        parameter
+        local_of(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.requires_grad and not optimizer.state.get(parameter)
+        if parameter.requires_grad and not optimizer.state.get(parameter) and kind in (None, parameter.device.type)
     ]
     ratios = {dtype: _state_ratio(optimizer, dtype) for dtype in {parameter.dtype for parameter in waiting}}
     return sum(round(ratios[parameter.dtype] * parameter.nbytes) for parameter in waiting)
@@ -60,30 +65,42 @@ class ComingStates:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._num_bytes = 0 if optimizer is None else coming_state_bytes(optimizer)
-        self._trained: tuple[weakref.ref[Tensor], int] | None = None
-        """One of the parameters, and how often it was written to when it was seen first."""
+        self._num_bytes = dict[str | None, int]()
+        """By the type of device."""
+        self._trained: list[tuple[weakref.ref[Tensor], int]] | None = None
+        """The parameters, and how often each was written to when it was seen first."""
+        self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Tell whether it is that optimizer's."""
         return optimizer is (None if self.optimizer is None else self.optimizer())
 
     def note_trained(self, parameters: Iterable[Tensor]) -> None:
-        """A first forward has read these."""
+        """A first forward has read these. Of those that are shards this rank's part is stepped."""
         found = [parameter for parameter in parameters if parameter.requires_grad]
-        if self.optimizer is None and self._trained is None and found:
-            self._num_bytes = sum(UNKNOWN_STATE_BYTES * parameter.numel() for parameter in found)
-            self._trained = weakref.ref(found[-1]), torch_private.version_of(found[-1])
+        if self.optimizer is not None or self._trained is not None or not found:
+            return
+        for parameter in found:
+            num_bytes, kind = UNKNOWN_STATE_BYTES * local_of(parameter).numel(), parameter.device.type
+            for each in (None, kind):
+                self._num_bytes[each] = self._num_bytes.get(each, 0) + num_bytes
+        # In a shard, an op on it counts there, and one on its local tensor there.
+        watched = {id(tensor): tensor for parameter in found for tensor in (parameter, local_of(parameter))}
+        self._trained = [(weakref.ref(tensor), torch_private.version_of(tensor)) for tensor in watched.values()]
 
-    def num_bytes(self) -> int:
-        """Return the bytes. Cheap: it is asked ahead of each forward."""
-        if self._num_bytes:
-            optimizer = None if self.optimizer is None else self.optimizer()
-            trained = None if self._trained is None else self._trained[0]()
-            is_stepped = (
-                trained is not None and self._trained is not None and torch_private.version_of(trained) != self._trained[1]
-            )
-            is_gone = self.optimizer is not None and optimizer is None
-            if is_stepped or is_gone or (optimizer is not None and optimizer.state):
-                self._num_bytes = 0
-        return self._num_bytes
+    def num_bytes(self, kind: str | None = None) -> int:
+        """Return the bytes on a type of device. Cheap once they have come: it is asked ahead of each forward."""
+        self._is_over = self._is_over or self._have_come()
+        if self._is_over:
+            return 0
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None and kind not in self._num_bytes:
+            self._num_bytes[kind] = coming_state_bytes(optimizer, kind)
+        return self._num_bytes.get(kind, 0)
+
+    def _have_come(self) -> bool:
+        if self.optimizer is not None:
+            optimizer = self.optimizer()
+            return optimizer is None or bool(optimizer.state)
+        watched = ((reference(), version) for reference, version in self._trained or ())
+        return any(tensor is not None and torch_private.version_of(tensor) != version for tensor, version in watched)

@@ -20,6 +20,7 @@ from memkit import torch_private
 from memkit.activations.recomputing.read_only import LearnedReads, ReadOnly, small_of
 from memkit.activations.recomputing.region_inputs import NoRegion
 from memkit.sequentials import SequentialSpan
+from memkit.torch_state import has_gathered
 
 UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """What trains updates its buffers, and makes the same whatever is in them."""
@@ -100,9 +101,10 @@ class ModuleState:
         """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
         by_id = dict(zip(self.ids, all_parameters, strict=True))
         self.parameters = tuple([own for own in by_id.values() if own is not None])
-        self.with_data = tuple(
-            [own for own in self.parameters if own.layout is torch.strided and (type(own) is _Parameter or _has_data(own))]
-        )
+        self.is_gathered = has_gathered(self.parts)
+        """Whether FSDP2 puts its parameters in place for a forward and a backward: the same ones, with their data elsewhere."""
+        strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
+        self.with_data = tuple([own for own in strided if type(own) is _Parameter or _has_data(own)])
         self.parameter_facts: tuple[partial[Any], ...] = (
             partial(map, torch_private.version_of, self.parameters),
             partial(map, Tensor.data_ptr, self.with_data),
@@ -147,6 +149,10 @@ class ModuleState:
         self._written: dict[tuple[bool, ...], frozenset[int]] = {}
         """Which places a forward writes to, by which parts train."""
         self._learned = learned
+
+    def is_current(self) -> bool:
+        """Tell whether the parts still have these parameters."""
+        return tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts)))) == self.ids
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
-from memkit.torch_state import is_sharded_by_fsdp
+from memkit.torch_state import is_sharded_by_fsdp, local_of
 
 _OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
 """Where hooks are defined that a recompute may run again, or not."""
@@ -42,8 +42,8 @@ def _why_not_inside(part: nn.Module) -> str:
         return "it is scripted, and what that saves depends on how often it has run"
     if is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
-    if torch_private.GATHERED_MARK in vars(part):
-        return "FSDP2 puts its parameters in place and takes them away"
+    if torch_private.GATHERED_MARK in vars(part) and not all(map(_is_plain, torch_private.parameters_of(part).values())):
+        return "FSDP2 gathers parameters of it that are made up of others, and may count that as writes"
     if isinstance(part, nn.SyncBatchNorm) and part.training:
         return "its forward talks to other processes"
     if isinstance(part, NORMS) and type(part) not in UPDATED_UNREAD and part.running_mean is not None and not part.training:
@@ -55,6 +55,10 @@ def _why_not_inside(part: nn.Module) -> str:
             is_streamed = any(_home_of(hook).startswith("memkit.weights") for hook in getattr(part, name).values())
             return "LayerOffload streams its weights" if is_streamed else "it has hooks, which would run twice, or not at all"
     return ""
+
+
+def _is_plain(parameter: nn.Parameter | None) -> bool:
+    return parameter is None or type(local_of(parameter)) in (Tensor, nn.Parameter)
 
 
 def _are_own(hooks: Mapping[int, object]) -> bool:

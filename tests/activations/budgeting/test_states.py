@@ -86,6 +86,17 @@ def test_dtypes_are_told_apart() -> None:
     assert coming_state_bytes(optimizer) == 8 * 2 * (4 + 2)
 
 
+def test_only_what_is_on_the_device_is_left_free_for() -> None:
+    there, elsewhere = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(100, device="meta"))
+    optimizer = torch.optim.AdamW([there, elsewhere])
+    coming, untold = ComingStates(optimizer), ComingStates(None)
+    untold.note_trained([there, elsewhere])
+
+    assert coming_state_bytes(optimizer, "cpu") == coming.num_bytes("cpu") == untold.num_bytes("cpu") == 2 * 4 * 8
+    assert coming_state_bytes(optimizer) == coming.num_bytes() == untold.num_bytes() == 2 * 4 * 108
+    assert coming.num_bytes("cuda") == untold.num_bytes("cuda") == 0
+
+
 @pytest.mark.parametrize("budget", [0, "1MiB"])
 def test_of_states_that_a_state_offload_has_only_those_that_stay_come(budget: int | str) -> None:
     optimizer = OPTIMIZERS["AdamW"](_parameters())
@@ -146,7 +157,7 @@ def test_without_an_optimizer_eight_bytes_are_left_free_until_a_parameter_change
     coming.note_trained(params)
     assert coming.num_bytes() == UNKNOWN_STATE_BYTES * sum(parameter.numel() for parameter in params)
     with torch.no_grad():
-        params[-1].add_(1)
+        params[0].add_(1)  # an optimizer may have been given some of them only
 
     assert coming.num_bytes() == 0
     coming.note_trained(params)  # as those of another forward
