@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -68,7 +68,8 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
     parameters in host memory, each beside the other.
 
     A step on the host reads and writes what the optimizer does, and no more: see [Note: casts on the device] in
-    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes.
+    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes, while this
+    one gives the device work, as it does in a step: it takes a core and the interpreter from the other.
 
     Args:
         has_master: whether float32 copies are stepped.
@@ -88,7 +89,7 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
         turns = itertools.cycle(blocks)
         blocks_per_s, link_bytes_per_s = measure_beside_copies(
             device,
-            lambda: thread.submit(next(turns).step).result(),
+            lambda: _busy_until(thread.submit(next(turns).step), device),
             num_bytes=_LINK_BYTES,
             num_copies=_NUM_COPIES if is_apart else _NUM_COPIES_ELSEWHERE,
             most_acts=None if is_apart else _NUM_BLOCKS,
@@ -97,6 +98,14 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
         turns = itertools.cycle(())
         blocks.clear()  # ahead of the memory that they are in
     return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=host_numel_per_s)
+
+
+def _busy_until(step: Future[None], device: Device) -> None:
+    """Give the device small work until a step is over."""
+    number = torch.zeros(1, device=device.torch_device)
+    while not step.done():
+        number.add_(1)
+    step.result()
 
 
 def _dtype_of(optimizer: torch.optim.Optimizer, *, has_master: bool) -> torch.dtype:
