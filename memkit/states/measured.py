@@ -68,8 +68,8 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
     parameters in host memory, each beside the other.
 
     A step on the host reads and writes what the optimizer does, and no more: see [Note: casts on the device] in
-    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes, while this
-    one gives the device work, as it does in a step: it takes a core and the interpreter from the other.
+    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes. This one
+    gives the device work meanwhile, as it does in a step: it takes a core and the interpreter from the other.
 
     Args:
         has_master: whether float32 copies are stepped.

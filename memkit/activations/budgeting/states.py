@@ -68,7 +68,8 @@ class ComingStates:
         self._num_bytes = dict[str | None, int]()
         """By the type of device."""
         self._trained: list[tuple[weakref.ref[Tensor], int]] | None = None
-        """The parameters, and how often each was written to when it was seen first."""
+        """Two of the parameters, and how often each was written to when it was seen first: they are looked at ahead of each
+        forward until an optimizer has stepped, and not every loop has one."""
         self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -85,7 +86,8 @@ class ComingStates:
             for each in (None, kind):
                 self._num_bytes[each] = self._num_bytes.get(each, 0) + num_bytes
         # In a shard, an op on it counts there, and one on its local tensor there.
-        watched = {id(tensor): tensor for parameter in found for tensor in (parameter, local_of(parameter))}
+        few = found[0], found[-1]
+        watched = {id(tensor): tensor for parameter in few for tensor in (parameter, local_of(parameter))}
         self._trained = [(weakref.ref(tensor), torch_private.version_of(tensor)) for tensor in watched.values()]
 
     def num_bytes(self, kind: str | None = None) -> int:
@@ -102,5 +104,8 @@ class ComingStates:
         if self.optimizer is not None:
             optimizer = self.optimizer()
             return optimizer is None or bool(optimizer.state)
-        watched = ((reference(), version) for reference, version in self._trained or ())
-        return any(tensor is not None and torch_private.version_of(tensor) != version for tensor, version in watched)
+        for reference, version in self._trained or ():
+            tensor = reference()
+            if tensor is not None and torch_private.version_of(tensor) != version:
+                return True
+        return False
