@@ -33,6 +33,8 @@ from tests.distributed.cases import (
 from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, check_by_hand, check_regions, check_same, check_two_forwards
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
 
+pytestmark = pytest.mark.full  # two processes take both cores of a small machine for a quarter of a minute
+
 # What each rank does
 
 
@@ -249,7 +251,6 @@ def test_on_every_rank(found: Found, name: str) -> None:
     _check(found, name)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", MORE)
 def test_more_on_every_rank(found_more: Found, name: str) -> None:
     _check(found_more, name)
