@@ -145,6 +145,8 @@ class Route:
         self._numbers = [piece.records.index(record) for record in piece.due]
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
+        self.copies: Span | None = None
+        """The host memory of the float32 copies of which `masters` was asked last; None if none come up."""
         with torch.inference_mode(False):
             self.on_device = Place.over(storage, piece.due, way)
             self.on_host = Place.over(storage_of_part(room.whole), piece.due, way)
@@ -203,14 +205,14 @@ class Route:
         """Return the float32 copies in the slot once they have come up, each in the place of its parameter. None where a
         parameter has none, or one that doesn't come by itself: a number, or one that has no room."""
         if layout is None or layout is not self._layout:
-            found = [self._master(layout, number) for number in self._numbers]
+            span = None if layout is None else layout.masters()
+            fits = span is not None and span.num_bytes <= self.way.wide_bytes
+            found = [self._master(layout, number) if layout is not None and fits else None for number in self._numbers]
             self._layout, self._masters = layout, found
+            self.copies = span if any(master is not None for master in found) else None
         return self._masters
 
-    def _master(self, layout: Layout | None, number: int) -> Tensor | None:
-        span = None if layout is None else layout.masters()
-        if layout is None or span is None or span.num_bytes > self.way.wide_bytes:
-            return None
+    def _master(self, layout: Layout, number: int) -> Tensor | None:
         packed = [one for one in map(local_packed, layout.tensors[number]) if one.name == MASTER]
         with torch.inference_mode(False):
             return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None

@@ -288,7 +288,7 @@ class HostSteps:
         route.forget()
         slot.piece = piece
         masters = route.masters(piece.layout)
-        self._bring(piece, route, slot, masters)
+        self._bring(piece, route, slot)
         self._slots.await_copies(slot)
         self._device.note_read(route.storage)
         with torch.no_grad():
@@ -306,16 +306,15 @@ class HostSteps:
         self._out.pop(piece, None)
         piece.residency = Residency.HOST
 
-    def _bring(self, piece: Piece, route: Route, slot: StateSlot, masters: list[Tensor | None]) -> None:
+    def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
         """Have what was stepped come to the slot: float32 copies from where they stay, parameters from where they were sent."""
-        way, layout = route.way, piece.layout
+        way = route.way
         ranges = [(way.plain, way.plain_bytes)]
-        if any(route.staying(layout)):
+        if any(route.staying(piece.layout)):
             ranges.append((way.narrow, way.narrow_bytes))
         spans = [(route.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
-        copies = layout.masters() if layout is not None and any(master is not None for master in masters) else None
-        if copies is not None:
-            spans.append((copies, 0))
+        if route.copies is not None:
+            spans.append((route.copies, 0))
         after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
         for span, start in spans:
             slot.arrived = piece.left = self._lanes.copy_back(span, route.storage, after=after, start=start)

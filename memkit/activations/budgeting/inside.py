@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memkit import torch_private
 from memkit.compiled import module_inside
-from memkit.torch_state import num_compiled
+from memkit.torch_state import has_gathered, num_compiled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,7 +147,7 @@ class InsideBudgets:
 def _choose(block: nn.Module, args: Any, kwargs: Any, num_blocks: float, room_of: RoomOf) -> float | None:
     own = next((tensor for tensor in block.parameters() if tensor.is_floating_point()), None)
     # FSDP2 gathers by hooks of the block: to trace it ahead would have them run on tensors without data
-    if own is None or any(torch_private.GATHERED_MARK in vars(part) for part in block.modules()):
+    if own is None or has_gathered(block.modules()):
         return None
     is_cast = torch.is_autocast_enabled(own.device.type)
     try:
