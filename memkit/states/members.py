@@ -92,7 +92,7 @@ class Members:
     def kept(self) -> dict[int, list[KeptState]]:
         """Return what the optimizer keeps, by the id of each parameter."""
         return {
-            id(parameter): found.get(parameter.dtype, [])
+            id(parameter): found[parameter.dtype].of(local_of(parameter).numel()) if parameter.dtype in found else []
             for found, group in zip(self._kept, self._optimizer.param_groups, strict=True)
             for parameter in group["params"]
         }

@@ -5,6 +5,7 @@ No list of classes decides that: a step of two small tensors per group, made who
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,9 @@ from memkit.wrappers import parts_of
 _MOST_GROUPS = 8
 _NUM_STEPS = 4
 _LARGEST_SIDE = 24
-
-Kept = dict[torch.dtype, list["KeptState"]]
-"""What is kept for parameters of a group, by their precision."""
+_LARGER_SIDE = 256
+_LARGER_NUMEL = 2**16
+"""So large is a sample at most: what is kept in 8 bits is so from some thousand elements on, by blocks of some hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,37 @@ class KeptState:
     name: str
     bytes_per_element: float
     dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What is kept for parameters of a group that are of one precision: of small ones, and of large ones.
+
+    Some classes keep large ones otherwise than small ones: in 8 bits, or by rows and columns.
+    """
+
+    small_numel: int
+    small: list[KeptState]
+    large_numel: int
+    large: list[KeptState]
+
+    def of(self, numel: int) -> list[KeptState]:
+        """Return what is kept for a parameter of so many elements. Between the two sizes that were tried either may be."""
+        if numel <= self.small_numel or self.large_numel <= self.small_numel:
+            return self.small
+        if numel >= self.large_numel:
+            return self.large
+        small = {item.name: item for item in self.small}
+        return [_either(small.get(item.name, item), item) for item in self.large]
+
+
+def _either(one: KeptState, other: KeptState) -> KeptState:
+    most = max(one.bytes_per_element, other.bytes_per_element)
+    return KeptState(one.name, most, one.dtype if one.dtype == other.dtype else None)
+
+
+Kept = dict[torch.dtype, Sampled]
+"""What is kept for parameters of a group, by their precision."""
 
 
 def refuse_by_kind(optimizer: object, where: str) -> None:
@@ -114,6 +146,8 @@ def try_out(
                 if differing is not None:
                     raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
             whole.step_none()
+            sample = Sample(optimizer, groups, torch_device, master, has_states=not is_lazy)
+            sample.step_all(leaves_out=False)
     except _WithoutGradientError as error:
         raise ValueError(
             f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
@@ -132,7 +166,7 @@ def try_out(
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-    kept = whole.kept()
+    kept = whole.kept(sample)
     known = {id(group): found for group, found in zip(groups, kept, strict=True)}
     of_all = {dtype: states for found in reversed(kept) for dtype, states in found.items()}
     return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups], draws
@@ -313,10 +347,14 @@ class Trial:
                 return f'attribute ("{name}")'
         return None
 
-    def kept(self) -> list[Kept]:
+    def kept(self, larger: Sample) -> list[Kept]:
+        """Return what is kept for parameters of each group, by this trial and by one of larger ones."""
         return [
-            {kind: self._kept_for(parameter) for kind, parameter in zip(kinds, group["params"][1::2], strict=True)}
-            for kinds, group in zip(self._kinds, self.groups, strict=True)
+            {
+                kind: Sampled(one.numel(), self._kept_for(one), other.numel(), larger._kept_for(other))
+                for kind, one, other in zip(kinds, group["params"][1::2], others["params"][1::2], strict=True)
+            }
+            for kinds, group, others in zip(self._kinds, self.groups, larger.groups, strict=True)
         ]
 
     def _kept_for(self, parameter: Tensor) -> list[KeptState]:
@@ -329,6 +367,19 @@ class Trial:
             for name, value in self.state.get(parameter, {}).items()
             if may_leave(value)
         ]
+
+
+class Sample(Trial):
+    """A trial of larger parameters."""
+
+    def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+        size = list(parameter.size())
+        if len(size) > 1:
+            size = [min(length, _LARGER_SIDE) for length in size]
+        for index in range(len(size)):
+            others = max(1, math.prod(size[:index] + size[index + 1 :]))
+            size[index] = min(size[index], max(1, _LARGER_NUMEL // others))
+        return [values_of(size, dtype, generator) for _ in range(2)]
 
 
 def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:

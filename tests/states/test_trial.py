@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memkit.device import ReferenceDevice
+from memkit.plan import aligned
 from tests.states.cases import assert_same, offload
 
 
@@ -162,3 +164,41 @@ def test_states_of_two_precisions_in_one_group_are_loaded_in_their_own(dtypes: A
 
     assert_same(plain, parameters)
     assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+class _BySize(_Momentum):
+    """Keeps the momentum of large parameters in 8 bits, as low-bit optimizers do."""
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            is_large = parameter.numel() >= 4096
+            start = torch.full_like(parameter, 128 if is_large else 0, dtype=torch.uint8 if is_large else None)
+            mean = self.state[parameter].setdefault("mean", start)
+            now = (mean.float() - 128) / 64 if is_large else mean
+            now = now * 0.9 + parameter.grad
+            mean.copy_((now * 64 + 128).round().clamp(0, 255) if is_large else now)
+            parameter.sub_(now, alpha=0.1)
+
+
+def test_what_is_kept_of_large_parameters_otherwise_than_of_small_ones_is_planned_and_loaded() -> None:
+    def trained(streams: bool) -> list[torch.nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = (300, 400), (16, 16), (70, 70), (5000,)
+        parameters = [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+        optimizer = _BySize(parameters)
+        with offload(optimizer, ReferenceDevice()) if streams else nullcontext() as states:
+            if states is not None:
+                own = [states.plan.pieces[index].state_bytes for index in range(4)]
+                assert own == [aligned(120_000), aligned(4 * 256), aligned(4 * 4900), aligned(4 * 5000)]  # never too little
+            for step in range(4):
+                sum((parameter * (step + 1)).square().sum() for parameter in parameters).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if streams and step == 1:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    assert optimizer.state[parameters[0]]["mean"].dtype == torch.uint8
+        return parameters
+
+    assert_same(trained(False), trained(True))
