@@ -25,7 +25,7 @@ from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.interrupts import count_lines, hooks_around, interrupted_after, interrupts
 
 TAG = "interrupted"
-NUM_LINES = 60
+NUM_LINES = 30
 MANY_LINES = [pytest.param(8), pytest.param(NUM_LINES, marks=pytest.mark.full)]
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded")

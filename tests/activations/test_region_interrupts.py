@@ -54,7 +54,7 @@ def stepping(net: nn.Module, context: Callable[[], AbstractContextManager[Any]])
     return step
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("nested", [False, True])
 def test_next_step_has_the_bits_of_the_plain_run(nested: bool, count: int) -> None:
     plain, net = build(), build()

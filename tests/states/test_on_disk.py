@@ -695,7 +695,7 @@ def test_a_state_dict_that_can_not_be_read() -> None:
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-@pytest.mark.parametrize("num_lines", [12, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [12, pytest.param(120, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
@@ -726,7 +726,7 @@ def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytes
     assert not device.races
 
 
-@pytest.mark.parametrize("num_lines", [8, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [8, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_interrupts_while_saving_and_loading(what: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:

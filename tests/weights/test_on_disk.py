@@ -198,7 +198,7 @@ def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> No
     assert not device.races
 
 
-@pytest.mark.parametrize("num_lines", [20, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [20, pytest.param(150, marks=pytest.mark.full)])
 def test_interrupts(num_lines: int) -> None:
     device = ReferenceDevice()
     plain, model = _model(num_layers=6), _model(num_layers=6)
