@@ -13,18 +13,23 @@ HEADER_BYTES = 512
 
 
 class Residency(Enum):
-    """Where the bytes of a chunk are."""
+    """Where the bytes of a chunk are that count: of a layer's weights, or of optimizer states that move together."""
 
     HOST = "host"
     """In host memory, and nowhere else."""
     IN_FLIGHT = "in flight"
-    """In host memory; a copy to the device is under way, or about to be."""
+    """Where they were; a copy to the device is under way, or about to be."""
     DEVICE = "device"
-    """On the device and in host memory, alike, unless the caller has written to host memory since."""
+    """On the device, and where they go back to, alike, unless the caller has written to host memory since. States that stay on
+    the device are nowhere else."""
+    STEPPING = "stepping"
+    """Where they were. On the device, and in the parameters, a step may have written half of it. The parameters as they were
+    are kept."""
     DIRTY = "dirty"
-    """On the device; what is in host memory is older, or about to be."""
+    """Written to: where they go back to they are older, or about to be. Of states that the host has stepped, the parameters
+    are."""
     DISK = "disk"
-    """In a file, and nowhere else."""
+    """In a file, or in a buffer on their way there, and nowhere else."""
 
     def may_become(self, following: Residency) -> bool:
         """Tell whether bytes that are here may be there next.
@@ -37,13 +42,14 @@ class Residency(Enum):
 
 
 _FOLLOWING = {
-    Residency.HOST: (Residency.HOST, Residency.IN_FLIGHT, Residency.DISK),
-    Residency.IN_FLIGHT: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.HOST),
-    Residency.DEVICE: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.DIRTY, Residency.HOST),
+    Residency.HOST: (Residency.HOST, Residency.IN_FLIGHT, Residency.STEPPING, Residency.DIRTY, Residency.DISK),
+    Residency.IN_FLIGHT: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.STEPPING, Residency.HOST, Residency.DISK),
+    Residency.DEVICE: tuple(Residency),
+    Residency.STEPPING: (Residency.STEPPING, Residency.DIRTY, Residency.HOST, Residency.DEVICE, Residency.DISK),
     Residency.DIRTY: (Residency.DIRTY, Residency.DEVICE),
-    Residency.DISK: (Residency.DISK, Residency.HOST),
+    Residency.DISK: (Residency.DISK, Residency.HOST, Residency.IN_FLIGHT, Residency.STEPPING),
 }
-"""What is dirty is written back before anything else becomes of it; what is on disk is read to host memory first."""
+"""What is dirty is written back before anything else becomes of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

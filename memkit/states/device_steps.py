@@ -15,10 +15,11 @@ from memkit.device.base import Device
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import Update, aligned
+from memkit.plan.chunks import Residency
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, Residency, StateRecord, stand_in_of
+from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of
 from memkit.states.shards import are_one, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
@@ -137,7 +138,7 @@ class DeviceSteps:
         if moves and piece.layout is not None:
             self._slots.await_arrived(piece)
         self._keep(piece)
-        piece.residency = Residency.STEPPING
+        piece.become(Residency.STEPPING)
         with label(f"step ({piece.names})"):
             stepped, written = self._step_due(piece, run)
             self._round(piece, stepped)
@@ -159,7 +160,7 @@ class DeviceSteps:
                 record.numbers = []
         if piece.plan.is_resident or piece.layout is None:
             self._release(piece)
-            piece.residency = piece.rest
+            piece.come_to_rest()
             for record in piece.due if piece.plan.is_resident else ():
                 record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
@@ -216,13 +217,13 @@ class DeviceSteps:
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
         self._release(piece)
-        piece.residency = piece.rest
+        piece.come_to_rest()
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
         if piece.slot >= 0:
             self._release(piece)
-        piece.residency = piece.rest
+        piece.come_to_rest()
 
     def _step_due(self, piece: Piece, run: OneStep) -> tuple[list[Stepped], Written]:
         """Run the optimizer's step. Return what was stepped, by which parameter, and its states on the device."""

@@ -16,13 +16,14 @@ from memkit.device.base import Device
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.labels import label
+from memkit.plan.chunks import Residency
 from memkit.states.fingerprints import WORD_BYTES
 from memkit.states.host_memory import HostStates
 from memkit.states.host_routes import Route, Way, traits_of
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, Residency
+from memkit.states.pieces import Layout, Piece
 from memkit.states.shards import are_one, local_gradient, shard_like, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
@@ -304,7 +305,7 @@ class HostSteps:
         self._slots.d2h_bytes += route.brought_bytes
         self._slots.release(piece)
         self._out.pop(piece, None)
-        piece.residency = Residency.HOST
+        piece.come_to_rest()
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
         """Have what was stepped come to the slot: float32 copies from where they stay, parameters from where they were sent."""
@@ -325,7 +326,7 @@ class HostSteps:
         self._running.pop(piece, None)
         self._slots.release(piece)
         self._out.pop(piece, None)
-        piece.residency = Residency.HOST
+        piece.come_to_rest()
 
     def forget_losses(self) -> None:
         """All states were loaded."""

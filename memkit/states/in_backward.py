@@ -17,9 +17,10 @@ from memkit.device.base import Device, Event, Stream
 from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import Update
+from memkit.plan.chunks import Residency
 from memkit.states.one_step import OneStep
 from memkit.states.opened import weakly
-from memkit.states.pieces import Piece, Residency, StateRecord
+from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shells import changes_of_group, versions_in
 from memkit.states.stepped import ConsumedGradient
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.errors import StateOffloadError
 from memkit.owners import owner_of
+from memkit.plan.chunks import Residency
 from memkit.stand_ins import GradientStandIn
 from memkit.states.asked import refuse_gradients
 from memkit.states.in_backward import BackwardSteps
-from memkit.states.pieces import Piece, Residency, StateRecord
+from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shells import hollow_shell, step_of
 from memkit.steppers import LayerStepper, stepper_of
 

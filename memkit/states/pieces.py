@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.owners import owner_of
 from memkit.plan import StatePiece, aligned
+from memkit.plan.chunks import Residency
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.states.shards import version_of
 from memkit.torch_state import is_dtensor
@@ -24,23 +24,6 @@ from memkit.transfer.spans import Span
 
 Rows = Sequence[Mapping[str, Tensor]]
 """The states of a piece, record by record."""
-
-
-class Residency(enum.Enum):
-    """Where the bytes of a piece are that count.
-
-    HOST: in host memory alone. DISK: on a disk, or in a buffer in host memory and on their way there (`DiskStates` knows).
-    IN_FLIGHT: where they were, and on their way to a slot. STEPPING: where they were; in the slot, and in the parameters, a
-    step may have written half of it, and the parameters as they were are kept. DIRTY: in the slot, stepped, and on their way
-    to host memory. DEVICE: they stay there.
-    """
-
-    HOST = enum.auto()
-    DISK = enum.auto()
-    IN_FLIGHT = enum.auto()
-    STEPPING = enum.auto()
-    DIRTY = enum.auto()
-    DEVICE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +145,17 @@ class Piece:
         if self.plan.is_on_disk:
             return Residency.DISK
         return Residency.DEVICE if self.plan.is_resident else Residency.HOST
+
+    def become(self, residency: Residency) -> None:
+        """Note where the bytes are from now on, which must be a place that they can come to from where they were."""
+        assert self.residency.may_become(residency), f"{self.names}: from {self.residency} to {residency}"
+        self.residency = residency
+
+    def come_to_rest(self) -> None:
+        """The states are where they stay between steps: whatever a slot has of them counts no more."""
+        if self.residency is Residency.DIRTY:
+            self.residency = Residency.DEVICE
+        self.become(self.rest)
 
     @property
     def names(self) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from memkit.device.base import Device, Event
 from memkit.plan import StatePlan, Update, in_slots
-from memkit.states.pieces import Piece, Residency
+from memkit.plan.chunks import Residency
+from memkit.states.pieces import Piece
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
 
@@ -119,7 +120,8 @@ class StateSlots:
         slot = self.of(piece)
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
-        slot.piece, piece.residency = piece, Residency.IN_FLIGHT
+        slot.piece = piece
+        piece.become(Residency.IN_FLIGHT)
         after = [slot.freed]
         after += [transfer.done for transfer in (slot.left, piece.left) if transfer is not None]
         slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
@@ -140,7 +142,8 @@ class StateSlots:
         self.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
         slot.left = piece.left = self._lanes.copy_out(slot.storage, span, after=slot.freed)
-        piece.residency, slot.piece = piece.rest, None
+        piece.come_to_rest()
+        slot.piece = None
         self.d2h_bytes += span.num_bytes
 
     def note_written(self, storage: torch.UntypedStorage) -> None:

@@ -10,10 +10,11 @@ import torch
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError, note_on
 from memkit.plan import Update
+from memkit.plan.chunks import Residency
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import Piece, Residency
+from memkit.states.pieces import Piece
 from memkit.states.stepped import ConsumedGradient
 
 _AHEAD = 3
