@@ -28,7 +28,7 @@ from tests import drawn
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
 settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("few", settings.get_profile("same"), max_examples=25)
+settings.register_profile("few", settings.get_profile("same"), max_examples=12)
 settings.load_profile("same")
 
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way

@@ -342,6 +342,7 @@ INTERRUPTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", INTERRUPTED)
 def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
     place, spec = INTERRUPTED[when]

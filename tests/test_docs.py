@@ -32,6 +32,7 @@ def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if _blocks(page, "python") and page.name not in OF_INTEGRATIONS], ids=lambda page: page.name

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from memkit.hooks import HookSet
+from memkit.states.kept_states import KeptState
 from memkit.states.packing import OnDisk, may_leave
-from memkit.states.trial import KeptState
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest

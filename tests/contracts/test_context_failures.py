@@ -185,7 +185,7 @@ def test_inside_a_checkpointed_function(use_reentrant: bool, is_attached: bool, 
 @pytest.mark.parametrize(
     "end",
     [
-        "",
+        pytest.param("", marks=pytest.mark.full),
         pytest.param("loss.backward(retain_graph=True); sys.exit(0)", marks=pytest.mark.full),
         pytest.param("import threading; threading.Thread(target=loss.backward).start()", marks=pytest.mark.full),
     ],

@@ -119,7 +119,7 @@ class Both:
 
 def _each_way(names: Any) -> list[Any]:
     """Return optimizers, each in a loop with and without `step()`: of which the plain run of pytest has one."""
-    alone = {"AdamW": False, "AdamW fused": True, "schedule free": False}
+    alone = {"AdamW": False, "AdamW fused": True}
     ways = [(name, has_own) for name in names for has_own in (False, True)]
     return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.full) for way in ways]
 

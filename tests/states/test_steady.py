@@ -21,7 +21,8 @@ ROOT = str(Path(memkit.__file__).parent) + "/"
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-@pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_holds_after_200_steps_what_it_did_after_three(device: Device, update: str) -> None:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -191,6 +191,7 @@ def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_o
     assert memkit.stats("smaller").num_deviations == 1
 
 
+@pytest.mark.full
 def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, remat_on: Remat) -> None:
     model = with_dropout().to(device.torch_device)
     recorded = []
@@ -228,7 +229,7 @@ def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
-@pytest.mark.parametrize("budget", [0.4, "1GiB", 1.0])
+@pytest.mark.parametrize("budget", [0.4, *[pytest.param(other, marks=pytest.mark.full) for other in ("1GiB", 1.0)]])
 def test_offload_outside_follows_a_schedule(
     budget: float | str, device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +439,7 @@ def test_module_with_a_hook_in_it_is_none(device: Device, remat_on: Remat) -> No
         assert len(seen) == 1
 
 
+@pytest.mark.full
 def test_step_that_raises_leaves_no_hook(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     plain = train(model, x, nullcontext)
