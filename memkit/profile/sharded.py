@@ -156,7 +156,7 @@ def find_shards(modules: Sequence[nn.Module]) -> Shards:
         MissingTorchNameError: torch, newer than this memkit, doesn't say what it would have to.
     """
     sharded = fsdp_modules(modules)
-    groups = tuple(group for module in sharded for group in fsdp_groups(module))
+    groups = tuple(dict.fromkeys(group for module in sharded for group in fsdp_groups(module)))  # modules may share one
     if not groups:
         return NOTHING_SHARDED
     _check_names(sharded, groups)
@@ -187,9 +187,11 @@ def _state_of(module: Any) -> Any:
 
 
 def _check_names(modules: Sequence[Any], groups: Sequence[Any]) -> None:
-    asked = [(groups[0], name) for name in (*torch_private.FSDP_PARTS, *torch_private.FSDP_COLLECTIVES)]
-    asked += [(groups[0], name) for name in (torch_private.FSDP_INDICES, torch_private.FSDP_SUMS)]
-    asked += [(_state_of(modules[0]), name) for name in (torch_private.FSDP_BEGIN, torch_private.FSDP_CONTEXT)]
+    of_group = (*torch_private.FSDP_PARTS, *torch_private.FSDP_COLLECTIVES, torch_private.FSDP_INDICES, torch_private.FSDP_SUMS)
+    of_state = (torch_private.FSDP_BEGIN, torch_private.FSDP_CONTEXT, torch_private.FSDP_TO_RUN)
+    asked = [(groups[0], name) for name in (*of_group, "reduce_grads", "all_reduce_grads")]
+    asked += [(groups[0].fsdp_params[0], name) for name in ("unsharded_accumulated_grad", "is_dtensor")]
+    asked += [(_state_of(modules[0]), name) for name in of_state]
     for owner, name in asked:
         if not hasattr(owner, name):
             symbol = f"{type(owner).__module__}.{type(owner).__qualname__}.{name}"
@@ -334,6 +336,7 @@ def _abandon(shards: Shards) -> None:
                 module.reset_iter_state()
         state = _state_of(module)
         context = getattr(state, torch_private.FSDP_CONTEXT)
+        getattr(state, torch_private.FSDP_TO_RUN).clear()
         context.iter_forward_root = None
         context.post_backward_final_callback_queued = False
         for owner in (state, *fsdp_groups(module)):

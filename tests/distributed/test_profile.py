@@ -56,6 +56,11 @@ def _as_one(model: Model) -> Model:
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
 
+def _ends_together(model: Model) -> Model:
+    fully_shard([model.embedding, model.head], mesh=init_device_mesh("cpu", (1,)))
+    return _by_hand(model)
+
+
 def _kept(model: Model) -> Model:
     return memkit.shard(model, reshard_after_forward=False, prefetch=0)
 
@@ -66,6 +71,7 @@ WAYS: dict[str, Callable[[Model], Any]] = {
     "layers alone": _layers_alone,
     "as one": _as_one,
     "kept": _kept,
+    "ends together": _ends_together,
 }
 
 
@@ -418,10 +424,11 @@ def test_bad_arguments_are_refused_as_without_shards(one: None) -> None:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_model_that_has_raised_trains_afterwards(one: None, when: str) -> None:
+@pytest.mark.parametrize("way", ["by hand", "ends together"])
+def test_model_that_has_raised_trains_afterwards(one: None, when: str, way: str) -> None:
     model = make()
     broken = model.blocks[2] = Broken(model.blocks[2], 0, when)
-    memkit.shard(model, layers=[f"blocks.{number}" for number in range(4)])
+    WAYS[way](model)
 
     with pytest.raises(ValueError, match="bad batch") as raised:
         profile(model, 0)

@@ -173,6 +173,8 @@ WORKS: dict[str, Work] = {
     **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
     **{name: hosting.WORKS[name] for name in hosting.OFTEN},
     **profiling.PROFILES,
+    "ends as layers": hosting.check_ends,
+    "ends as layers, LoRA": functools.partial(hosting.check_ends, lora=True),
 }
 
 MORE: dict[str, Work] = {
