@@ -92,7 +92,8 @@ class StateOffloadError(MemkitError):
 
 
 class ShardError(MemkitError):
-    """Raised by `shard` on every rank where it went wrong on another one, or where ranks were given different models.
+    """Raised by `shard`, and by `profile_memory` of what is sharded, on every rank where it went wrong on another one, or where
+    ranks were given different models.
 
     Attributes:
         rank: where it went wrong first; None if that is not known.

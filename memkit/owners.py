@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,13 +88,15 @@ class ModelStorages:
 
     Args:
         keys: of the storages that they have at rest.
+        gathered: others that they lie in meanwhile.
     """
 
-    def __init__(self, keys: Iterable[int]) -> None:
+    def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
         self._keys = frozenset(keys)
+        self._gathered = gathered
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return storage_key(storage) in self._keys or owner_of(storage) is not None
+        return storage_key(storage) in self._keys or storage in self._gathered or owner_of(storage) is not None
 
 
 class _Aside(threading.local):

@@ -374,11 +374,12 @@ VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
 GATHERED_MARK = "_is_fsdp_managed_module"  # what FSDP2 sets on all modules whose parameters it gathers: they are no regions
 FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to what FSDP2 gathers together, which has all of these:
-FSDP_GATHER, FSDP_PHASE = "_all_gather_result", "_training_state"
+FSDP_GATHER, FSDP_PHASE, FSDP_BEGIN, FSDP_CONTEXT = "_all_gather_result", "_training_state", "_lazy_init", "_state_ctx"
+FSDP_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
 FSDP_SHARD, FSDP_GATHERED, LOCAL_TENSOR = "_sharded_param_data", "_unsharded_param", "_local_tensor"
 FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "comm_ctx", "device_handle", "unshard_in_backward")
-"""How FSDP2 gathers (is about to, in which phase, which tensor of a parameter): without one of these names, shards that are on
-the host come to the device by FSDP2's own policy."""
+FSDP_INDICES, FSDP_SUMS, FSDP_TO_RUN = "_post_forward_indices", "_partial_reduce_output", "_modules_to_run_forward"
+"""How FSDP2 gathers and reduces. Without one of these names it brings shards from the host by itself, and has no profile."""
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}  # of functions Dynamo is not to look into
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # what Dynamo sets on a function that it compiles: modules are asked

@@ -207,6 +207,24 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
     return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
 
 
+def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return which of some modules, and of all under them, FSDP2 has sharded: each once, parents first."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    found = dict.fromkeys(part for module in modules for part in module.modules())
+    return [part for part in found if isinstance(part, fsdp.FSDPModule)]
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return what FSDP2 gathers together of the own parameters of a module that it has sharded: mostly one group, or none."""
+    to_state, to_group = torch_private.FSDP_GROUP
+    state = getattr(module, to_state)()
+    groups = getattr(state, f"{to_group}s", None)  # newer versions may have several
+    groups = [getattr(state, to_group, None)] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
 def has_gathered(modules: Iterable[nn.Module]) -> bool:
     """Tell whether FSDP2 gathers the parameters of one of them, for its own forward or for that of a module that it is in."""
     return any(torch_private.GATHERED_MARK in vars(module) for module in modules)

@@ -13,6 +13,9 @@ A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, step
                  bits differ from those of a GPU. Of AdamW the fused kernel steps, in all three
     host_params  parameters on the host: FSDP2's CPUOffloadPolicy by hand, one layer gathered ahead, and `shard`. LoRA, with 4 x
                  2048 tokens and with 1 x 512, where the link counts; and all trained, which the CPU steps
+    ends         the embedding and the head as layers, gathered by themselves: all trained with shards on the device, and LoRA
+                 with parameters on the host, with 4 x 2048 tokens
+    profiled     what `profile_memory` of the sharded model says of the same steps: LoRA and all trained
     bits         a small Llama whose attention's backward is deterministic: how many numbers differ, of the losses and of all
                  parameters after 4 steps, from FSDP2 by hand
 
@@ -24,6 +27,9 @@ stepped first, and not counted. Those of `host_params` have as well
     roofline_s    the longer of the passes with shards on the device and of bringing a rank's own part, each layer twice and
                   what is in none once; and the optimizer's step
     of_roofline, of_by_hand   the step's seconds over these
+
+Those of `profiled` have, of the profile, `profiled_peak_bytes` with the optimizer's states, `profiled_s` of forward and
+backward, and how many bytes of whole parameters are gathered at once, `gathered_bytes`.
 """
 
 from __future__ import annotations
@@ -249,6 +255,40 @@ def _shard_counted(sizes_bytes: list[int], model: nn.Module) -> nn.Module:
     return model
 
 
+def by_ends(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard, with the embedding and the head as layers of their own."""
+    blocks = [f"model.layers.{number}" for number in range(len(model.model.layers))]
+    model = memkit.shard(model, layers=["model.embed_tokens", *blocks, "lm_head"], **options)
+    model.lm_head.set_reshard_after_forward(False)
+    model.model.embed_tokens.set_unshard_in_backward(False)
+    return model
+
+
+def ends(bench: Bench) -> Iterator[tuple[str, Run]]:
+    bench = replace(bench, num_steps=min(bench.num_steps, 9), tells_passes=True)
+    for where, policy, lora in (("on the device", None, False), ("on the host, LoRA", CPUOffloadPolicy(), True)):
+        for how, split in (("shard", memkit.shard), ("ends as layers", by_ends)):
+            split = functools.partial(split, offload_policy=policy)
+            run = measure(bench, functools.partial(bench.llama, lora=lora), split, fused=True)
+            yield f"{where}: {how}", replace(run, more={"passes_s": run.passes_s})
+
+
+def profiled(bench: Bench) -> Iterator[tuple[str, Run]]:
+    for name, lora in (("LoRA", True), ("full", False)):
+        build = functools.partial(bench.llama, lora=lora)
+        run = measure(bench, build, memkit.shard, fused=True)
+        model, tokens = memkit.shard(build()), bench.tokens(0)
+        batch = {"input_ids": tokens, "labels": tokens}
+        options = {"loss_fn": lambda output: output.loss, "optimizer": "adamw", "print_table": False}
+        report = memkit.profile_memory(model, kwargs=batch, **options)
+        more = {
+            "profiled_peak_bytes": report.step_peak_bytes,
+            "profiled_s": report.forward_s + report.backward_s,
+            "gathered_bytes": report.sharding.gathered_bytes,
+        }
+        yield name, replace(run, more=more)
+
+
 def bits(bench: Bench) -> Iterator[tuple[str, Run]]:
     bench = replace(bench, num_steps=4, shape=(2, 256), is_small=True)
 
@@ -293,6 +333,8 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[tuple[str, Run]]]] = {
     "acting": acting,
     "states": states,
     "host_params": host_params,
+    "ends": ends,
+    "profiled": profiled,
     "bits": bits,
 }
 

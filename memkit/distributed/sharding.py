@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memkit.agreement import together
 from memkit.device import open_device
-from memkit.distributed.agreement import together
 from memkit.distributed.checks import check_arguments, check_group, check_layers, check_mesh, check_model, device_of
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import MissingTorchNameError, warn_user

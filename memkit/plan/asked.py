@@ -74,6 +74,11 @@ def trace_of(source: TracedReport | StepTrace) -> StepTrace:
         return source
     if not hasattr(source, "trace"):
         raise TypeError(f"a plan is made from a memkit.profile.MemoryReport or its trace; found {type(source).__name__}")
+    if source.trace is None and getattr(source, "sharding", None) is not None:
+        raise ValueError(
+            "a plan needs a report with a trace, and that of one rank of a model that is sharded has none. Profile the model "
+            "before sharding; memkit plan --ranks N plans for one rank"
+        )
     if source.trace is None:
         raise ValueError(
             "a plan needs a report with a trace; found one without. "

@@ -3,7 +3,7 @@
 from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, OptimizerMemory, Phase, StepMemory
 from memkit.profile.compare import ComparedFigure, Comparison
 from memkit.profile.fit import FeatureFit, Fit
-from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
+from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord, ShardInfo
 from memkit.profile.registry import find_report
 from memkit.profile.report import MemoryReport
 from memkit.profile.timed import timed_saves
@@ -25,6 +25,7 @@ __all__ = [
     "RunInfo",
     "SavedCategory",
     "SavedTensorRecord",
+    "ShardInfo",
     "StepMemory",
     "find_report",
     "profile_memory",

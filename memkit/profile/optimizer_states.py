@@ -18,6 +18,7 @@ from memkit.profile.step import Step
 from memkit.profile.storage_log import parameter_names
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 from memkit.storages import storage_bytes, unique_storages
+from memkit.torch_state import local_of
 
 if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]
@@ -133,12 +134,12 @@ def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, in
     costs = [
         ParameterCosts(
             name=str(number),
-            numel=parameter.numel(),
-            parameter_bytes=aligned(parameter.nbytes),
+            numel=own.numel(),
+            parameter_bytes=aligned(own.nbytes),
             state_bytes=sizes[key],
-            is_elementwise=is_known and parameter.is_contiguous(),
+            is_elementwise=is_known and own.is_contiguous(),
         )
-        for number, (key, parameter) in enumerate(parameters.items())
+        for number, (key, own) in enumerate((key, local_of(parameter)) for key, parameter in parameters.items())
     ]
     plan = plan_states(costs)
     return plan.room_bytes + plan.undo_bytes
@@ -201,8 +202,9 @@ def _stepped(
 
     def twin_of(parameter: Tensor) -> nn.Parameter:
         if id(parameter) not in twins:
+            own = local_of(parameter)
             twin = nn.Parameter(
-                torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=_META),
+                torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=_META),
                 requires_grad=parameter.requires_grad,
             )
             twins[id(parameter)] = twin

@@ -5,7 +5,7 @@ Memory and time are never taken in the same run: watching what is saved costs ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from memkit.device import Device
 from memkit.hooks import HookSet, SavedTensorHooks
-from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
 from memkit.profile.gauges import CUDA_ROUNDING_BYTES, MemoryGauge, NoGauge, PeakGauge, TimeGauge
 from memkit.profile.rows import Found
@@ -65,7 +64,7 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
 def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     """Run the step on a device and watch what it allocates and saves."""
     counter, rounding_bytes = device.memory_counter(), 1
-    log = StorageLog() if step.backward and not tree.has_compiled else None
+    log = StorageLog() if (step.backward or step.sharded) and not tree.has_compiled else None
     live: list[LiveStorages] = []
     if not tree.has_compiled and (counter is None or log is not None):
         rounding_bytes = 1 if counter is None else CUDA_ROUNDING_BYTES
@@ -76,6 +75,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
                 rounding_bytes=rounding_bytes,
                 observer=log,
                 only=None if counter is None else device.torch_device.type,
+                resized=step.sharded.gathered.resized,
             )
         ]
         counter = counter or live[0]
@@ -84,7 +84,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
     below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
     with below:
-        found = watch.run(packing=SavedTensorHooks(watch.pack, watch.saves.unpack))
+        found = watch.run(packing=SavedTensorHooks(watch.pack, watch.saves.unpack), over=[it.look for it in live])
     device.synchronize()
     return found
 
@@ -120,7 +120,7 @@ class _Watch:
         self._gauge = gauge
         self._stack = CallStack(tree, gauge)
         self._signatures = Signatures()
-        resident = ModelStorages(unique_storages(step.resident_tensors()))
+        resident = step.resident_storages()
         casts = ParamCasts(resident)
         self.saves = SavedStorages(
             resident=resident,
@@ -149,8 +149,9 @@ class _Watch:
         packing: AbstractContextManager[Any],
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
+        over: Iterable[Callable[[], None]] = (),
     ) -> Found:
-        """Run the step and return what was noted. For the arguments see `Step.run`."""
+        """Run the step and return what was noted. `over` is called once it is over; for the other arguments see `Step.run`."""
         with HookSet() as hooks:
             self._signatures.hook(self._tree, hooks)
             self._step.run(
@@ -161,6 +162,8 @@ class _Watch:
                 at_node=at_node,
                 explain=explain,
             )
+        for look in over:
+            look()
         return Found(
             saves=self.saves,
             signatures=self._signatures,
@@ -177,7 +180,8 @@ class _Watch:
             backward_peaks=self._gauge.backward_peaks,
             forward_s={},
             backward_s={},
-            storages=self._log,
+            storages=self._log if self._step.backward else None,
+            gathered_bytes=self._log.gathered_bytes() if self._log is not None and self._step.sharded else None,
         )
 
     def _forward_done(self) -> None:

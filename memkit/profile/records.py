@@ -114,3 +114,21 @@ class RunInfo:
     torch_version: str
     python_version: str
     allocator_config: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """What of a model one rank has, where `memkit.shard` or `fully_shard` has split it."""
+
+    rank: int
+    num_ranks: int
+    """Of the process group."""
+    num_shards: int
+    """Between how many of them each parameter is split: fewer than `num_ranks` where there are replicas of shards."""
+    shard_bytes: int
+    """Of this rank's part of the parameters. `MemoryReport.param_bytes` has the rows as well that fill up the last shard."""
+    whole_bytes: int
+    """Of these parameters as a whole."""
+    gathered_bytes: int | None
+    """Most bytes of whole parameters that were gathered at once, with the buffers that they are sent through. None where
+    `torch.compile` runs a part: what happens inside cannot be seen."""

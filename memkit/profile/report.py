@@ -18,7 +18,7 @@ from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
 from memkit.profile.compare import Comparison, TakenStep, compare
 from memkit.profile.fit import Fit, fit_from, fit_step
-from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
+from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord, ShardInfo
 from memkit.profile.tree import OUTSIDE_NAME
 from memkit.profile.words import peak_text, peak_words
 from memkit.schemas import read_json
@@ -66,6 +66,9 @@ class MemoryReport:
     optimizer: OptimizerMemory | None = None
     """What the optimizer that was asked for keeps. Its bytes are in `step_memory`, but not in the peaks above, unless they were
     there during the profile."""
+    sharding: ShardInfo | None = None
+    """What of the model this rank has, where FSDP2 has split it: `param_bytes` are its shards then, `grad_bytes` and the states
+    of an optimizer those of its shards."""
     step_memory: StepMemory | None = field(default=None, repr=False)
     """What is on the device at each moment of the step, storage by storage. None without a backward, and where `torch.compile`
     runs a part: what happens inside cannot be seen."""
@@ -207,7 +210,8 @@ class MemoryReport:
                 H200, as large as need be.
 
         Raises:
-            ValueError: the report has no trace, `budget` or `gpu` is none of the above, or the GPU has less.
+            ValueError: the report has no trace, as one of a model that is sharded, `budget` or `gpu` is none of the above, or
+                the GPU has less.
             TypeError, OSError, ReportFormatError: as `memkit.plan_memory`.
 
         Example:
@@ -350,6 +354,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
         fit=None if content.get("fit") is None else fit_from(content["fit"]),
         optimizer=None if content.get("optimizer") is None else OptimizerMemory(**content["optimizer"]),
+        sharding=None if content.get("sharding") is None else ShardInfo(**content["sharding"]),
         step_memory=None if content.get("step_memory") is None else StepMemory.from_plain(content["step_memory"]),
     )
     if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:

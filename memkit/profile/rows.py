@@ -36,6 +36,8 @@ class Found:
     backward_s: Mapping[int, float]
     storages: StorageLog | None = None
     """What was there at each op; None without a backward, and where ops cannot be seen."""
+    gathered_bytes: int | None = None
+    """See `ShardInfo`; None where no parameter is gathered, too."""
 
 
 def module_records(tree: ModuleTree, found: Found) -> tuple[ModuleRecord, ...]:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.errors import ProfileError, note_on
 from memkit.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks_around
-from memkit.owners import NOTHING_STREAMED, StreamedWeights
+from memkit.owners import NOTHING_STREAMED, ModelStorages, StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
+from memkit.profile.sharded import NOTHING_SHARDED, Shards
 from memkit.profile.tree import ROOT
 from memkit.profiled import Profiled
 from memkit.storages import unique_storages
@@ -54,6 +55,8 @@ class Step:
     backward: bool
     streamed: StreamedWeights = NOTHING_STREAMED
     """What of the parameters is in host memory."""
+    sharded: Shards = NOTHING_SHARDED
+    """What of them FSDP2 has split."""
 
     def input_tensors(self) -> list[Tensor]:
         """Return the tensors in the model's arguments."""
@@ -67,6 +70,10 @@ class Step:
     def resident_tensors(self) -> list[Tensor]:
         """Return parameters and buffers: what is there with or without a backward."""
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
+
+    def resident_storages(self) -> ModelStorages:
+        """Return what tells the storages of parameters and buffers, gathered ones among them."""
+        return ModelStorages(unique_storages(self.resident_tensors()), self.sharded.gathered)
 
     def device_tensors(self) -> list[Tensor]:
         """Return parameters and buffers but for those that stream: what the device holds of the model itself."""
@@ -120,6 +127,7 @@ class Step:
             explain: called with an exception of the model's and the name of the module that raised it; may raise another.
         """
         step = self._for_one_run()
+        owned = step.resident_tensors()  # before FSDP2 has others in their place
         with HookSet() as hooks, Profiled() as block:
             stack.hook(hooks)
             if isinstance(packing, SavedTensorHooks):
@@ -130,7 +138,7 @@ class Step:
                     result = stack.call(stack.outside, step.loss_fn, result)
             forward_done()
             if step.backward:
-                step._run_backward(result, stack, hooks, backward_done, at_node, explain)
+                step._run_backward(result, owned, stack, hooks, backward_done, at_node, explain)
 
     def _for_one_run(self) -> Step:
         """Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward
@@ -141,6 +149,7 @@ class Step:
     def _run_backward(
         self,
         result: Any,
+        owned: Sequence[Tensor],
         stack: CallStack,
         hooks: HookSet,
         backward_done: Callable[[Sequence[Tensor]], None],
@@ -153,7 +162,7 @@ class Step:
         if at_node is not None:
             for node in graph.nodes:
                 hooks.before_backward(node, at_node)
-        leaves = [*self.resident_tensors(), *self.input_tensors(), *graph.leaves]
+        leaves = [*owned, *self.resident_tensors(), *self.input_tensors(), *graph.leaves]
         ones = [_gradient_of_sum(root) for root in roots]
         with grads_set_aside(leaves), _explained(stack, explain):
             stack.backward(hooks, graph, lambda: torch.autograd.backward(roots, ones))

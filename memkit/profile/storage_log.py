@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.owners import ModelStorages
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
 from memkit.profile.calls import CallStack
 from memkit.profile.step import Step
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree
-from memkit.storages import storage_key, storages_of, unique_storages
+from memkit.storages import storage_key, storages_of
 
 if TYPE_CHECKING:
+    from memkit.profile.sharded import GatheredParameters
     from memkit.profile.watch import ParamCasts
     from memkit.torch_private import OpOverload
 
@@ -32,6 +33,8 @@ class _Entry:
     module: str = OUTSIDE_NAME
     what: str = ""
     end: int | None = None
+    is_gathered: bool = False
+    """Of whole parameters, or a buffer that they are sent through."""
 
 
 class StorageLog:
@@ -49,13 +52,15 @@ class StorageLog:
         self._casts: ParamCasts | None = None
         self._stack: CallStack | None = None
         self._tree: ModuleTree | None = None
+        self._gathered: GatheredParameters | None = None
 
     def follow(self, step: Step, tree: ModuleTree, stack: CallStack) -> None:
         """A step is about to run: name what is there before it, and ask `stack` from now on which module is running."""
         self._stack, self._tree = stack, tree
         from memkit.profile.watch import ParamCasts  # beside a dispatch mode: its base is a private class of torch
 
-        self._casts = ParamCasts(ModelStorages(unique_storages(step.resident_tensors())))
+        self._casts = ParamCasts(step.resident_storages())
+        self._gathered = step.sharded.gathered if step.sharded else None
         for tensor, category, module, what in _there_before(step, tree):
             if category is not MemoryCategory.BUFFER:  # only leaves have gradients
                 self._names.setdefault(id(tensor), (module, what))
@@ -67,13 +72,18 @@ class StorageLog:
 
     def leave(self) -> None:
         """The step is over: hold the model no more, of which storages that live on may tell when they end."""
-        self._stack = self._tree = self._casts = None
+        self._stack = self._tree = self._casts = self._gathered = None
         self._names = {}
 
     def begin(self, key: int, num_bytes: int) -> None:
         """A storage is there from now on."""
         self._open[key] = len(self._entries)
-        self._entries.append(_Entry(num_bytes, len(self._moments), module=self._module()))
+        entry = _Entry(num_bytes, len(self._moments), module=self._module())
+        shard = None if self._gathered is None else self._gathered.shard_of(key)
+        if shard is not None:
+            entry.module, name = self._names.get(id(shard), (entry.module, "parameter"))
+            entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, f"{name}, gathered", True
+        self._entries.append(entry)
 
     def end(self, key: int) -> None:
         """It is gone."""
@@ -82,6 +92,8 @@ class StorageLog:
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Note an op that has run, if it has made anything or written to it. For an `OpWatch`, behind its `LiveStorages`."""
         self.see_casts(op, args, outputs)
+        if self._gathered is not None and str(op).startswith(_PACKING):
+            self._note_packing(args)
         if len(self._entries) > self._num_named or torch_private.schema_of(op).is_mutable:
             self.note_op(str(op))
 
@@ -119,6 +131,23 @@ class StorageLog:
                 if entry is not None and entry.category is MemoryCategory.TEMP:
                     entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
 
+    def gathered_bytes(self) -> int:
+        """Return the most bytes of whole parameters that were gathered at once, with the buffers that they are sent through."""
+        changes = [0] * (len(self._moments) + 2)
+        for entry in self._entries:
+            if entry.is_gathered:
+                changes[entry.begin] += entry.num_bytes
+                changes[len(self._moments) + 1 if entry.end is None else entry.end] -= entry.num_bytes
+        return max(accumulate(changes))
+
+    def _note_packing(self, args: Sequence[Any]) -> None:
+        """FSDP2 has packed shards into a buffer, through which whole parameters come."""
+        for tensor in args:
+            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
+                entry = self._find(storage)
+                if entry is not None and entry.category is MemoryCategory.TEMP:
+                    entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
+
     def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
         """Return what was noted.
 
@@ -146,7 +175,7 @@ class StorageLog:
 
     def _told(self, entry: _Entry, num_ops: int, num_moments: int) -> AliveStorage:
         end = num_ops if entry.end is None else entry.end
-        if end == num_ops and entry.category in _OUTLIVE_THE_STEP:
+        if end == num_ops and entry.category in _OUTLIVE_THE_STEP and not (entry.is_gathered and entry.end is not None):
             end = num_moments
         return AliveStorage(
             category=entry.category,
@@ -175,6 +204,7 @@ class StorageLog:
         return Phase.LOSS if self._stack.current == self._stack.outside else Phase.FORWARD
 
 
+_PACKING = "fsdp.all_gather_copy_in"
 _OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
 
 

@@ -205,9 +205,11 @@ def _rows(report: MemoryReport, *, depth: int | None, sort_by: str | None, full:
 def _headline(report: MemoryReport) -> str:
     run = report.run
     where = f"meta, as {run.target} would run it" if run.device == "meta" else f"{run.device} ({run.device_name})"
+    shards = report.sharding
     return ", ".join(
         [
             f"{run.model} on {where}",
+            *([] if shards is None else [f"rank {shards.rank} of {shards.num_ranks}"]),
             "train mode" if run.training else "eval mode",
             *([f"autocast {run.autocast}"] if run.autocast else []),
             "forward and backward" if run.backward else "forward",
@@ -225,9 +227,15 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
     if report.optimizer is not None:
         notes.append(("gradients", "-" if report.grad_bytes is None else format_mib(report.grad_bytes)))
         notes.append((f"states of {report.optimizer.name}", format_mib(report.optimizer.state_bytes)))
+    if report.sharding is not None:
+        split = f"parameters as a whole, split between {report.sharding.num_shards} ranks"
+        notes.append((split, format_mib(report.sharding.whole_bytes)))
+        if report.sharding.gathered_bytes is not None:
+            notes.append(("... gathered at once, at most", format_mib(report.sharding.gathered_bytes)))
     if report.host_param_bytes:
         notes.append(("parameters on the device", format_mib(report.device_param_bytes)))
         notes.append(("... in host memory, streamed", format_mib(report.host_param_bytes)))
+    if report.host_param_bytes and report.sharding is None:
         notes.append(("slots on the device for what streams", format_mib(report.slot_bytes)))
     for mark in Mark:
         names = report.marked(mark.value)

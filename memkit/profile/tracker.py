@@ -6,24 +6,29 @@ import logging
 import os
 import platform
 import re
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from memkit.device import Device, open_device
 from memkit.errors import ProfileError
-from memkit.hooks import may_step_in_backward
-from memkit.owners import find_streamed
+from memkit.owners import StreamedWeights, find_streamed
 from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpus import GPUS
-from memkit.profile.alive import AliveStorage
+from memkit.profile.alive import AliveStorage, OptimizerMemory
+from memkit.profile.checks import (
+    check_arguments,
+    check_gradients_without_data,
+    check_model,
+    refuse_sharded,
+    run_device,
+    traced_bytes,
+)
 from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
 from memkit.profile.gauges import CUDA_ROUNDING_BYTES
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
@@ -32,15 +37,20 @@ from memkit.profile.registry import file_report
 from memkit.profile.report import MemoryReport
 from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
+from memkit.profile.sharded import find_shards, with_others
 from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, Step
 from memkit.profile.storage_log import StorageLog
-from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
 from memkit.terminal import terminal_width
+from memkit.torch_state import fsdp_modules
 
+if TYPE_CHECKING:
+    from memkit.profile.optimizer_states import OptimizerLike
+
+_Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _logger = logging.getLogger("memkit.profile")
 
@@ -70,6 +80,11 @@ def profile_memory(
     memory, and twice for time (of calls, and of saves). Afterwards hooks, modes, buffers, gradients and random states are as
     before. On CUDA the peak counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
 
+    Of a model that `memkit.shard` or FSDP2's `fully_shard` has split, each rank gets a report of what it takes itself: its
+    shards, their gradients and states, what it saves, and what is gathered at once (`MemoryReport.sharding`). **Every rank of
+    the process group has to call it**, with the same model and arguments, and a batch of its own, since each run communicates.
+    What one rank can't do is raised on all of them.
+
     Args:
         model: the module to run, on the CPU, on one CUDA device or on the meta device. A `LayerOffload` may stream its layers:
             they are marked, and their weights told apart.
@@ -90,7 +105,7 @@ def profile_memory(
         depth: fold the printed rows below this depth.
         sort_by: order of the printed rows; see `MemoryReport.to_text`.
         warmup: runs before the ones that are watched; none are made on meta.
-        print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`.
+        print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`. Of several ranks the first one does.
         trace: also follow the step op by op, in two more runs without data, for plans: see `MemoryReport.trace`. Needs
             `device="meta"` and `backward=True`.
         min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
@@ -109,10 +124,15 @@ def profile_memory(
         ValueError: an argument is none of the above, the optimizer was made on other parameters, model and inputs are on
             different devices, or a trace is asked for of a run with data or without a backward.
         ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
-            is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward;
-            it is called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context
-            of memkit's itself, as one that is attached does; on meta, it has gradients that go to the host. For a trace, the
-            forward runs a backward of its own, or does not run the same ops each time.
+            is nothing to run a backward from, the model is on several devices, or steps an optimizer in the backward; it is
+            called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context of
+            memkit's itself, as one that is attached does; on meta, it has gradients that go to the host. For a trace, the
+            forward runs a backward of its own, or does not run the same ops each time. A model that is sharded can't run
+            without data (on meta, for a trace or `fit`), and can't in the middle of accumulating gradients, beside tensor
+            parallelism, or on a part of the process group.
+        ShardError: the model is sharded, and something was raised on another rank, or ranks were given different models or
+            arguments, or one has not come.
+        MissingTorchNameError: the model is sharded by a PyTorch that memkit does not know.
         DataDependentError: on meta, the model read the value of a tensor.
         DeviceUnavailableError: the CUDA device is not there.
         Exception: whatever the model raises, with a note that names the module.
@@ -138,48 +158,106 @@ def profile_memory(
 
     Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
     """
-    counted = check_optimizer(optimizer)
     is_fitted = fit is not None or gpu is not None
-    if is_fitted:
+
+    def look() -> _Asked:
         spec = None if gpu is None else find_gpu(gpu)
-        check_fit(fit, spec)
-    backward = backward or counted is not None or is_fitted
-    step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
-    _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
-    step = replace(step, streamed=find_streamed(step.modules()))
-    run_device = _run_device(step, device)
-    traced_bytes = _traced_bytes(step, run_device, trace=trace, min_bytes=min_bytes)
-    tree = ModuleTree(step.model, step.streamed)
-    optimizer_found, states = None, tuple[AliveStorage, ...]()
-    if counted is not None:
-        is_rounded = run_device.type == "cuda" or (run_device == META and target == "cuda")
-        optimizer_found, states = optimizer_memory(
-            step, tree, counted, device=run_device, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
-        )
-    report, log = _measure(step, tree, run_device, target=target, tag=tag, warmup=warmup)
-    if traced_bytes is not None or is_fitted:
+        counted = check_optimizer(optimizer)
+        if is_fitted:
+            check_fit(fit, spec)
+        goes_back = backward or counted is not None or is_fitted
+        step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=goes_back)
+        check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
+        if trace is True or is_fitted or str(device).startswith("meta"):
+            refuse_sharded(step)
+        return _looked_at(step, counted, spec, device=device, target=target, trace=trace, min_bytes=min_bytes)
+
+    asked = _together(look, (model, getattr(loss_fn, "__self__", loss_fn)), warmup)
+    step, tree, run_at, traced_from, spec = asked.step, asked.tree, asked.run_device, asked.traced_bytes, asked.gpu
+    report, log = _measure(step, tree, run_at, target=target, tag=tag, warmup=warmup)
+    if traced_from is not None or is_fitted:
         from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
         _logger.info("forward and backward without data, op by op")
         traced = StorageLog()
-        kernels = target if run_device == META else "cuda"
-        trace_bytes = traced_bytes if traced_bytes is not None else check_bytes("min_bytes", min_bytes)
+        kernels = target if run_at == META else "cuda"
+        trace_bytes = traced_from if traced_from is not None else check_bytes("min_bytes", min_bytes)
         report = replace(report, trace=trace_step(step, kernels, trace_bytes, traced))
-        unused, log = (log, traced) if run_device == META else (traced, log)
+        unused, log = (log, traced) if run_at == META else (traced, log)
         if unused is not None:
             unused.leave()
     if log is not None:
-        steps = None if optimizer_found is None else optimizer_found.name
-        report = replace(report, step_memory=log.finished(states, optimizer=steps))
-    report = replace(report, optimizer=optimizer_found)
+        steps = None if asked.optimizer is None else asked.optimizer.name
+        report = replace(report, step_memory=log.finished(asked.states, optimizer=steps))
+    report = replace(report, optimizer=asked.optimizer)
     if is_fitted and report.trace is not None:
         spec = spec or _gpu_named(report.run.device_name)
         _logger.info("planning for the %s", DEFAULT_GPU if spec is None else spec.name)
-        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=optimizer_found))
+        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=asked.optimizer))
     file_report(report)
-    if print_table:
+    if print_table and (report.sharding is None or report.sharding.rank == 0):
         print(report.to_text(depth=depth, sort_by=sort_by, width=terminal_width()))
     return report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is to be run, and what is known of it before anything runs."""
+
+    step: Step
+    tree: ModuleTree
+    run_device: torch.device
+    traced_bytes: int | None
+    gpu: GpuSpec | None
+    optimizer: OptimizerMemory | None
+    states: tuple[AliveStorage, ...]
+
+
+def _looked_at(
+    step: Step,
+    counted: OptimizerLike | None,
+    spec: GpuSpec | None,
+    *,
+    device: str | torch.device | Device | None,
+    target: str,
+    trace: bool,
+    min_bytes: int | str,
+) -> _Asked:
+    """Return what there is to run; nothing of it communicates."""
+    sharded = find_shards(step.modules())
+    check_model(step)
+    streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
+    step = replace(step, streamed=streamed, sharded=sharded)
+    run_at = run_device(step, device)
+    traced_from = traced_bytes(step, run_at, trace=trace, min_bytes=min_bytes)
+    tree = ModuleTree(step.model, step.streamed)
+    optimizer, states = None, tuple[AliveStorage, ...]()
+    if counted is not None:
+        is_rounded = run_at.type == "cuda" or (run_at == META and target == "cuda")
+        optimizer, states = optimizer_memory(
+            step, tree, counted, device=run_at, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
+        )
+    return _Asked(
+        step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=optimizer, states=states
+    )
+
+
+def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: object) -> _Asked:
+    """Look at a step; where a part of it is sharded, on all ranks, which have to be asked for the same."""
+    import torch.distributed as dist
+
+    is_sharded = bool(fsdp_modules([part for part in parts if isinstance(part, nn.Module)]))
+    if not (is_sharded and dist.is_available() and dist.is_initialized()):
+        return look()
+    from memkit.agreement import together
+
+    def describe(asked: _Asked) -> Iterator[object]:
+        step = asked.step
+        yield step.backward, warmup, asked.run_device.type, asked.optimizer is None, step.model.training
+        for name, item in step.model.named_parameters():
+            yield name, tuple(item.shape), item.dtype, item.requires_grad
+
+    return together(look, describe, doing="looking at the model", feature="profile_memory")
 
 
 def _gpu_named(device_name: str) -> GpuSpec | None:
@@ -199,107 +277,15 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     step = Step(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
     step.check_surroundings()
-    _check_model(step)
+    check_model(step)
+    refuse_sharded(step)
     if any(isinstance(module, _REPLICATED) for module in model.modules()):
         raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
     step = replace(step, streamed=find_streamed(step.modules()))
-    _check_gradients_without_data(step)
+    check_gradients_without_data(step)
     from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
     return trace_step(step, target, max(1, min_bytes))
-
-
-def _check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
-    if not isinstance(step.model, nn.Module):
-        raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
-    if step.loss_fn is not None and not callable(step.loss_fn):
-        raise TypeError(f"loss_fn must be callable; found {type(step.loss_fn).__name__}")
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {', '.join(map(repr, TARGETS))}; found {target!r}")
-    if not isinstance(tag, str) or not tag:
-        raise ValueError(f"tag must be a name; found {tag!r}")
-    if not isinstance(warmup, int) or warmup < 0:
-        raise ValueError(f"warmup must be a number of runs, 0 or more; found {warmup!r}")
-    check_view(depth=depth, sort_by=sort_by, top=None)
-    if not torch.is_grad_enabled():
-        raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
-    step.check_surroundings()
-    _check_model(step)
-
-
-def _traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
-    """Return from which size on a trace tells saved storages apart, None without a trace."""
-    num_bytes = check_bytes("min_bytes", min_bytes)
-    if not isinstance(trace, bool):
-        raise ValueError(f"trace is True or False; found {trace!r}")
-    if not trace:
-        return None
-    if run_device != META:
-        raise ValueError(
-            f'trace=True needs device="meta", where no data is needed; found a run on {run_device}. Pass device="meta"'
-        )
-    if not step.backward:
-        raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
-    return num_bytes
-
-
-def _check_model(step: Step) -> None:
-    named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
-    lazy = [name for name, tensor in named if is_lazy(tensor)]
-    if lazy:
-        raise ProfileError(f"{lazy[0]} has no shape yet; run the model once before profiling it")
-    stepping = [name for name, tensor in named if step.backward and may_step_in_backward(tensor)]
-    if stepping:
-        raise ProfileError(
-            f"{stepping[0]} has a hook that runs when its gradient is accumulated, such as an optimizer step in the backward: "
-            "a profile would train the model. Remove it, or profile with backward=False"
-        )
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in step.model.modules()):
-        raise ProfileError(
-            "the model is sharded by fully_shard, which a profile would disturb; profile it before sharding. What one "
-            "rank takes is said by memkit plan --ranks N, and memkit.plan.plan_shards"
-        )
-
-
-def _run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:
-    """Return where the run takes place: meta, or the one device on which model and inputs are."""
-    if asked is not None and str(asked) in ("meta", "meta:0"):
-        _check_gradients_without_data(step)
-        return META
-    model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
-    input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
-    if len(model_devices) > 1:
-        raise ProfileError(
-            f"the model is spread over {_names(model_devices)}; profile_memory measures one device at a time. "
-            'Use device="meta", or move it to one device'
-        )
-    if model_devices and input_devices - model_devices:
-        raise ValueError(
-            f"the model is on {_names(model_devices)} and its inputs are on {_names(input_devices)}; move the inputs to the "
-            'model\'s device, or use device="meta", where data does not matter'
-        )
-    found = next(iter(model_devices or input_devices), torch.device("cpu"))
-    if asked is not None:
-        wanted = open_device(asked, advice=USE_META).torch_device
-        if wanted.type != found.type or wanted.index not in (None, found.index):
-            raise ValueError(
-                f'device must be where the model is ({found}), or "meta"; found {str(wanted)!r}. To run on another device, '
-                "move model and inputs there first"
-            )
-    return found
-
-
-def _check_gradients_without_data(step: Step) -> None:
-    if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
-        raise ProfileError(
-            'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
-            "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
-        )
-
-
-def _names(devices: set[torch.device]) -> str:
-    return ", ".join(sorted(map(str, devices)))
 
 
 def _measure(
@@ -315,25 +301,23 @@ def _measure(
     def untraced() -> AbstractContextManager[None]:
         return preserved(step.modules(), run_device, contents=not simulated)
 
+    def run(work: Callable[[], _Value], doing: str, *, is_timed: bool = False) -> _Value:
+        _logger.info("forward%s%s", " and backward" * step.backward, doing)
+
+        return with_others(work, step.sharded, doing=f"running a step{doing}", around=untraced, checks=not is_timed)
+
     save_times = None
     if device is None:
-        with untraced():
-            _logger.info("forward%s without data", " and backward" * step.backward)
-            found = simulated_pass(step, tree, target)
+        found = run(lambda: simulated_pass(step, tree, target), " without data")
     else:
+        if step.sharded:
+            run(step.sharded.gather_once, ", gathering each layer")
         for number in range(warmup):
-            with untraced():
-                _logger.info("warm-up %d of %d", number + 1, warmup)
-                plain_pass(step, tree)
-        with untraced():
-            _logger.info("forward%s, watching memory", " and backward" * step.backward)
-            found = memory_pass(step, tree, device)
-        with untraced():
-            _logger.info("forward%s, taking time", " and backward" * step.backward)
-            forward_s, backward_s = time_pass(step, tree, device, num_calls=sum(found.num_calls.values()))
-        with untraced():
-            _logger.info("forward%s, timing saves", " and backward" * step.backward)
-            save_times = save_times_pass(step, tree, device)
+            run(lambda: plain_pass(step, tree), f", warm-up {number + 1} of {warmup}")
+        found = run(lambda: memory_pass(step, tree, device), ", watching memory")
+        num_calls = sum(found.num_calls.values())
+        forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
+        save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
         found = replace(found, forward_s=forward_s, backward_s=backward_s)
         _warn_of_written(found.written)
     report = MemoryReport(
@@ -347,6 +331,7 @@ def _measure(
         forward_peak_bytes=found.forward_peak_bytes,
         backward_peak_bytes=found.backward_peak_bytes,
         reserved_peak_bytes=found.reserved_peak_bytes,
+        sharding=step.sharded.info(found.gathered_bytes) if step.sharded else None,
     )
     return report, found.storages
 

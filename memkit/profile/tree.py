@@ -15,6 +15,7 @@ from torch import nn
 from memkit import torch_private
 from memkit.owners import NOTHING_STREAMED, StreamedWeights
 from memkit.storages import storage_key, storages_of, unique_storages
+from memkit.torch_state import fsdp_modules
 
 ROOT = 0
 ROOT_NAME = "(model)"
@@ -25,6 +26,7 @@ class Mark(Enum):
     """What there is to know about a row beyond its figures; `value` is what the row shows."""
 
     STREAMED = "streamed"
+    SHARDED = "sharded"
     CHECKPOINTED = "checkpointed"
     COMPILED = "compiled"
     OTHER_HOOKS = "other hooks"
@@ -38,6 +40,7 @@ class Mark(Enum):
 
 _MEANINGS = {
     Mark.STREAMED: "weights in host memory, brought to slots on the device around each use",
+    Mark.SHARDED: "parameters are this rank's shards, which are gathered around each use",
     Mark.CHECKPOINTED: "of these regions only the inputs can be seen; what a policy keeps of them is unaccounted",
     Mark.COMPILED: "what runs inside is in this row, or in its parent's",
     Mark.OTHER_HOOKS: "saved-tensor hooks set inside the model hide what these rows save",
@@ -128,6 +131,7 @@ def children_of(parents: Sequence[int | None]) -> list[list[int]]:
 
 def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
     on_host, layers = unique_storages(streamed.parameters), {id(layer) for layer in streamed.layers}
+    sharded = {id(module) for module in fsdp_modules([model])}
     num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     index_of: dict[str, int] = {}
     owned: set[int] = set()
@@ -147,6 +151,8 @@ def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
         marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
         if id(module) in layers:
             marks.append(Mark.STREAMED.value)
+        if id(module) in sharded:
+            marks.append(Mark.SHARDED.value)
         if compiled and not inside_compiled:
             marks.append(Mark.COMPILED.value)
         index_of[fqn] = len(nodes)

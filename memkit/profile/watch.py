@@ -67,6 +67,7 @@ class LiveStorages(MemoryCounter):
         rounding_bytes: sizes are rounded up to multiples of this.
         observer: is told when storages come and go, if given.
         only: the type of the device whose storages count, such as "cuda"; None for all.
+        resized: returns storages that have other sizes than when it was called last, which no op has shown, if given.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class LiveStorages(MemoryCounter):
         rounding_bytes: int = 1,
         observer: StorageObserver | None = None,
         only: str | None = None,
+        resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     ) -> None:
         self._observer = observer
+        self._resized = resized
         self._only = only
         self._elsewhere = unique_storages(elsewhere)
         self._rounding_bytes = rounding_bytes
@@ -89,21 +92,31 @@ class LiveStorages(MemoryCounter):
             self._add(storage)
 
     def allocated_bytes(self) -> int:
+        self.look()
         return self._allocated_bytes
 
     def peak_bytes(self) -> int:
+        self.look()
         return self._peak_bytes
 
     def peak_reserved_bytes(self) -> None:
         return None
 
     def reset_peak(self) -> None:
+        self.look()
         self._peak_bytes = self._allocated_bytes
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Count the storages of an operation's outputs."""
+        self.look()
         for tensor in tensors_in(outputs):
             self.add(tensor)
+
+    def look(self) -> None:
+        """Count storages anew that have other sizes by now."""
+        for storage in self._resized():
+            if storage.nbytes() or storage_key(storage) in self._live:
+                self._add(storage)
 
     def add(self, tensor: Tensor) -> None:
         """Count the storages of a tensor that is there, as of one that no operation has shown."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.hooks import HookSet
 from memkit.recording.recorded import tensors_in
+from memkit.torch_state import fsdp_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,14 +80,11 @@ def mark_sharded() -> None:
 def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return parameters as their owner has them: of one that FSDP2 has gathered for a forward the shard, which is stepped."""
     shards = dict[int, Tensor]()
-    to_state, to_group = torch_private.FSDP_GROUP
     for module in list(_marked):
-        if not hasattr(module, to_state):
+        if not hasattr(module, torch_private.FSDP_GROUP[0]):
             continue  # sharding it has failed
-        state = getattr(module, to_state)()
-        groups = getattr(state, f"{to_group}s", None)  # newer versions may have several
-        for group in [getattr(state, to_group, None)] if groups is None else groups:
-            for item in () if group is None else group.fsdp_params:
+        for group in fsdp_groups(module):
+            for item in group.fsdp_params:
                 shards[id(getattr(item, torch_private.FSDP_GATHERED, None))] = item.sharded_param
     return [shards.get(id(parameter), parameter) for parameter in parameters]
 

@@ -43,6 +43,29 @@ def on_host(model: Model, *, seed: int | None = None, **options: Any) -> Model:
         return memkit.shard(model, offload_policy=HOST, **options)
 
 
+ENDS = ["embedding", *(f"blocks.{number}" for number in range(4)), "head"]
+"""Of a `Model`: also what comes first and last is gathered by itself."""
+
+
+def with_ends(shard: Callable[..., Model], model: Model) -> Model:
+    """Shard a model so that neither end is there with the other. The head stays behind its forward: its backward is next."""
+    model = shard(model, layers=ENDS)
+    model.head.set_reshard_after_forward(False)  # type: ignore[operator]  # it is one of FSDP2's by now
+    model.embedding.set_unshard_in_backward(False)  # type: ignore[operator]
+    return model
+
+
+def check_ends(_: str, *, lora: bool = False) -> None:
+    """The bits, and the names of states, are those of a model whose ends are gathered as one."""
+    rank, plain = dist.get_rank(), memkit.shard(make(lora=lora))
+    names = list(plain.state_dict())
+    expected = train(plain, rank)
+    for shard in (memkit.shard, on_host):
+        model = with_ends(shard, make(lora=lora))
+        assert list(model.state_dict()) == names
+        assert_same(train(model, rank), expected)
+
+
 def by_hand_on_host(model: Model, **options: Any) -> Model:
     mesh, policy = init_device_mesh("cpu", (dist.get_world_size(),)), CPUOffloadPolicy(pin_memory=False)
     for block in model.blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from tests.distributed.cases import (
     train,
 )
 from tests.distributed.groups import fake_group, group_of_one
+from tests.distributed.hosting import check_ends, with_ends
+from tests.distributed.profiling import profile
 
 
 @pytest.fixture
@@ -196,6 +199,33 @@ def test_layers_are_chosen(one: None, layers: object) -> None:
     expected = [f"blocks.{number}" for number in range(4)] if layers is None else layers
     assert names == ([*linear, "head"] if callable(layers) else expected)
     assert_same(train(model, 0), train(make(), 0))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_ends_may_be_layers(one: None, lora: bool) -> None:
+    check_ends("", lora=lora)
+
+
+def test_ends_are_gathered_ahead_as_layers_are() -> None:
+    with fake_group(8):
+        model = with_ends(memkit.shard, make())
+        layers = [model.embedding, *model.blocks, model.head]
+        ahead = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in (model, *layers)]
+
+        assert ahead == [*([layer._get_fsdp_state()] for layer in layers), []]
+
+
+def test_ends_as_layers_take_less() -> None:
+    found = []
+    for shard in (memkit.shard, partial(with_ends, memkit.shard)):
+        with fake_group(2):
+            found.append(profile(shard(make()), 0, optimizer=None, backward=True))
+
+    of_one, of_layers = (report.sharding for report in found)
+    assert of_one is not None
+    assert of_layers is not None
+    assert of_layers.gathered_bytes < of_one.gathered_bytes  # type: ignore[operator]  # nothing is compiled
+    assert found[1].step_peak_bytes < found[0].step_peak_bytes  # type: ignore[operator]  # there was a backward
 
 
 def test_group_is_left_as_it_was(one: None) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import memkit
 from memkit.errors import ShardError
-from tests.distributed import compiled_layers, hosting, offloading
+from tests.distributed import compiled_layers, hosting, offloading, profiling
 from tests.distributed.cases import (
     Collectives,
     assert_same,
@@ -172,6 +172,9 @@ WORKS: dict[str, Work] = {
     "regions": check_regions,
     **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
     **{name: hosting.WORKS[name] for name in hosting.OFTEN},
+    **profiling.PROFILES,
+    "ends as layers": hosting.check_ends,
+    "ends as layers, LoRA": functools.partial(hosting.check_ends, lora=True),
 }
 
 MORE: dict[str, Work] = {
@@ -266,6 +269,18 @@ def test_parameters_are_the_same_on_all_ranks(found: Found) -> None:
     one, other = found["all ranks"]
 
     assert_same(one, other)
+
+
+def test_shards_of_all_ranks_are_the_whole(found: Found) -> None:
+    for name, lora in (("profile", False), ("profile of LoRA", True)):
+        whole = make(lora=lora)
+        trained = [item for item in whole.parameters() if item.requires_grad]
+        padded, alone, grads, states = map(sum, zip(*found[name], strict=True))
+
+        assert padded == padded_bytes(whole.parameters(), 2)
+        assert alone == sum(item.nbytes for item in whole.parameters())
+        assert grads == padded_bytes(trained, 2)
+        assert states == 2 * sum(item.nbytes for item in trained)
 
 
 def test_training_goes_on_from_a_checkpoint_of_two_ranks(found: Found) -> None:

@@ -324,7 +324,7 @@ def test_steps_in_the_backward_are_refused() -> None:
         profile_memory(model, torch.randn(2, 4), backward=True)
 
 
-def test_sharded_models_are_refused() -> None:
+def test_sharded_models_are_refused_without_data() -> None:
     import torch.distributed
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -333,7 +333,7 @@ def test_sharded_models_are_refused() -> None:
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
         with pytest.raises(ProfileError, match="sharded by fully_shard"):
-            profile_memory(fully_shard(nn.Linear(4, 4), mesh=mesh), torch.randn(2, 4))
+            profile_memory(fully_shard(nn.Linear(4, 4), mesh=mesh), torch.randn(2, 4), device="meta")
     finally:
         torch.distributed.destroy_process_group()
 

@@ -17,13 +17,16 @@ _FINE = torch.iinfo(torch.int64).max
 """In the place of a rank: none has raised."""
 
 
-def together(work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str) -> _Value:
+def together(
+    work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str, feature: str = "shard"
+) -> _Value:
     """Run something on every rank of the default group, and return what it has returned here, once all ranks have.
 
     Args:
-        work: what is run. It may raise on some ranks, and must not communicate.
+        work: what is run. It may raise on some ranks, and communicates, if at all, only behind an `agree` for each time.
         describe: what has to be the same on all ranks of what was returned, by its `repr`.
         doing: what that is, for errors.
+        feature: which function of memkit does it, for errors.
 
     Raises:
         ShardError: it raised on another rank, or was not the same on all, or a rank has not come this far.
@@ -35,8 +38,26 @@ def together(work: Callable[[], _Value], describe: Callable[[_Value], Iterable[o
     try:
         value = work()
         digest = _digest(describe(value))
+    except ShardError:  # all ranks have agreed on it
+        raise
     except Exception as error:
         raised = error
+    agree(raised, digest, doing=doing, feature=feature)
+    return value  # type: ignore[return-value]  # it was returned, or else this has raised
+
+
+def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, feature: str) -> None:
+    """Wait until every rank of the default group is here, and raise on all of them if one was given an exception.
+
+    Args:
+        raised: what was raised here, if anything was.
+        digest: a number of 62 bits that has to be the same on all ranks.
+        doing, feature: as in `together`.
+
+    Raises:
+        ShardError: another rank was given an exception or another digest, or has not come this far.
+        Exception: the one that was given.
+    """
     rank = dist.get_rank()
     try:
         _wait_for_all()
@@ -48,20 +69,19 @@ def together(work: Callable[[], _Value], describe: Callable[[_Value], Iterable[o
         if raised is not None:
             raise raised from None
         raise ShardError(
-            f"shard needs every rank of the group to call it; rank {rank} waited for others while {doing}, and one did not "
+            f"{feature} needs every rank of the group to call it; rank {rank} waited for others while {doing}, and one did not "
             f"come or has ended: {error}. See what that rank says"
         ) from error
     if raised is not None:
         note_on(raised, f"memkit: raised on rank {rank} of {dist.get_world_size()} while {doing}")
         raise raised
     if first != _FINE:
-        raise ShardError(f"shard: while {doing}, rank {first} raised {text}", rank=first)
+        raise ShardError(f"{feature}: while {doing}, rank {first} raised {text}", rank=first)
     if least != -greatest:
         raise ShardError(
-            "shard needs the same model on every rank; found that ranks differ in names, shapes, dtypes or requires_grad of "
-            "parameters, in layers, or in arguments. Build it in the same way on all"
+            f"{feature} needs the same model on every rank; found that ranks differ in names, shapes, dtypes or requires_grad "
+            "of parameters, in layers, or in arguments. Build it in the same way on all"
         )
-    return value  # type: ignore[return-value]  # it was returned, or else this has raised
 
 
 def _digest(items: Iterable[object]) -> int:

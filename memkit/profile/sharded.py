@@ -1,0 +1,352 @@
+"""A model that FSDP2 has split: what of it this rank has, what is gathered of it meanwhile, and what all ranks do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.errors import MissingTorchNameError, ProfileError
+from memkit.profile.records import ShardInfo
+from memkit.storages import storage_key, storages_of
+from memkit.torch_state import fsdp_groups, fsdp_modules, is_dtensor, local_of
+
+_Value = TypeVar("_Value")
+
+INSTEAD = (
+    "what one rank takes is said by memkit plan --ranks N, and memkit.plan.plan_shards, and a profile with "
+    'device="meta" before sharding says the rest'
+)
+"""What to do where a sharded model has no profile."""
+
+
+class _Group:
+    """The storages of what FSDP2 gathers as one, and the bytes of the largest as they were seen last."""
+
+    __slots__ = ("seen_bytes", "storages")
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self.seen_bytes = 0
+
+
+class GatheredParameters:
+    """The whole parameters of a sharded model, by their storages, which FSDP2 fills ahead of a layer and empties behind it.
+
+    No op shows that: whoever counts bytes asks `resized` after each op.
+
+    Args:
+        groups: FSDP2's, each of what is gathered as one.
+    """
+
+    def __init__(self, groups: Sequence[Any] = ()) -> None:
+        self._unknown: list[tuple[Any, _Group]] = []
+        self._groups = [_Group() for _ in groups]
+        self._shards: dict[int, Tensor] = {}
+        for group, found in zip(groups, self._groups, strict=True):
+            items = sorted(group.fsdp_params, key=lambda item: -item.sharded_param.numel())
+            self._unknown += [(item, found) for item in items]
+
+    def __contains__(self, storage: object) -> bool:
+        return isinstance(storage, torch.UntypedStorage) and self.shard_of(storage_key(storage)) is not None
+
+    def shard_of(self, key: int) -> Tensor | None:
+        """Return the shard, a parameter, of which the storage with a key has the whole; None if it has none."""
+        if key not in self._shards:
+            self._look()
+        return self._shards.get(key)
+
+    def resized(self) -> Iterator[torch.UntypedStorage]:
+        """Yield the storages that may have been filled or emptied since this was asked last."""
+        self._look()
+        for group in self._groups:
+            if group.storages and group.storages[0].nbytes() != group.seen_bytes:
+                group.seen_bytes = group.storages[0].nbytes()
+                yield from group.storages
+
+    def _look(self) -> None:
+        """Find the storages of what was gathered for the first time: they are its own from then on."""
+        if not self._unknown:
+            return
+        unknown = []
+        for item, group in self._unknown:
+            whole = getattr(item, torch_private.FSDP_GATHERED, None)
+            if whole is None:
+                unknown.append((item, group))
+                continue
+            for storage in storages_of(whole.detach()):
+                self._shards[storage_key(storage)] = item.sharded_param
+                group.storages.append(storage)
+                group.seen_bytes = -1
+        self._unknown = unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """What FSDP2 has split of some modules."""
+
+    modules: tuple[Any, ...] = ()
+    """Those that it has sharded, parents first."""
+    groups: tuple[Any, ...] = ()
+    """What it gathers as one."""
+    gathered: GatheredParameters = field(default_factory=GatheredParameters)
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+    def parameters(self) -> Iterator[Any]:
+        """Yield the parameters, which are DTensors, each once."""
+        yield from dict.fromkeys(item.sharded_param for group in self.groups for item in group.fsdp_params)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are gathered."""
+        device: torch.device = self.groups[0].device
+        return device
+
+    @property
+    def on_host(self) -> tuple[Tensor, ...]:
+        """Those of the parameters that FSDP2's `CPUOffloadPolicy` has in host memory, if they are gathered elsewhere."""
+        return tuple(item for item in self.parameters() if item.device.type != self.device.type)
+
+    def gather_once(self) -> None:
+        """Gather each part and let go of it: FSDP2 makes the storages of the whole in a first gather, and then keeps them."""
+        for module in self.modules:
+            module.unshard()
+            module.reshard()
+
+    def info(self, gathered_bytes: int | None) -> ShardInfo:
+        """Return what of the parameters this rank has."""
+        import torch.distributed as dist
+
+        parameters = list(self.parameters())
+        return ShardInfo(
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            num_shards=max(_num_shards(parameter) for parameter in parameters),
+            shard_bytes=sum(local_of(parameter).nbytes for parameter in parameters),
+            whole_bytes=sum(parameter.numel() * parameter.itemsize for parameter in parameters),
+            gathered_bytes=gathered_bytes,
+        )
+
+
+NOTHING_SHARDED = Shards()
+
+
+def _num_shards(parameter: Any) -> int:
+    """Return between how many ranks a parameter is split. Replicas of shards don't count."""
+    num_shards = 1
+    for dim, placement in enumerate(parameter.placements):
+        num_shards *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
+    return num_shards
+
+
+def find_shards(modules: Sequence[nn.Module]) -> Shards:
+    """Return what FSDP2 has split of some modules, with every parameter a shard again.
+
+    That is what it does at the beginning of a first forward, and behind a backward.
+
+    Raises:
+        ProfileError: a profile of it would be wrong, or do damage.
+        MissingTorchNameError: torch, newer than this memkit, doesn't say what it would have to.
+    """
+    sharded = fsdp_modules(modules)
+    groups = tuple(dict.fromkeys(group for module in sharded for group in fsdp_groups(module)))  # modules may share one
+    if not groups:
+        return NOTHING_SHARDED
+    _check_names(sharded, groups)
+    _check_ranks(groups)
+    for module in sharded:
+        _check_sync(module)
+    for module in sharded:
+        getattr(_state_of(module), torch_private.FSDP_BEGIN)()  # sets hooks, which are to stay
+        module.reshard()
+    shards = Shards(modules=tuple(sharded), groups=groups, gathered=GatheredParameters(groups))
+    own = {id(parameter) for parameter in shards.parameters()}
+    others = [
+        name
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if is_dtensor(parameter.data) and id(parameter) not in own
+    ]
+    if others or any(item.is_dtensor for group in groups for item in group.fsdp_params):
+        raise ProfileError(
+            f"the model is sharded by fully_shard, and {others[0] if others else 'a parameter'} was a DTensor before, as of "
+            "tensor parallelism: what is inside of these is not told apart. Profile the model without that, or before sharding"
+        )
+    return shards
+
+
+def _state_of(module: Any) -> Any:
+    return getattr(module, torch_private.FSDP_GROUP[0])()
+
+
+def _check_names(modules: Sequence[Any], groups: Sequence[Any]) -> None:
+    of_group = (*torch_private.FSDP_PARTS, *torch_private.FSDP_COLLECTIVES, torch_private.FSDP_INDICES, torch_private.FSDP_SUMS)
+    of_state = (torch_private.FSDP_BEGIN, torch_private.FSDP_CONTEXT, torch_private.FSDP_TO_RUN)
+    asked = [(groups[0], name) for name in (*of_group, "reduce_grads", "all_reduce_grads")]
+    asked += [(groups[0].fsdp_params[0], name) for name in ("unsharded_accumulated_grad", "is_dtensor")]
+    asked += [(_state_of(modules[0]), name) for name in of_state]
+    for owner, name in asked:
+        if not hasattr(owner, name):
+            symbol = f"{type(owner).__module__}.{type(owner).__qualname__}.{name}"
+            raise MissingTorchNameError(
+                f"a profile of a model that is sharded needs {symbol}; found torch {torch.__version__} without. Profile the "
+                "model before sharding, or use memkit plan --ranks N",
+                symbol=symbol,
+            )
+
+
+def _check_ranks(groups: Sequence[Any]) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise ProfileError(
+            "the model is sharded by fully_shard, and its process group is gone; profile it before that is destroyed"
+        )
+    for group in groups:
+        for item in group.fsdp_params:
+            parameter = item.sharded_param
+            if parameter.is_meta:
+                raise ProfileError(
+                    "the model is sharded by fully_shard, and its shards are on the meta device, without data; fill them first "
+                    f"(model.to_empty(device=...)), or ask without data and shards: {INSTEAD}"
+                )
+            if parameter.device_mesh.size() != dist.get_world_size():
+                raise ProfileError(
+                    f"a profile of a model that is sharded needs all {dist.get_world_size()} ranks of the process group; found "
+                    f"one that is split between {parameter.device_mesh.size()} of them. {INSTEAD[0].upper()}{INSTEAD[1:]}"
+                )
+
+
+def _check_sync(module: Any) -> None:
+    """Raise where FSDP2 has gradients that are not reduced, or is to reduce none: a backward would add to them."""
+    is_last = getattr(_state_of(module), torch_private.FSDP_CONTEXT).is_last_backward
+    for group in fsdp_groups(module):
+        holds = getattr(group, torch_private.FSDP_SUMS) is not None
+        for item in group.fsdp_params:
+            whole = getattr(item, torch_private.FSDP_GATHERED, None)
+            holds = holds or item.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+        if holds or not (is_last and group.reduce_grads and group.all_reduce_grads):
+            raise ProfileError(
+                "the model is sharded by fully_shard, and in the middle of accumulating gradients that are not reduced yet "
+                "(set_requires_gradient_sync(False), set_requires_all_reduce(False) or set_is_last_backward(False)): a profile "
+                "would add to them. Profile between two steps, with all of these True"
+            )
+
+
+# What all ranks do together
+
+
+def with_others(
+    work: Callable[[], _Value],
+    shards: Shards,
+    *,
+    doing: str,
+    around: Callable[[], AbstractContextManager[None]],
+    checks: bool = True,
+) -> _Value:
+    """Run a step, in which FSDP2 communicates, on every rank; leave FSDP2 as it was.
+
+    Args:
+        work: what runs it.
+        shards: of its model. Where there are none, it just runs.
+        around: makes a context to run it in, which is left once all parameters are shards again.
+        doing: what it is, for errors.
+        checks: whether ranks wait for each other ahead of each gather and each reduction, so that what one raises is raised on
+            all. Else they wait behind `work` only: one that has raised meanwhile keeps others until the timeout of the group.
+
+    Raises:
+        ShardError: it raised on another rank, or one has not come.
+        Exception: what it raised here.
+    """
+    if not shards:
+        with around():
+            return work()
+    from memkit.agreement import agree, together
+
+    def wait() -> None:
+        with torch_private.without_python_dispatch():  # it is no part of the step
+            agree(doing=doing, feature="profile_memory")
+
+    def run() -> _Value:
+        with around(), _at_rest(shards), _waiting(shards, wait) if checks else nullcontext():
+            return work()
+
+    return together(run, lambda _: (), doing=doing, feature="profile_memory")
+
+
+class _Waiting:
+    """A collective of FSDP2's that waits for the other ranks first."""
+
+    def __init__(self, inner: Any, wait: Callable[[], None]) -> None:
+        self._inner = inner
+        self._wait = wait
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return memory for it, as FSDP2's own does."""
+        tensor: Tensor = self._inner.allocate(*args, **kwargs)
+        return tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait()
+        return self._inner(*args, **kwargs)
+
+
+@contextmanager
+def _waiting(shards: Shards, wait: Callable[[], None]) -> Iterator[None]:
+    before = [(group, name, getattr(group, name)) for group in shards.groups for name in torch_private.FSDP_COLLECTIVES]
+    try:
+        for group, name, inner in before:
+            setattr(group, name, _Waiting(inner, wait))
+        yield
+    finally:
+        for group, name, inner in before:
+            setattr(group, name, inner)
+
+
+@contextmanager
+def _at_rest(shards: Shards) -> Iterator[None]:
+    """Run a block, then have all parameters be shards, and FSDP2 know of no forward that it didn't know of before."""
+    lists = [group.comm_ctx.post_forward_order for group in shards.groups]
+    lists += [getattr(group, torch_private.FSDP_INDICES) for group in shards.groups]
+    kept = [(items, list(items)) for items in {id(items): items for items in lists}.values()]
+    try:
+        yield
+    except BaseException:
+        _abandon(shards)
+        raise
+    finally:
+        for module in shards.modules:
+            module.reshard()
+        for items, before in kept:
+            items[:] = before
+
+
+def _abandon(shards: Shards) -> None:
+    """Have FSDP2 forget a forward or backward that was broken off, so that the next one begins anew."""
+    for module in shards.modules:
+        if hasattr(module, "reset_iter_state"):
+            with suppress(RuntimeError):  # of what is no root, which its root has reset
+                module.reset_iter_state()
+        state = _state_of(module)
+        context = getattr(state, torch_private.FSDP_CONTEXT)
+        getattr(state, torch_private.FSDP_TO_RUN).clear()
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+        for owner in (state, *fsdp_groups(module)):
+            phase = getattr(owner, torch_private.FSDP_PHASE)
+            setattr(owner, torch_private.FSDP_PHASE, type(phase).IDLE)
+        for group in fsdp_groups(module):
+            setattr(group, torch_private.FSDP_GATHER, None)
+            group.comm_ctx.all_gather_state = None
+            for item in group.fsdp_params:
+                item.unsharded_accumulated_grad = None
+                whole = getattr(item, torch_private.FSDP_GATHERED, None)
+                if whole is not None:
+                    whole.grad = None
