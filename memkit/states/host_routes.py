@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,8 @@ class Route:
         self._numbers = [piece.records.index(record) for record in piece.due]
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
+        self._staying_in: Layout | None = None
+        self._staying: list[tuple[int, Tensor | None]] = []
         self.copies: Span | None = None
         """The host memory of the float32 copies of which `masters` was asked last; None if none come up."""
         with torch.inference_mode(False):
@@ -217,13 +219,23 @@ class Route:
         with torch.inference_mode(False):
             return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None
 
-    def staying(self, layout: Layout | None) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield which of the parameters have a float32 copy that doesn't come up by itself, so that they come rounded; and
+    def staying(self, layout: Layout | None) -> list[tuple[int, Tensor | None]]:
+        """Return which of the parameters have a float32 copy that doesn't come up by itself, so that they come rounded; and
         where it is if that is among the states that could leave."""
-        for number, (record, master) in enumerate(zip(self._records, self.masters(layout), strict=True)):
-            if record.has_master and master is None:
-                host = {} if layout is None else layout.host[self._numbers[number]]
-                yield number, host.get(MASTER)
+        masters = self.masters(layout)
+        if layout is None or layout is not self._staying_in:
+            hosts = self.rows_of(layout)
+            self._staying_in = layout
+            self._staying = [
+                (number, None if hosts is None else hosts[number].get(MASTER))
+                for number, (record, master) in enumerate(zip(self._records, masters, strict=True))
+                if record.has_master and master is None
+            ]
+        return self._staying
+
+    def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
+        """Return the states that a layout has of what is due; None if there are none."""
+        return None if layout is None else [layout.host[number] for number in self._numbers]
 
     # On the host
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device
@@ -17,13 +16,13 @@ from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.states.fingerprints import WORD_BYTES
+from memkit.states.given import Given, lie_as
 from memkit.states.host_memory import HostStates
 from memkit.states.host_routes import Route, Way, traits_of
-from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, Residency
-from memkit.states.shards import are_one, local_gradient, shard_like, write_local
+from memkit.states.shards import local_gradient, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
@@ -74,6 +73,8 @@ class HostSteps:
         self._rooms: dict[int, Span] = {}
         """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
         self._routes: dict[Piece, Route] = {}
+        self._given: dict[Piece, Given] = {}
+        """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
         self._lost = dict[Piece, str]()
         self._thread: ThreadPoolExecutor | None = None
@@ -114,6 +115,7 @@ class HostSteps:
         route = self._route(piece, slot)
         for other in piece.alternatives:
             self._routes.pop(other, None)
+            self._given.pop(other, None)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.on_device.parameters, strict=True):
                 parameter.copy_(local_of(record.parameter))
@@ -185,48 +187,24 @@ class HostSteps:
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
         route.forget()
-        numbers: list[tuple[Tensor, Tensor]] = []
-        state: dict[Any, Any] = defaultdict(dict)
-        keys: list[nn.Parameter] = []
-        known = piece.states_in(self._optimizer)
+        given, known = self._given[piece], piece.states_in(self._optimizer)
         with torch.no_grad():
-            for number, record in enumerate(piece.due):
-                entries = dict(known.get(record.parameter) or {})
-                key = route.stand_ins[number]
-                if record.has_master:
-                    copied, master = route.on_host.parameters[number], entries.pop(MASTER, None)
-                    key.data = copied.to(torch.float32) if master is None else local_of(master)
-                    if master is not None and not may_leave(master):
-                        numbers.append((master, master.clone()))
-                    if master is not None and not is_unwritten:
-                        follow(key.data, copied)
-                key.grad = route.on_host.grads[number]
-                if entries:
-                    state[key] = entries
-                keys.append(key)
-            numbers += [
-                (value, value.clone())
-                for entries in state.values()
-                for value in entries.values()
-                if isinstance(value, Tensor) and not may_leave(value)
-            ]
+            given.take(layout, known, is_unwritten=is_unwritten)
         try:
             with torch.set_grad_enabled(has_grad):
-                found = run.step(piece.due, keys, state)
-            made = [dict(state[key]) if key in state else {} for key in keys]
+                found = run.step(piece.due, given.keys, given.state)
             with torch.no_grad():
-                for number, (record, key) in enumerate(zip(piece.due, keys, strict=True)):
-                    view = route.on_host.parameters[number]
-                    if record.has_master:
-                        made[number][MASTER] = shard_like(record.parameter, key.data)
-                    elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
-                        view.copy_(key)
-                        key.data = view
-            laid_out = self._lay_out(piece, made)
-            with torch.no_grad():
+                made = given.made()
+                if given.are_as_they_lie(made) and piece.may_lie_as_before():
+                    laid_out = layout
+                    piece.entered = [
+                        (record.parameter, entries) for record, entries in zip(piece.due, made, strict=True) if entries
+                    ]
+                else:
+                    laid_out = self._lay_out(piece, made)
+                    piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
                 for number, master in route.staying(laid_out):
                     route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
-            piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
@@ -236,12 +214,10 @@ class HostSteps:
                     "(optimizer.load_state_dict) and go on"
                 )
             with torch.no_grad():
-                for value, before in numbers:
-                    value.copy_(before)
+                given.put_numbers_back()
             raise
         finally:
-            for key in keys:
-                key.grad = None
+            given.let_go()
             self._slots.host_step_s += time.perf_counter() - begin_s
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
 
@@ -264,11 +240,7 @@ class HostSteps:
         for record, entries in zip(piece.due, made, strict=True):
             index = index_of[id(record)]
             leaving = {name: value for name, value in entries.items() if may_leave(value)}
-            is_as_before = is_as_before and leaving.keys() == rows[index].keys()
-            is_as_before = is_as_before and all(
-                value is rows[index][name] or (name == MASTER and are_one(value, rows[index][name]))
-                for name, value in leaving.items()
-            )
+            is_as_before = is_as_before and lie_as(leaving, rows[index])
             rows[index] = leaving
         if is_as_before:
             return layout
@@ -345,7 +317,9 @@ class HostSteps:
         if room is None or room.num_bytes < way.num_bytes:
             (room,) = self._host.take([way.num_bytes])
             self._rooms[place] = room
-        route = self._routes[piece] = Route(piece, due, way, slot.storage, room, self._stepped.get(id(piece.plan)))
+        route = Route(piece, due, way, slot.storage, room, self._stepped.get(id(piece.plan)))
+        self._given[piece] = Given(piece.due, route)
+        self._routes[piece] = route
         return route
 
     def close(self) -> None:
@@ -354,6 +328,7 @@ class HostSteps:
             self._thread.shutdown()
             self._thread = None
         self._routes.clear()
+        self._given.clear()
         self._rooms.clear()
         self._stepped.clear()
         self._out.clear()

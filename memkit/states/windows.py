@@ -43,6 +43,7 @@ class Window(Piece):
         """Whether a step has stepped it that has not stepped all of the parameter yet."""
         (record,) = whole.records
         self.view = flat[self.elements]
+        self._counts: dict[Any, Tensor] = {}
         stand_in = stand_in_of(record, self.view)
         super().__init__(plan, [StateRecord(record.name, stand_in, has_master=record.has_master)])
 
@@ -75,6 +76,17 @@ class Window(Piece):
     def parameter(self) -> Tensor:
         """What stands for the whole one."""
         return self.records[0].parameter
+
+    def own(self, name: Any, value: Any) -> Any:
+        """Return a copy of a count that each window steps by itself: those of all windows come to the same. On the host it is
+        the same tensor in each step."""
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        known = self._counts.get(name)
+        if known is None or value.device.type != "cpu" or type(value) is not Tensor or known.dtype != value.dtype:
+            self._counts[name] = known = value.detach().clone()
+            return known
+        return known.copy_(value)
 
     def follow(self, flat: Tensor) -> None:
         """Be over the elements of another tensor, which the parameter has now."""
@@ -178,7 +190,7 @@ class CutPiece(Piece):
                 host = window.layout.host[0] if window.layout is not None else {}
                 known = {name: host.get(name, value) for name, value in entries.items()}
                 if not window.is_last:
-                    known.update({name: _own_copy(value) for name, value in entries.items() if name not in host})
+                    known.update({name: window.own(name, value) for name, value in entries.items() if name not in host})
                 if known:
                     self.states[own.parameter] = known
                 else:
@@ -381,18 +393,17 @@ def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
 
 
-def _own_copy(value: Any) -> Any:
-    """Return a copy of a count that each window steps by itself: those of all windows come to the same."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
 def _are_equal(one: Any, other: Any) -> bool:
     """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.device.type != "cpu":
             return True
-        return one.dtype == other.dtype and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-    return type(one) is type(other) and (not isinstance(one, int | float) or one == other or one != one)
+        if one.dtype != other.dtype:
+            return False
+        one, other = local_of(one).item(), local_of(other).item()
+    if type(one) is not type(other):
+        return False
+    return not isinstance(one, int | float | complex) or one == other or (one != one and other != other)
 
 
 def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:

@@ -1,0 +1,137 @@
+"""What the optimizer's step of a piece is given on the host, and what it has made of that."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkit.states.host_routes import Route
+from memkit.states.masters import follow
+from memkit.states.packing import MASTER, may_leave
+from memkit.states.pieces import Layout, StateRecord
+from memkit.states.shards import are_one, shard_like
+from memkit.torch_state import local_of
+
+Entries = dict[Any, Any]
+
+
+class Given:
+    """Stand-ins of parameters with their states, in host memory.
+
+    [Note: a steady step on the host] While the thread that steps runs Python, the cores have nothing to do. So whatever a step
+    has in common with the one before is looked up once. That is so where `optimizer.state` has the very tensors that it had,
+    and they lie where the last step has left them: then which of them are numbers, where float32 copies are, and that nothing
+    has to be laid out anew, is known.
+
+    Args:
+        due: what is stepped.
+        route: where gradients come from and parameters go to.
+    """
+
+    def __init__(self, due: Iterable[StateRecord], route: Route) -> None:
+        self._due = list(due)
+        self._route = route
+        self.keys = route.stand_ins
+        """What is stepped in the place of parameters."""
+        self.state: dict[Any, Entries] = defaultdict(dict)
+        """What `optimizer.state` is to the step."""
+        self._rows: list[Entries] = [{} for _ in self._due]
+        """What `optimizer.state` had of each when it was last asked."""
+        self._layout: Layout | None = None
+        self._masters: list[Tensor | None] = []
+        """The float32 copy of each, as this rank has it."""
+        self._numbers: list[tuple[Tensor, Tensor]] = []
+        """States that stay where they are, each with what it was before the step."""
+        self._is_at_home = False
+        """Whether all others lie as laid out."""
+
+    def take(self, layout: Layout | None, known: Mapping[Any, Any], *, is_unwritten: bool) -> None:
+        """Have the stand-ins be what is to be stepped.
+
+        Args:
+            layout: where the states are.
+            known: what `optimizer.state` has.
+            is_unwritten: whether float32 copies are what the parameters were rounded from.
+        """
+        rows = [dict(known.get(record.parameter) or ()) for record in self._due]
+        if layout is not None and layout is self._layout and all(map(_are_same, rows, self._rows)):
+            for value, before in self._numbers:
+                before.copy_(value)
+        else:
+            self._look_up(layout, rows)
+        self.state = defaultdict(dict)
+        on_host = self._route.on_host
+        for number, (record, row, key, master) in enumerate(zip(self._due, rows, self.keys, self._masters, strict=True)):
+            if record.has_master:
+                row.pop(MASTER, None)
+                copied = on_host.parameters[number]
+                key.data = copied.to(torch.float32) if master is None else master
+                if master is not None and not is_unwritten:
+                    follow(master, copied)
+            key.grad = on_host.grads[number]
+            if row:
+                self.state[key] = row
+
+    def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
+        masters = [row.get(MASTER) for row in rows]
+        self._masters = [None if master is None else local_of(master) for master in masters]
+        values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
+        self._numbers = [(value, value.clone()) for value in values]
+        hosts = self._route.rows_of(layout)
+        self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
+        self._rows, self._layout = [dict(row) for row in rows], layout
+
+    def made(self) -> list[Entries]:
+        """Return what the states have become, float32 copies among them. Parameters without one are where they are to be."""
+        found = []
+        for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
+            entries = dict(self.state[key]) if key in self.state else {}
+            if not record.has_master:
+                view = self._route.on_host.parameters[number]
+                if key.data_ptr() != view.data_ptr():  # the class has put another tensor there
+                    view.copy_(key)
+                    key.data = view
+            elif master is not None and master.numel() and key.data_ptr() == master.data_ptr():
+                entries[MASTER] = self._rows[number][MASTER]
+            else:
+                entries[MASTER] = shard_like(record.parameter, key.data)
+            found.append(entries)
+        return found
+
+    def are_as_they_lie(self, made: list[Entries]) -> bool:
+        """Tell whether the step has written to states in place, and they lie as laid out before it."""
+        return self._is_at_home and all(map(_are_same, made, self._rows))
+
+    def put_numbers_back(self) -> None:
+        """The step has failed: have the numbers be what they were."""
+        for value, before in self._numbers:
+            value.copy_(before)
+
+    def let_go(self) -> None:
+        """Hold no gradient any more, and no states but those in the memory that was set aside for them."""
+        for key in self.keys:
+            key.grad = None
+        self.state = defaultdict(dict)
+        if not self._is_at_home:
+            self._rows, self._layout, self._masters, self._numbers = [{} for _ in self._due], None, [], []
+
+
+def _are_same(one: Entries, other: Entries) -> bool:
+    return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
+
+
+def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:
+    """Tell whether all of some states that can leave are those that a layout has."""
+    leaving = {name: value for name, value in row.items() if may_leave(value)}
+    return lie_as(leaving, host)
+
+
+def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
+    """Tell whether states are those that a layout has."""
+    return leaving.keys() == host.keys() and all(
+        value is host[name] or (name == MASTER and are_one(value, host[name])) for name, value in leaving.items()
+    )
