@@ -15,11 +15,11 @@ from memkit.states.shells import (
     Changes,
     Group,
     StateDict,
+    Watched,
     changes_of_group,
     changes_of_shell,
     shell_of,
     step_of,
-    versions_in,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class OneStep:
             cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
             if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
-        versions = {number: versions_in(group) for number, group in cuts.items()}
+        watched = Watched.of(cuts.values())
         shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state)
         known = vars(self._optimizer)
         if self._attributes:
@@ -94,10 +94,9 @@ class OneStep:
         for number, cut in cuts.items():
             found[number] = changes_of_group(groups[number], cut)
             self._check(self._of_groups.get(number), found[number])
-            before = dict(versions[number])
-            for name, version in versions_in(groups[number]):
-                if before.get(name) != version:
-                    self._refuse(name)
+        written = watched.written()
+        if written is not None:
+            self._refuse(written)
         if local is not None:
             local.finish()
         return found, of_optimizer
