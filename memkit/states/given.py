@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ class Given:
         """What is stepped in the place of parameters."""
         self.state: dict[Any, Entries] = defaultdict(dict)
         """What `optimizer.state` is to the step."""
-        self._rows: list[Entries] = [{} for _ in self._due]
+        self.rows: list[Entries] = [{} for _ in self._due]
         """What `optimizer.state` had of each when it was last asked."""
+        self._given: list[Entries] = []
+        """The same without float32 copies."""
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
         """The float32 copy of each, as this rank has it."""
@@ -49,62 +52,79 @@ class Given:
         self._is_at_home = False
         """Whether all others lie as laid out."""
 
-    def take(self, layout: Layout | None, known: Mapping[Any, Any], *, is_unwritten: bool) -> None:
-        """Have the stand-ins be what is to be stepped.
+    def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
+        """Have the stand-ins be what is to be stepped, but for what is yet to come: see `follow`.
 
         Args:
             layout: where the states are.
             known: what `optimizer.state` has.
-            is_unwritten: whether float32 copies are what the parameters were rounded from.
         """
         rows = [dict(known.get(record.parameter) or ()) for record in self._due]
-        if layout is not None and layout is self._layout and all(map(_are_same, rows, self._rows)):
+        if layout is not None and layout is self._layout and all(map(_are_same, rows, self.rows)):
             for value, before in self._numbers:
                 before.copy_(value)
         else:
             self._look_up(layout, rows)
         self.state = defaultdict(dict)
-        on_host = self._route.on_host
-        for number, (record, row, key, master) in enumerate(zip(self._due, rows, self.keys, self._masters, strict=True)):
-            if record.has_master:
-                row.pop(MASTER, None)
-                copied = on_host.parameters[number]
-                key.data = copied.to(torch.float32) if master is None else master
-                if master is not None and not is_unwritten:
-                    follow(master, copied)
-            key.grad = on_host.grads[number]
-            if row:
-                self.state[key] = row
+        grads = self._route.on_host.grads
+        rows_of_due = zip(self._due, self.keys, grads, self._masters, self._given, strict=True)
+        for record, key, grad, master, given in rows_of_due:
+            if master is not None:
+                key.data = master
+            if master is not None or not record.has_master:
+                key.grad = grad
+            if given:
+                self.state[key] = dict(given)
 
     def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
-        masters = [row.get(MASTER) for row in rows]
+        masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._due, rows, strict=True)]
         self._masters = [None if master is None else local_of(master) for master in masters]
         values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
         self._numbers = [(value, value.clone()) for value in values]
         hosts = self._route.rows_of(layout)
         self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
-        self._rows, self._layout = [dict(row) for row in rows], layout
+        self.rows, self._layout = rows, layout
+        self._given = [
+            {name: value for name, value in row.items() if not record.has_master or name != MASTER}
+            for record, row in zip(self._due, rows, strict=True)
+        ]
+
+    def follow(self, *, is_unwritten: bool) -> None:
+        """Parameters have come, where there is need of them: have float32 copies follow these.
+
+        Args:
+            is_unwritten: whether the copies are what the parameters were rounded from.
+        """
+        on_host = self._route.on_host
+        for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
+            if record.has_master and master is None:
+                key.data = on_host.parameters[number].to(torch.float32)
+                key.grad = on_host.grads[number]
+            elif master is not None and not is_unwritten:
+                follow(master, on_host.parameters[number])
+
+    def is_written_in_place(self) -> bool:
+        """Tell whether a step has written in place, to what lies as laid out before it: then all that was made is `rows`."""
+        return self._is_at_home and all(map(self._is_in_place, range(len(self.keys))))
+
+    def _is_in_place(self, number: int) -> bool:
+        key, master = self.keys[number], self._masters[number]
+        place = self._route.on_host.parameters[number] if master is None else master
+        return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._given[number])
 
     def made(self) -> list[Entries]:
         """Return what the states have become, float32 copies among them. Parameters without one are where they are to be."""
         found = []
-        for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
+        for number, (record, key) in enumerate(zip(self._due, self.keys, strict=True)):
             entries = dict(self.state[key]) if key in self.state else {}
-            if not record.has_master:
-                view = self._route.on_host.parameters[number]
-                if key.data_ptr() != view.data_ptr():  # the class has put another tensor there
-                    view.copy_(key)
-                    key.data = view
-            elif master is not None and master.numel() and key.data_ptr() == master.data_ptr():
-                entries[MASTER] = self._rows[number][MASTER]
-            else:
+            view = self._route.on_host.parameters[number]
+            if record.has_master:
                 entries[MASTER] = shard_like(record.parameter, key.data)
+            elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
+                view.copy_(key)
+                key.data = view
             found.append(entries)
         return found
-
-    def are_as_they_lie(self, made: list[Entries]) -> bool:
-        """Tell whether the step has written to states in place, and they lie as laid out before it."""
-        return self._is_at_home and all(map(_are_same, made, self._rows))
 
     def put_numbers_back(self) -> None:
         """The step has failed: have the numbers be what they were."""
@@ -117,11 +137,12 @@ class Given:
             key.grad = None
         self.state = defaultdict(dict)
         if not self._is_at_home:
-            self._rows, self._layout, self._masters, self._numbers = [{} for _ in self._due], None, [], []
+            self.rows, self._layout, self._masters, self._numbers, self._given = [], None, [], [], []
 
 
 def _are_same(one: Entries, other: Entries) -> bool:
-    return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
+    """Tell whether two dicts have the very same values by the same names, in the same order."""
+    return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
 
 
 def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:

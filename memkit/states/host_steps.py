@@ -19,7 +19,7 @@ from memkit.states.fingerprints import WORD_BYTES
 from memkit.states.given import Given, lie_as
 from memkit.states.host_memory import HostStates
 from memkit.states.host_routes import Route, Way, traits_of
-from memkit.states.one_step import OneStep
+from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, Residency
 from memkit.states.shards import local_gradient, write_local
@@ -140,8 +140,13 @@ class HostSteps:
             raise StateOffloadError(lost)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-step")
-        out = self._out[piece]
-        self._running[piece] = self._thread.submit(partial(self._step, piece, run, out, torch.is_grad_enabled()))
+        given, prepared = self._given[piece], None
+        with torch.no_grad():
+            given.take(piece.layout, piece.states_in(self._optimizer))
+        if not any(record.is_shard for record in piece.due):  # else that may fail, as a step does
+            prepared = run.prepare(piece.due, given.keys, given.state)
+        step = partial(self._step, piece, run, prepared, self._out[piece], torch.is_grad_enabled())
+        self._running[piece] = self._thread.submit(step)
 
     def join(self, piece: Piece) -> None:
         """Wait for the step of a piece, and have the parameters come back."""
@@ -177,31 +182,32 @@ class HostSteps:
         if interrupt is not None:
             raise interrupt
 
-    def _step(self, piece: Piece, run: OneStep, out: Transfer, has_grad: bool) -> None:
-        """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped."""
+    def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, has_grad: bool) -> None:
+        """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.
+
+        See [Note: a steady step on the host] in `memkit.states.given`.
+        """
         piece.await_turn()
         self._device.synchronize(out.done)
         begin_s = time.perf_counter()
-        route = self._routes[piece]
-        layout, is_unwritten = piece.layout, route.is_unwritten()
+        route, given, layout = self._routes[piece], self._given[piece], piece.layout
+        is_unwritten = route.is_unwritten()
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
         route.forget()
-        given, known = self._given[piece], piece.states_in(self._optimizer)
         with torch.no_grad():
-            given.take(layout, known, is_unwritten=is_unwritten)
+            given.follow(is_unwritten=is_unwritten)
         try:
             with torch.set_grad_enabled(has_grad):
-                found = run.step(piece.due, given.keys, given.state)
+                found = run.step(run.prepare(piece.due, given.keys, given.state) if prepared is None else prepared)
             with torch.no_grad():
-                made = given.made()
-                if given.are_as_they_lie(made) and piece.may_lie_as_before():
-                    laid_out = layout
-                    piece.entered = [
-                        (record.parameter, entries) for record, entries in zip(piece.due, made, strict=True) if entries
-                    ]
+                if given.is_written_in_place() and piece.may_lie_as_before():
+                    made, laid_out = given.rows, layout
+                    piece.entered = [(record.parameter, row) for record, row in zip(piece.due, made, strict=True) if row]
                 else:
+                    made = given.made()
                     laid_out = self._lay_out(piece, made)
+                    known = piece.states_in(self._optimizer)
                     piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
                 for number, master in route.staying(laid_out):
                     route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
