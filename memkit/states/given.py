@@ -89,6 +89,11 @@ class Given:
             for record, row in zip(self._due, rows, strict=True)
         ]
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is a float32 copy of each parameter that is to have one."""
+        return all(master is not None or not record.has_master for record, master in zip(self._due, self._masters, strict=True))
+
     def follow(self, *, is_unwritten: bool) -> None:
         """Parameters have come, where there is need of them: have float32 copies follow these.
 

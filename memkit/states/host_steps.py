@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -79,7 +81,9 @@ class HostSteps:
         self._lost = dict[Piece, str]()
         self._thread: ThreadPoolExecutor | None = None
         self._running = dict[Piece, Future[None]]()
-        """Steps that the thread is to make."""
+        """Steps that the thread is to make, in this order."""
+        self._begun = dict[Piece, Event]()
+        """What is set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
         self._stepped: dict[int, Tensor] = {}
         """On the device, by the id of a piece's plan: the fingerprint of the parameters as they were stepped last."""
 
@@ -145,14 +149,15 @@ class HostSteps:
             given.take(piece.layout, piece.states_in(self._optimizer))
         if not any(record.is_shard for record in piece.due):  # else that may fail, as a step does
             prepared = run.prepare(piece.due, given.keys, given.state)
-        step = partial(self._step, piece, run, prepared, self._out[piece], torch.is_grad_enabled())
+        begun = self._begun[piece] = Event()
+        step = partial(self._step, piece, run, prepared, self._out[piece], begun, torch.is_grad_enabled())
         self._running[piece] = self._thread.submit(step)
 
     def join(self, piece: Piece) -> None:
         """Wait for the step of a piece, and have the parameters come back."""
         with label(f"step on the host ({piece.names})"):
             running = self._running[piece]
-            self._await([running])
+            self._await([running], self._begun_behind(piece))
             running.result()
             del self._running[piece]
         self.finish(piece)
@@ -170,47 +175,65 @@ class HostSteps:
         running = self._running.get(piece)
         return running.exception() if running is not None and running.done() else None
 
+    def _begun_behind(self, piece: Piece) -> Event | None:
+        """Return what to wait for rather than for a step: that the thread has begun the next one. A caller that went on as soon
+        as a step is over would want the interpreter just when the thread needs it to give the cores the next."""
+        first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
+        return self._begun[second] if first is piece and second is not None else None
+
     @staticmethod
-    def _await(steps: list[Future[None]]) -> None:
-        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile."""
+    def _await(steps: list[Future[None]], begun: Event | None = None) -> None:
+        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile.
+
+        Args:
+            begun: what is set behind them.
+        """
         interrupt: BaseException | None = None
         while not all(running.done() for running in steps):
             try:
-                wait(steps)
+                wait(steps) if begun is None else begun.wait()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, has_grad: bool) -> None:
+    def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
         """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.
 
         See [Note: a steady step on the host] in `memkit.states.given`.
         """
-        piece.await_turn()
-        self._device.synchronize(out.done)
+        try:
+            piece.await_turn()
+            if out.done.is_reached():
+                out.done.recorded()  # raises where the copy has failed
+            else:
+                begun.set()
+                self._device.synchronize(out.done)
+        finally:
+            begun.set()
         begin_s = time.perf_counter()
         route, given, layout = self._routes[piece], self._given[piece], piece.layout
         is_unwritten = route.is_unwritten()
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
         route.forget()
-        with torch.no_grad():
-            given.follow(is_unwritten=is_unwritten)
-        try:
-            with torch.set_grad_enabled(has_grad):
-                found = run.step(run.prepare(piece.due, given.keys, given.state) if prepared is None else prepared)
+        torch.set_grad_enabled(has_grad)  # of this thread
+        if not is_unwritten or not given.has_copies:
             with torch.no_grad():
-                if given.is_written_in_place() and piece.may_lie_as_before():
-                    made, laid_out = given.rows, layout
-                    piece.entered = [(record.parameter, row) for record, row in zip(piece.due, made, strict=True) if row]
-                else:
+                given.follow(is_unwritten=is_unwritten)
+        try:
+            found = run.step(run.prepare(piece.due, given.keys, given.state) if prepared is None else prepared)
+            if given.is_written_in_place() and piece.may_lie_as_before():
+                made, laid_out = given.rows, layout
+                piece.entered = [(record.parameter, row) for record, row in zip(piece.due, made, strict=True) if row]
+            else:
+                with torch.no_grad():
                     made = given.made()
                     laid_out = self._lay_out(piece, made)
                     known = piece.states_in(self._optimizer)
                     piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
-                for number, master in route.staying(laid_out):
-                    route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
+            if staying := route.staying(laid_out):
+                self._put(staying, made, route)
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
@@ -226,6 +249,13 @@ class HostSteps:
             given.let_go()
             self._slots.host_step_s += time.perf_counter() - begin_s
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
+
+    @staticmethod
+    def _put(staying: list[tuple[int, Tensor | None]], made: list[dict[Any, Any]], route: Route) -> None:
+        """Have parameters be what their float32 copies are that don't come up by themselves."""
+        with torch.no_grad():
+            for number, master in staying:
+                route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
 
     def _bring_parameters(self, route: Route) -> None:
         """Have parameters come to the host that somebody has written to. They are in the slot until the piece is stepped."""

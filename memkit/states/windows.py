@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
-from memkit.states.packing import Packed, PackedTensor, is_number, local_packed, pack
+from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
 from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, mark_of, stand_in_of, stand_ins_for
 from memkit.states.shards import note_written, shard_like, version_of
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
@@ -80,13 +80,13 @@ class Window(Piece):
     def own(self, name: Any, value: Any) -> Any:
         """Return a copy of a count that each window steps by itself: those of all windows come to the same. On the host it is
         the same tensor in each step."""
+        known = self._counts.get(name)
+        if known is not None and is_number_on_host(value) and known.dtype == value.dtype:
+            return known.copy_(value)
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        known = self._counts.get(name)
-        if known is None or value.device.type != "cpu" or type(value) is not Tensor or known.dtype != value.dtype:
-            self._counts[name] = known = value.detach().clone()
-            return known
-        return known.copy_(value)
+        made = self._counts[name] = value.detach().clone()
+        return made
 
     def follow(self, flat: Tensor) -> None:
         """Be over the elements of another tensor, which the parameter has now."""
@@ -320,7 +320,7 @@ class CutPiece(Piece):
         if window is self.windows[0]:
             self._numbers = numbers
         known = self._numbers
-        if numbers.keys() != known.keys() or not all(_are_equal(value, known[name]) for name, value in numbers.items()):
+        if numbers.keys() != known.keys() or not all(are_same_number(value, known[name]) for name, value in numbers.items()):
             raise self._not_elementwise()
         if not window.is_last:
             return [partial(setattr, window, "is_stepped", True)]
@@ -391,19 +391,6 @@ def _place_of(parameter: Tensor) -> tuple[int, int]:
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
     """Tell whether a parameter has these states, and else only numbers."""
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.device.type != "cpu":
-            return True
-        if one.dtype != other.dtype:
-            return False
-        one, other = local_of(one).item(), local_of(other).item()
-    if type(one) is not type(other):
-        return False
-    return not isinstance(one, int | float | complex) or one == other or (one != one and other != other)
 
 
 def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:
