@@ -51,6 +51,8 @@ class Given:
         """States that stay where they are, each with what it was before the step."""
         self._is_at_home = False
         """Whether all others lie as laid out."""
+        self.has_copies = False
+        """Whether there is a float32 copy of each parameter that is to have one."""
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
         """Have the stand-ins be what is to be stepped, but for what is yet to come: see `follow`.
@@ -79,6 +81,8 @@ class Given:
     def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
         masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._due, rows, strict=True)]
         self._masters = [None if master is None else local_of(master) for master in masters]
+        copies = zip(self._due, self._masters, strict=True)
+        self.has_copies = all(master is not None or not record.has_master for record, master in copies)
         values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
         self._numbers = [(value, value.clone()) for value in values]
         hosts = self._route.rows_of(layout)
@@ -88,11 +92,6 @@ class Given:
             {name: value for name, value in row.items() if not record.has_master or name != MASTER}
             for record, row in zip(self._due, rows, strict=True)
         ]
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether there is a float32 copy of each parameter that is to have one."""
-        return all(master is not None or not record.has_master for record, master in zip(self._due, self._masters, strict=True))
 
     def follow(self, *, is_unwritten: bool) -> None:
         """Parameters have come, where there is need of them: have float32 copies follow these.
@@ -106,7 +105,7 @@ class Given:
                 key.data = on_host.parameters[number].to(torch.float32)
                 key.grad = on_host.grads[number]
             elif master is not None and not is_unwritten:
-                follow(master, on_host.parameters[number])
+                follow(key.data, on_host.parameters[number])  # by which no write counts: others tell users' by that
 
     def is_written_in_place(self) -> bool:
         """Tell whether a step has written in place, to what lies as laid out before it: then all that was made is `rows`."""

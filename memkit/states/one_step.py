@@ -19,6 +19,7 @@ from memkit.states.shells import (
     Watched,
     changes_of_group,
     changes_of_shell,
+    hooks_of,
     shell_of,
     step_of,
 )
@@ -67,7 +68,7 @@ class OneStep:
         if copies:
             self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
             self._attributes = _with_copies(vars(optimizer))
-        self._step = step_of(optimizer)
+        self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self.awaited: set[int] = set()
@@ -102,7 +103,7 @@ class OneStep:
             cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
             if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
-        shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state)
+        shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state, hooks=self._hooks)
         vars(shell).update(self._attributes)
         before = {number: dict(cut) for number, cut in cuts.items()}
         return Prepared(shell, dict(vars(shell)), cuts, before, Watched.of(cuts.values()), local)
@@ -128,7 +129,9 @@ class OneStep:
         return found, of_optimizer
 
     def _check(self, known: Changes | None, found: Changes) -> None:
-        differing = None if known is None else known.differs_from(found)
+        if known is None or not (known.entries or found.entries):
+            return
+        differing = known.differs_from(found)
         if differing is not None:
             self._refuse(differing)
 

@@ -39,15 +39,26 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def shell_of(optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict) -> torch.optim.Optimizer:
-    """Return a shell of an optimizer with these groups and states, and without its hooks."""
+def shell_of(
+    optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict, *, hooks: Iterable[str] | None = None
+) -> torch.optim.Optimizer:
+    """Return a shell of an optimizer with these groups and states, and without its hooks.
+
+    Args:
+        hooks: the attributes that have these, where they were looked up before.
+    """
     shell: torch.optim.Optimizer = object.__new__(type(optimizer))
     known = vars(shell)
     known.update(vars(optimizer))
-    for name in [*filter(_is_of_hooks, known)]:
+    for name in hooks_of(optimizer) if hooks is None else hooks:
         known[name] = OrderedDict()
     known["param_groups"], known["state"] = groups, state
     return shell
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the attributes that have the hooks of an optimizer's step."""
+    return [*filter(_is_of_hooks, vars(optimizer))]
 
 
 def _is_of_hooks(name: str) -> bool:
@@ -119,6 +130,8 @@ class Watched:
 
     def written(self) -> str | None:
         """Return the name of one that was written to since; None if none was."""
+        if not self.tensors:
+            return None
         return next((name for name, value, version in self.tensors if torch_private.version_of(value) != version), None)
 
 
@@ -134,11 +147,8 @@ def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
     others = [name for name, value in after.items() if before.get(name, _MISSING) is not value]  # of most there are none
-    return {
-        name: after[name]
-        for name in others
-        if not is_left_out(name) and not _are_equal(before.get(name, _MISSING), after[name])
-    }
+    others = [name for name in others if not is_left_out(name)]
+    return {name: after[name] for name in others if not _are_equal(before.get(name, _MISSING), after[name])} if others else {}
 
 
 def _is_of_members(name: str) -> bool:

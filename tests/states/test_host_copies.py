@@ -94,7 +94,13 @@ VIEWS = ("detach", "alias", "view", "empty", "set_")
 """What touches no bytes."""
 
 
-def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen) -> None:
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in windows"])
+def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(
+    seen: _Seen, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        for name, value in (("PIECE_BYTES", 2**11), ("_LARGEST_PIECE_BYTES", 2**11), ("WINDOW_NUMEL", 64)):
+            monkeypatch.setattr(state_pieces, name, value)
     device = ReferenceDevice()
     parameters = [parameter for parameter in make(device) if parameter.dim()]
     optimizer = adamw(parameters)
@@ -104,7 +110,8 @@ def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen) -> No
             seen.calls.clear()
             give_grads(parameters, step)
             optimizer.step()
-        num_pieces = len(states.plan.pieces)
+        num_pieces = sum(len(piece.parts) for piece in states.plan.pieces)
+        assert is_cut == (num_pieces > len(states.plan.pieces))
 
     touching = [(name, num_bytes) for name, num_bytes in seen.calls if num_bytes and name not in VIEWS]
     steps = [num_bytes for name, num_bytes in touching if name.startswith("_fused_adamw")]
