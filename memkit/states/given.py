@@ -79,6 +79,7 @@ class Given:
                 self.state[key] = dict(given)
 
     def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
+        self._layout = None  # until all is: an interrupt may come in between
         masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._due, rows, strict=True)]
         self._masters = [None if master is None else local_of(master) for master in masters]
         copies = zip(self._due, self._masters, strict=True)
@@ -87,11 +88,11 @@ class Given:
         self._numbers = [(value, value.clone()) for value in values]
         hosts = self._route.rows_of(layout)
         self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
-        self.rows, self._layout = rows, layout
         self._given = [
             {name: value for name, value in row.items() if not record.has_master or name != MASTER}
             for record, row in zip(self._due, rows, strict=True)
         ]
+        self.rows, self._layout = rows, layout
 
     def follow(self, *, is_unwritten: bool) -> None:
         """Parameters have come, where there is need of them: have float32 copies follow these.
@@ -135,12 +136,16 @@ class Given:
         for value, before in self._numbers:
             value.copy_(before)
 
-    def let_go(self) -> None:
-        """Hold no gradient any more, and no states but those in the memory that was set aside for them."""
+    def let_go(self, *, is_steady: bool) -> None:
+        """Hold no gradient any more.
+
+        Args:
+            is_steady: whether states are where they were. Else none is held either: others come in their place.
+        """
         for key in self.keys:
             key.grad = None
         self.state = defaultdict(dict)
-        if not self._is_at_home:
+        if not is_steady:
             self.rows, self._layout, self._masters, self._numbers, self._given = [], None, [], [], []
 
 

@@ -145,7 +145,7 @@ class HostSteps:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-step")
         given, prepared = self._given[piece], None
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             given.take(piece.layout, piece.states_in(self._optimizer))
         if not any(record.is_shard for record in piece.due):  # else that may fail, as a step does
             prepared = run.prepare(piece.due, given.keys, given.state)
@@ -213,7 +213,7 @@ class HostSteps:
             begun.set()
         begin_s = time.perf_counter()
         route, given, layout = self._routes[piece], self._given[piece], piece.layout
-        is_unwritten = route.is_unwritten()
+        is_steady, is_unwritten = False, route.is_unwritten()
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
         route.forget()
@@ -223,7 +223,8 @@ class HostSteps:
                 given.follow(is_unwritten=is_unwritten)
         try:
             found = run.step(run.prepare(piece.due, given.keys, given.state) if prepared is None else prepared)
-            if given.is_written_in_place() and piece.may_lie_as_before():
+            is_steady = given.is_written_in_place() and piece.may_lie_as_before()
+            if is_steady:
                 made, laid_out = given.rows, layout
                 piece.entered = [(record.parameter, row) for record, row in zip(piece.due, made, strict=True) if row]
             else:
@@ -246,7 +247,7 @@ class HostSteps:
                 given.put_numbers_back()
             raise
         finally:
-            given.let_go()
+            given.let_go(is_steady=is_steady)
             self._slots.host_step_s += time.perf_counter() - begin_s
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
 
@@ -365,6 +366,7 @@ class HostSteps:
             self._thread = None
         self._routes.clear()
         self._given.clear()
+        self._begun.clear()
         self._rooms.clear()
         self._stepped.clear()
         self._out.clear()
