@@ -131,9 +131,10 @@ class HostSteps:
         self._slots.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
         route.has_parameters, route.brought_bytes = self._runs_ahead or not route.is_known, 0
-        num_bytes = route.way.num_bytes if route.has_parameters else route.way.narrow
-        slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, route.room.part(0, num_bytes), after=slot.freed)
-        self._slots.d2h_bytes += num_bytes
+        leg, lanes = route.down(), self._lanes
+        span, after = leg.span, (slot.freed, *leg.span.free_events)
+        slot.left = self._out[piece] = lanes.copy(lanes.out, slot.storage, span, is_out=True, after=after, parts=leg.parts)
+        self._slots.d2h_bytes += leg.span.num_bytes
         if self._runs_ahead:
             slot.piece = None  # others come there behind the copy
 
@@ -316,18 +317,13 @@ class HostSteps:
         piece.residency = Residency.HOST
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
-        """Have what was stepped come to the slot: float32 copies from where they stay, parameters from where they were sent."""
-        way = route.way
-        ranges = [(way.plain, way.plain_bytes)]
-        if any(route.staying(piece.layout)):
-            ranges.append((way.narrow, way.narrow_bytes))
-        spans = [(route.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
-        if route.copies is not None:
-            spans.append((route.copies, 0))
-        after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
-        for span, start in spans:
-            slot.arrived = piece.left = self._lanes.copy_back(span, route.storage, after=after, start=start)
-            self._slots.h2d_bytes += span.num_bytes
+        """Have what was stepped come to the slot."""
+        lanes, after = self._lanes, [slot.freed, *([slot.left.done] if slot.left is not None else [])]
+        for leg in route.up(piece.layout):
+            slot.arrived = piece.left = lanes.copy(
+                lanes.back, route.storage, leg.span, is_out=False, after=after, parts=leg.parts, start=leg.start
+            )
+            self._slots.h2d_bytes += leg.span.num_bytes
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
