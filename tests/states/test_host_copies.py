@@ -19,6 +19,7 @@ from memkit.errors import StateOffloadError
 from memkit.plan import state_pieces
 from memkit.states import cut_trial
 from memkit.states.host_steps import HostSteps
+from memkit.transfer.staging import PromisedEvent
 from tests.drawn import examples
 from tests.refusing import PinLimit
 from tests.states.cases import assert_same, offload, split_evenly
@@ -333,6 +334,39 @@ def test_memory_that_is_not_pinned(device: Device, monkeypatch: pytest.MonkeyPat
             give_grads(parameters, step)
             optimizer.step()
     assert_same(parameters, others)
+
+
+def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has failed when the thread turns to what has come by it: nothing is stepped with the gradients of before."""
+    device = ReferenceDevice()
+    parameters, is_reached = make(device), PromisedEvent.is_reached
+    optimizer = adamw(parameters)
+    PinLimit(device, monkeypatch, 2**18)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no")
+
+    def has_failed(event: PromisedEvent) -> bool:
+        event._recording.exception()  # waits
+        return is_reached(event)
+
+    with pytest.warns(UserWarning, match="pin"):
+        states = offload(optimizer, device, update="host", master=torch.float32)
+    before = list[Tensor]()
+
+    def steps(patch: pytest.MonkeyPatch) -> None:
+        with states:
+            for step in range(4):
+                before[:] = [parameter.detach().clone() for parameter in parameters]
+                give_grads(parameters, step)
+                if step == 3:
+                    patch.setattr("memkit.transfer.staging._Side._copy", fail)
+                    patch.setattr(PromisedEvent, "is_reached", has_failed)
+                optimizer.step()
+
+    with monkeypatch.context() as patch, pytest.raises(ArithmeticError, match="no"):
+        steps(patch)
+    assert_same([parameter.detach() for parameter in parameters], before)
 
 
 @examples(60)
