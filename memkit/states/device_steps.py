@@ -244,7 +244,7 @@ class DeviceSteps:
             if bound:
                 state[key] = bound
             keys.append(key)
-        written = run.step(piece.due, keys, state)
+        written = run.step(run.prepare(piece.due, keys, state))
         stepped = []
         for record, key in zip(piece.due, keys, strict=True):
             entries = dict(state[key]) if key in state else {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from memkit.states.fingerprints import WORD_BYTES, take_fingerprint
 from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
 from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of
 from memkit.states.shards import local_gradient, version_of
-from memkit.storages import tensor_over
+from memkit.storages import byte_view, tensor_over
 from memkit.torch_state import local_of
 from memkit.transfer.spans import Span, rounded
 
@@ -114,6 +115,28 @@ def _like(tensor: Tensor, storage: torch.UntypedStorage, start: int, dtype: torc
     return tensor_over(storage, dtype, offset=start // dtype.itemsize, size=tensor.size(), stride=stride)
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Bytes that are copied between a slot and host memory.
+
+    Attributes:
+        span: the host memory.
+        start: where they begin in the slot.
+        parts: the bytes of the slot, cut as the span is.
+    """
+
+    span: Span
+    start: int
+    parts: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, span: Span, start: int = 0) -> Leg:
+        """Return what a span and a slot have from a byte on."""
+        with torch.inference_mode(False):
+            whole = byte_view(storage).narrow(0, start, span.num_bytes)
+            return cls(span, start, whole.split(list(map(len, span.pieces))))
+
+
 class Route:
     """Where what is due of a piece lies on its way.
 
@@ -145,6 +168,11 @@ class Route:
         self._numbers = [piece.records.index(record) for record in piece.due]
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
+        self._down: dict[bool, Leg] = {}
+        self._up_in: Layout | None = None
+        self._up: list[Leg] = []
+        self._staying_in: Layout | None = None
+        self._staying: list[tuple[int, Tensor | None]] = []
         self.copies: Span | None = None
         """The host memory of the float32 copies of which `masters` was asked last; None if none come up."""
         with torch.inference_mode(False):
@@ -171,6 +199,30 @@ class Route:
                 if start < end:
                     gaps.append(tensor_over(storage, torch.uint8, offset=start, size=(end - start,), stride=(1,)))
         return gaps
+
+    # On its way
+
+    def down(self) -> Leg:
+        """Return what goes down: all, or without the parameters that have float32 copies."""
+        leg = self._down.get(self.has_parameters)
+        if leg is None:
+            num_bytes = self.way.num_bytes if self.has_parameters else self.way.narrow
+            leg = self._down[self.has_parameters] = Leg.of(self.storage, self.room.part(0, num_bytes))
+        return leg
+
+    def up(self, layout: Layout | None) -> list[Leg]:
+        """Return what comes up: float32 copies from where they stay, parameters from where they were sent."""
+        staying = self.staying(layout)
+        if layout is None or layout is not self._up_in:
+            way, ranges = self.way, [(self.way.plain, self.way.plain_bytes)]
+            if staying:
+                ranges.append((way.narrow, way.narrow_bytes))
+            spans = [(self.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
+            if self.copies is not None:
+                spans.append((self.copies, 0))
+            self._up = [Leg.of(self.storage, span, start) for span, start in spans]
+            self._up_in = layout
+        return self._up
 
     # On the device
 
@@ -217,13 +269,23 @@ class Route:
         with torch.inference_mode(False):
             return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None
 
-    def staying(self, layout: Layout | None) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield which of the parameters have a float32 copy that doesn't come up by itself, so that they come rounded; and
+    def staying(self, layout: Layout | None) -> list[tuple[int, Tensor | None]]:
+        """Return which of the parameters have a float32 copy that doesn't come up by itself, so that they come rounded; and
         where it is if that is among the states that could leave."""
-        for number, (record, master) in enumerate(zip(self._records, self.masters(layout), strict=True)):
-            if record.has_master and master is None:
-                host = {} if layout is None else layout.host[self._numbers[number]]
-                yield number, host.get(MASTER)
+        masters = self.masters(layout)
+        if layout is None or layout is not self._staying_in:
+            hosts = self.rows_of(layout)
+            self._staying_in = layout
+            self._staying = [
+                (number, None if hosts is None else hosts[number].get(MASTER))
+                for number, (record, master) in enumerate(zip(self._records, masters, strict=True))
+                if record.has_master and master is None
+            ]
+        return self._staying
+
+    def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
+        """Return the states that a layout has of what is due; None if there are none."""
+        return None if layout is None else [layout.host[number] for number in self._numbers]
 
     # On the host
 

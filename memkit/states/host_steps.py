@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device
@@ -18,13 +19,13 @@ from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan.chunks import Residency
 from memkit.states.fingerprints import WORD_BYTES
+from memkit.states.given import Given, lie_as
 from memkit.states.host_memory import HostStates
 from memkit.states.host_routes import Route, Way, traits_of
-from memkit.states.masters import follow
-from memkit.states.one_step import OneStep
+from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece
-from memkit.states.shards import are_one, local_gradient, shard_like, write_local
+from memkit.states.shards import local_gradient, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
@@ -75,11 +76,15 @@ class HostSteps:
         self._rooms: dict[int, Span] = {}
         """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
         self._routes: dict[Piece, Route] = {}
+        self._given: dict[Piece, Given] = {}
+        """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
         self._lost = dict[Piece, str]()
         self._thread: ThreadPoolExecutor | None = None
         self._running = dict[Piece, Future[None]]()
-        """Steps that the thread is to make."""
+        """Steps that the thread is to make, in this order."""
+        self._begun = dict[Piece, Event]()
+        """What is set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
         self._stepped: dict[int, Tensor] = {}
         """On the device, by the id of a piece's plan: the fingerprint of the parameters as they were stepped last."""
 
@@ -115,6 +120,7 @@ class HostSteps:
         route = self._route(piece, slot)
         for other in piece.alternatives:
             self._routes.pop(other, None)
+            self._given.pop(other, None)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.on_device.parameters, strict=True):
                 parameter.copy_(local_of(record.parameter))
@@ -126,9 +132,10 @@ class HostSteps:
         self._slots.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
         route.has_parameters, route.brought_bytes = self._runs_ahead or not route.is_known, 0
-        num_bytes = route.way.num_bytes if route.has_parameters else route.way.narrow
-        slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, route.room.part(0, num_bytes), after=slot.freed)
-        self._slots.d2h_bytes += num_bytes
+        leg, lanes = route.down(), self._lanes
+        span, after = leg.span, (slot.freed, *leg.span.free_events)
+        slot.left = self._out[piece] = lanes.copy(lanes.out, slot.storage, span, is_out=True, after=after, parts=leg.parts)
+        self._slots.d2h_bytes += leg.span.num_bytes
         if self._runs_ahead:
             slot.piece = None  # others come there behind the copy
 
@@ -139,14 +146,20 @@ class HostSteps:
             raise StateOffloadError(lost)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-step")
-        out = self._out[piece]
-        self._running[piece] = self._thread.submit(partial(self._step, piece, run, out, torch.is_grad_enabled()))
+        given, prepared = self._given[piece], None
+        with torch.inference_mode(False), torch.no_grad():
+            given.take(piece.layout, piece.states_in(self._optimizer))
+        if not any(record.is_shard for record in piece.due):  # else that may fail, as a step does
+            prepared = run.prepare(piece.due, given.keys, given.state)
+        begun = self._begun[piece] = Event()
+        step = partial(self._step, piece, run, prepared, self._out[piece], begun, torch.is_grad_enabled())
+        self._running[piece] = self._thread.submit(step)
 
     def join(self, piece: Piece) -> None:
         """Wait for the step of a piece, and have the parameters come back."""
         with label(f"step on the host ({piece.names})"):
             running = self._running[piece]
-            self._await([running])
+            self._await([running], self._begun_behind(piece))
             running.result()
             del self._running[piece]
         self.finish(piece)
@@ -164,70 +177,66 @@ class HostSteps:
         running = self._running.get(piece)
         return running.exception() if running is not None and running.done() else None
 
+    def _begun_behind(self, piece: Piece) -> Event | None:
+        """Return what to wait for rather than for a step: that the thread has begun the next one. A caller that went on as soon
+        as a step is over would want the interpreter just when the thread needs it to give the cores the next."""
+        first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
+        return self._begun[second] if first is piece and second is not None else None
+
     @staticmethod
-    def _await(steps: list[Future[None]]) -> None:
-        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile."""
+    def _await(steps: list[Future[None]], begun: Event | None = None) -> None:
+        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile.
+
+        Args:
+            begun: what is set behind them.
+        """
         interrupt: BaseException | None = None
         while not all(running.done() for running in steps):
             try:
-                wait(steps)
+                wait(steps) if begun is None else begun.wait()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _step(self, piece: Piece, run: OneStep, out: Transfer, has_grad: bool) -> None:
-        """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped."""
-        piece.await_turn()
-        self._device.synchronize(out.done)
+    def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
+        """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.
+
+        See [Note: a steady step on the host] in `memkit.states.given`.
+        """
+        try:
+            piece.await_turn()
+            if out.done.is_reached():
+                out.done.recorded()  # raises where the copy has failed
+            else:
+                begun.set()
+                self._device.synchronize(out.done)
+        finally:
+            begun.set()
         begin_s = time.perf_counter()
-        route = self._routes[piece]
-        layout, is_unwritten = piece.layout, route.is_unwritten()
+        route, given, layout = self._routes[piece], self._given[piece], piece.layout
+        is_steady, is_unwritten = False, route.is_unwritten()
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
         route.forget()
-        numbers: list[tuple[Tensor, Tensor]] = []
-        state: dict[Any, Any] = defaultdict(dict)
-        keys: list[nn.Parameter] = []
-        known = piece.states_in(self._optimizer)
-        with torch.no_grad():
-            for number, record in enumerate(piece.due):
-                entries = dict(known.get(record.parameter) or {})
-                key = route.stand_ins[number]
-                if record.has_master:
-                    copied, master = route.on_host.parameters[number], entries.pop(MASTER, None)
-                    key.data = copied.to(torch.float32) if master is None else local_of(master)
-                    if master is not None and not may_leave(master):
-                        numbers.append((master, master.clone()))
-                    if master is not None and not is_unwritten:
-                        follow(key.data, copied)
-                key.grad = route.on_host.grads[number]
-                if entries:
-                    state[key] = entries
-                keys.append(key)
-            numbers += [
-                (value, value.clone())
-                for entries in state.values()
-                for value in entries.values()
-                if isinstance(value, Tensor) and not may_leave(value)
-            ]
+        torch.set_grad_enabled(has_grad)  # of this thread
+        if not is_unwritten or not given.has_copies:
+            with torch.no_grad():
+                given.follow(is_unwritten=is_unwritten)
         try:
-            with torch.set_grad_enabled(has_grad):
-                found = run.step(piece.due, keys, state)
-            made = [dict(state[key]) if key in state else {} for key in keys]
-            with torch.no_grad():
-                for number, (record, key) in enumerate(zip(piece.due, keys, strict=True)):
-                    view = route.on_host.parameters[number]
-                    if record.has_master:
-                        made[number][MASTER] = shard_like(record.parameter, key.data)
-                    elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
-                        view.copy_(key)
-                        key.data = view
-            laid_out = self._lay_out(piece, made)
-            with torch.no_grad():
-                for number, master in route.staying(laid_out):
-                    route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
-            piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
+            found = run.step(run.prepare(piece.due, given.keys, given.state) if prepared is None else prepared)
+            is_steady = given.is_written_in_place() and piece.may_lie_as_before()
+            if is_steady:
+                made, laid_out = given.rows, layout
+                piece.entered = [(record.parameter, row) for record, row in zip(piece.due, made, strict=True) if row]
+            else:
+                with torch.no_grad():
+                    made = given.made()
+                    laid_out = self._lay_out(piece, made)
+                    known = piece.states_in(self._optimizer)
+                    piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
+            if staying := route.staying(laid_out):
+                self._put(staying, made, route)
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
@@ -237,14 +246,19 @@ class HostSteps:
                     "(optimizer.load_state_dict) and go on"
                 )
             with torch.no_grad():
-                for value, before in numbers:
-                    value.copy_(before)
+                given.put_numbers_back()
             raise
         finally:
-            for key in keys:
-                key.grad = None
+            given.let_go(is_steady=is_steady)
             self._slots.host_step_s += time.perf_counter() - begin_s
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
+
+    @staticmethod
+    def _put(staying: list[tuple[int, Tensor | None]], made: list[dict[Any, Any]], route: Route) -> None:
+        """Have parameters be what their float32 copies are that don't come up by themselves."""
+        with torch.no_grad():
+            for number, master in staying:
+                route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
 
     def _bring_parameters(self, route: Route) -> None:
         """Have parameters come to the host that somebody has written to. They are in the slot until the piece is stepped."""
@@ -265,11 +279,7 @@ class HostSteps:
         for record, entries in zip(piece.due, made, strict=True):
             index = index_of[id(record)]
             leaving = {name: value for name, value in entries.items() if may_leave(value)}
-            is_as_before = is_as_before and leaving.keys() == rows[index].keys()
-            is_as_before = is_as_before and all(
-                value is rows[index][name] or (name == MASTER and are_one(value, rows[index][name]))
-                for name, value in leaving.items()
-            )
+            is_as_before = is_as_before and lie_as(leaving, rows[index])
             rows[index] = leaving
         if is_as_before:
             return layout
@@ -308,18 +318,13 @@ class HostSteps:
         piece.come_to_rest()
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
-        """Have what was stepped come to the slot: float32 copies from where they stay, parameters from where they were sent."""
-        way = route.way
-        ranges = [(way.plain, way.plain_bytes)]
-        if any(route.staying(piece.layout)):
-            ranges.append((way.narrow, way.narrow_bytes))
-        spans = [(route.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
-        if route.copies is not None:
-            spans.append((route.copies, 0))
-        after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
-        for span, start in spans:
-            slot.arrived = piece.left = self._lanes.copy_back(span, route.storage, after=after, start=start)
-            self._slots.h2d_bytes += span.num_bytes
+        """Have what was stepped come to the slot."""
+        lanes, after = self._lanes, [slot.freed, *([slot.left.done] if slot.left is not None else [])]
+        for leg in route.up(piece.layout):
+            slot.arrived = piece.left = lanes.copy(
+                lanes.back, route.storage, leg.span, is_out=False, after=after, parts=leg.parts, start=leg.start
+            )
+            self._slots.h2d_bytes += leg.span.num_bytes
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
@@ -346,7 +351,9 @@ class HostSteps:
         if room is None or room.num_bytes < way.num_bytes:
             (room,) = self._host.take([way.num_bytes])
             self._rooms[place] = room
-        route = self._routes[piece] = Route(piece, due, way, slot.storage, room, self._stepped.get(id(piece.plan)))
+        route = Route(piece, due, way, slot.storage, room, self._stepped.get(id(piece.plan)))
+        self._given[piece] = Given(piece.due, route)
+        self._routes[piece] = route
         return route
 
     def close(self) -> None:
@@ -355,6 +362,8 @@ class HostSteps:
             self._thread.shutdown()
             self._thread = None
         self._routes.clear()
+        self._given.clear()
+        self._begun.clear()
         self._rooms.clear()
         self._stepped.clear()
         self._out.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -21,6 +22,10 @@ _SIZE = (4096, 2048)
 """As many elements as a piece has, about."""
 _NUM_BLOCKS = 4
 """With their states more than a processor's cache holds."""
+_NUM_AHEAD = 2
+"""So many are given to the thread that steps: it never waits for the other."""
+_NUM_GIVEN = 100
+"""About as many ops as go to the device for a piece that is stepped on the host, and one on the device beside it."""
 _LINK_BYTES = 64 * 2**20
 _NUM_COPIES = 128
 _NUM_COPIES_ELSEWHERE = 2
@@ -68,8 +73,9 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
     parameters in host memory, each beside the other.
 
     A step on the host reads and writes what the optimizer does, and no more: see [Note: casts on the device] in
-    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes. This one
-    gives the device work meanwhile, as it does in a step: it takes a core and the interpreter from the other.
+    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes. It has
+    the next one to step when one is over, as in a step. This thread gives the device as much work as goes with a piece, and
+    waits: what it takes of the cores and of the interpreter counts.
 
     Args:
         has_master: whether float32 copies are stepped.
@@ -86,26 +92,48 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
         blocks = [_Block(optimizer, _dtype_of(optimizer, has_master=has_master), arena) for _ in range(_NUM_BLOCKS)]
         for block in blocks:
             thread.submit(block.step).result()
-        turns = itertools.cycle(blocks)
+        turns = _Turns(blocks, thread, device)
         blocks_per_s, link_bytes_per_s = measure_beside_copies(
             device,
-            lambda: _busy_until(thread.submit(next(turns).step), device),
+            turns.step,
             num_bytes=_LINK_BYTES,
             num_copies=_NUM_COPIES if is_apart else _NUM_COPIES_ELSEWHERE,
             most_acts=None if is_apart else _NUM_BLOCKS,
         )
         host_numel_per_s = blocks_per_s * blocks[0].parameter.numel()
-        turns = itertools.cycle(())
+        turns.end()
         blocks.clear()  # ahead of the memory that they are in
     return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=host_numel_per_s)
 
 
-def _busy_until(step: Future[None], device: Device) -> None:
-    """Give the device small work until a step is over."""
-    number = torch.zeros(1, device=device.torch_device)
-    while not step.done():
-        number.add_(1)
-    step.result()
+class _Turns:
+    """Steps of blocks, one after the other, given out as those of pieces are.
+
+    Args:
+        blocks: take turns.
+        thread: steps them.
+        device: what is given work meanwhile.
+    """
+
+    def __init__(self, blocks: Sequence[_Block], thread: ThreadPoolExecutor, device: Device) -> None:
+        self._turns, self._thread = itertools.cycle(blocks), thread
+        self._number = torch.zeros(1, device=device.torch_device)
+        self._under_way = deque[Future[None]]()
+
+    def step(self) -> None:
+        """Have a block be stepped, and the thread have the next one when it is over. Meanwhile the device gets what it gets
+        beside a piece."""
+        while len(self._under_way) < _NUM_AHEAD:
+            self._under_way.append(self._thread.submit(next(self._turns).step))
+        for _ in range(_NUM_GIVEN):
+            self._number.add_(1)
+        self._under_way.popleft().result()
+
+    def end(self) -> None:
+        """Wait for what is under way, and hold no block any more."""
+        self._turns = itertools.cycle(())
+        while self._under_way:
+            self._under_way.popleft().result()
 
 
 def _dtype_of(optimizer: torch.optim.Optimizer, *, has_master: bool) -> torch.dtype:

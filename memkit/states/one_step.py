@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from memkit.states.shells import (
     Changes,
     Group,
     StateDict,
+    Watched,
     changes_of_group,
     changes_of_shell,
+    hooks_of,
     shell_of,
     step_of,
-    versions_in,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +29,27 @@ if TYPE_CHECKING:
 
 Written = tuple[dict[int, Changes], Changes]
 """What a part of a step has written: to groups, by their numbers, and to the optimizer's attributes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the optimizer's step of some parameters is given.
+
+    Attributes:
+        shell: what it runs on.
+        attributes: what the shell has ahead of it.
+        cuts: the groups of the shell, by their numbers.
+        before: the same ahead of the step.
+        watched: tensors in them.
+        local: how what is made becomes that of shards; None if there are none.
+    """
+
+    shell: torch.optim.Optimizer
+    attributes: Mapping[str, Any]
+    cuts: Mapping[int, Group]
+    before: Mapping[int, Group]
+    watched: Watched
+    local: LocalStep | None
 
 
 class OneStep:
@@ -45,7 +68,7 @@ class OneStep:
         if copies:
             self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
             self._attributes = _with_copies(vars(optimizer))
-        self._step = step_of(optimizer)
+        self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self.awaited: set[int] = set()
@@ -56,8 +79,8 @@ class OneStep:
         self._groups = [{**group, **_copied(group)} for group in self._groups]
         self._attributes = _with_copies({**vars(self._optimizer), **self._attributes})
 
-    def step(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Written:
-        """Step some parameters. Return what that has written to groups and attributes.
+    def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
+        """Return what is given to the optimizer's step, to step some parameters.
 
         Args:
             records: what is stepped.
@@ -65,9 +88,8 @@ class OneStep:
             state: their states, which the step reads and writes.
 
         Raises:
-            StateOffloadError: the optimizer has written other entries than with another part, or states don't fit their shards.
+            StateOffloadError: states don't fit their shards.
         """
-        groups = self._groups
         has_shards = False
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
@@ -77,33 +99,39 @@ class OneStep:
         keys = keys if local is None else local.keys
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
-            group = groups[number]
+            group = self._groups[number]
             cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
             if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
-        versions = {number: versions_in(group) for number, group in cuts.items()}
-        shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state)
-        known = vars(self._optimizer)
-        if self._attributes:
-            known = {**known, **self._attributes}
-            vars(shell).update(self._attributes)
-        self._step(shell)
-        of_optimizer = changes_of_shell(known, shell)
+        shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state, hooks=self._hooks)
+        vars(shell).update(self._attributes)
+        before = {number: dict(cut) for number, cut in cuts.items()}
+        return Prepared(shell, dict(vars(shell)), cuts, before, Watched.of(cuts.values()), local)
+
+    def step(self, prepared: Prepared) -> Written:
+        """Step some parameters. Return what that has written to groups and attributes.
+
+        Raises:
+            StateOffloadError: the optimizer has written other entries than with another part.
+        """
+        self._step(prepared.shell)
+        of_optimizer = changes_of_shell(prepared.attributes, prepared.shell)
         self._check(self._of_optimizer, of_optimizer)
         found = {}
-        for number, cut in cuts.items():
-            found[number] = changes_of_group(groups[number], cut)
+        for number, cut in prepared.cuts.items():
+            found[number] = changes_of_group(prepared.before[number], cut)
             self._check(self._of_groups.get(number), found[number])
-            before = dict(versions[number])
-            for name, version in versions_in(groups[number]):
-                if before.get(name) != version:
-                    self._refuse(name)
-        if local is not None:
-            local.finish()
+        written = prepared.watched.written()
+        if written is not None:
+            self._refuse(written)
+        if prepared.local is not None:
+            prepared.local.finish()
         return found, of_optimizer
 
     def _check(self, known: Changes | None, found: Changes) -> None:
-        differing = None if known is None else known.differs_from(found)
+        if known is None or not (known.entries or found.entries):
+            return
+        differing = known.differs_from(found)
         if differing is not None:
             self._refuse(differing)
 

@@ -15,6 +15,7 @@ from memkit import torch_private
 from memkit.errors import StateOffloadError
 from memkit.plan import aligned
 from memkit.storages import tensor_over
+from memkit.torch_state import local_of
 from memkit.transfer.spans import Span
 from memkit.wrappers import parts_of
 
@@ -128,6 +129,25 @@ _READ = (
 def is_number(value: object) -> bool:
     """Tell whether a state is a count, or another one without dimensions."""
     return not isinstance(value, OnDisk) and (not isinstance(value, Tensor) or not value.dim())
+
+
+def is_number_on_host(value: object) -> bool:
+    """Tell whether a state is a plain tensor of the host's without dimensions."""
+    return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
+
+
+def are_same_number(one: Any, other: Any) -> bool:
+    """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.device.type != "cpu":
+            return True
+        if one.dtype != other.dtype:
+            return False
+        # unlike item(), this lets no other thread have the interpreter
+        one, other = local_of(one).tolist(), local_of(other).tolist()
+    if type(one) is not type(other):
+        return False
+    return not isinstance(one, int | float | complex) or one == other or (one != one and other != other)
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +39,30 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def shell_of(optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict) -> torch.optim.Optimizer:
-    """Return a shell of an optimizer with these groups and states, and without its hooks."""
+def shell_of(
+    optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict, *, hooks: Iterable[str] | None = None
+) -> torch.optim.Optimizer:
+    """Return a shell of an optimizer with these groups and states, and without its hooks.
+
+    Args:
+        hooks: the attributes that have these, where they were looked up before.
+    """
     shell: torch.optim.Optimizer = object.__new__(type(optimizer))
     known = vars(shell)
     known.update(vars(optimizer))
-    for name in _hooks_in(known):
+    for name in hooks_of(optimizer) if hooks is None else hooks:
         known[name] = OrderedDict()
     known["param_groups"], known["state"] = groups, state
     return shell
 
 
-def _hooks_in(attributes: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in attributes.items() if name.endswith(("step_pre_hooks", "step_post_hooks"))]
+def hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the attributes that have the hooks of an optimizer's step."""
+    return [*filter(_is_of_hooks, vars(optimizer))]
+
+
+def _is_of_hooks(name: str) -> bool:
+    return name.endswith(("step_pre_hooks", "step_post_hooks"))
 
 
 def hollow_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -95,21 +106,57 @@ def versions_in(group: Group) -> list[tuple[str, int]]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Tensors in groups, as they were: nobody may write to these in place.
+
+    Attributes:
+        tensors: each with its name, and how often it was written to.
+    """
+
+    tensors: tuple[tuple[str, Tensor, int], ...]
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> Watched:
+        """Watch the tensors that groups have."""
+        return cls(
+            tuple(
+                (name, value, torch_private.version_of(value))
+                for group in groups
+                for name, value in group.items()
+                if isinstance(value, Tensor) and not value.is_inference()
+            )
+        )
+
+    def written(self) -> str | None:
+        """Return the name of one that was written to since; None if none was."""
+        if not self.tensors:
+            return None
+        return next((name for name, value, version in self.tensors if torch_private.version_of(value) != version), None)
+
+
 def changes_of_group(before: Group, after: Group) -> Changes:
     """Return what a step has written to a cut of a group."""
-    return Changes(dict(_changed(before, after, ("params", "param_names"))))
+    return Changes(_changed(before, after, _is_of_members))
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
     """Return what a step has written to the attributes of a shell, which were known before."""
-    return Changes(dict(_changed(known, vars(shell), (*_OWN, *_hooks_in(known)))))
+    return Changes(_changed(known, vars(shell), _is_of_shell))
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], left_out: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for name, value in after.items():
-        known = before.get(name, _MISSING)
-        if known is not value and name not in left_out and not _are_equal(known, value):
-            yield name, value
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
+    others = [name for name, value in after.items() if before.get(name, _MISSING) is not value]  # of most there are none
+    others = [name for name in others if not is_left_out(name)]
+    return {name: after[name] for name in others if not _are_equal(before.get(name, _MISSING), after[name])} if others else {}
+
+
+def _is_of_members(name: str) -> bool:
+    return name in ("params", "param_names")
+
+
+def _is_of_shell(name: str) -> bool:
+    return name in _OWN or _is_of_hooks(name)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

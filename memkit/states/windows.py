@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
-from memkit.states.packing import Packed, PackedTensor, is_number, local_packed, pack
+from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
 from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, mark_of, stand_in_of, stand_ins_for
 from memkit.states.shards import note_written, shard_like, version_of
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
@@ -43,6 +43,7 @@ class Window(Piece):
         """Whether a step has stepped it that has not stepped all of the parameter yet."""
         (record,) = whole.records
         self.view = flat[self.elements]
+        self._counts: dict[Any, Tensor] = {}
         stand_in = stand_in_of(record, self.view)
         super().__init__(plan, [StateRecord(record.name, stand_in, has_master=record.has_master)])
 
@@ -75,6 +76,17 @@ class Window(Piece):
     def parameter(self) -> Tensor:
         """What stands for the whole one."""
         return self.records[0].parameter
+
+    def own(self, name: Any, value: Any) -> Any:
+        """Return a copy of a count that each window steps by itself: those of all windows come to the same. On the host it is
+        the same tensor in each step."""
+        known = self._counts.get(name)
+        if known is not None and is_number_on_host(value) and known.dtype == value.dtype:
+            return known.copy_(value)
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        made = self._counts[name] = value.detach().clone()
+        return made
 
     def follow(self, flat: Tensor) -> None:
         """Be over the elements of another tensor, which the parameter has now."""
@@ -178,7 +190,7 @@ class CutPiece(Piece):
                 host = window.layout.host[0] if window.layout is not None else {}
                 known = {name: host.get(name, value) for name, value in entries.items()}
                 if not window.is_last:
-                    known.update({name: _own_copy(value) for name, value in entries.items() if name not in host})
+                    known.update({name: window.own(name, value) for name, value in entries.items() if name not in host})
                 if known:
                     self.states[own.parameter] = known
                 else:
@@ -308,7 +320,7 @@ class CutPiece(Piece):
         if window is self.windows[0]:
             self._numbers = numbers
         known = self._numbers
-        if numbers.keys() != known.keys() or not all(_are_equal(value, known[name]) for name, value in numbers.items()):
+        if numbers.keys() != known.keys() or not all(are_same_number(value, known[name]) for name, value in numbers.items()):
             raise self._not_elementwise()
         if not window.is_last:
             return [partial(setattr, window, "is_stepped", True)]
@@ -379,20 +391,6 @@ def _place_of(parameter: Tensor) -> tuple[int, int]:
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
     """Tell whether a parameter has these states, and else only numbers."""
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
-
-
-def _own_copy(value: Any) -> Any:
-    """Return a copy of a count that each window steps by itself: those of all windows come to the same."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.device.type != "cpu":
-            return True
-        return one.dtype == other.dtype and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-    return type(one) is type(other) and (not isinstance(one, int | float) or one == other or one != one)
 
 
 def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:

@@ -19,6 +19,7 @@ from memkit.errors import StateOffloadError
 from memkit.plan import state_pieces
 from memkit.states import cut_trial
 from memkit.states.host_steps import HostSteps
+from memkit.transfer.staging import PromisedEvent
 from tests.drawn import examples
 from tests.refusing import PinLimit
 from tests.states.cases import assert_same, offload, split_evenly
@@ -94,7 +95,13 @@ VIEWS = ("detach", "alias", "view", "empty", "set_")
 """What touches no bytes."""
 
 
-def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen) -> None:
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in windows"])
+def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(
+    seen: _Seen, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        for name, value in (("PIECE_BYTES", 2**11), ("_LARGEST_PIECE_BYTES", 2**11), ("WINDOW_NUMEL", 64)):
+            monkeypatch.setattr(state_pieces, name, value)
     device = ReferenceDevice()
     parameters = [parameter for parameter in make(device) if parameter.dim()]
     optimizer = adamw(parameters)
@@ -104,7 +111,8 @@ def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen) -> No
             seen.calls.clear()
             give_grads(parameters, step)
             optimizer.step()
-        num_pieces = len(states.plan.pieces)
+        num_pieces = sum(len(piece.parts) for piece in states.plan.pieces)
+        assert is_cut == (num_pieces > len(states.plan.pieces))
 
     touching = [(name, num_bytes) for name, num_bytes in seen.calls if num_bytes and name not in VIEWS]
     steps = [num_bytes for name, num_bytes in touching if name.startswith("_fused_adamw")]
@@ -326,6 +334,39 @@ def test_memory_that_is_not_pinned(device: Device, monkeypatch: pytest.MonkeyPat
             give_grads(parameters, step)
             optimizer.step()
     assert_same(parameters, others)
+
+
+def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has failed when the thread turns to what has come by it: nothing is stepped with the gradients of before."""
+    device = ReferenceDevice()
+    parameters, is_reached = make(device), PromisedEvent.is_reached
+    optimizer = adamw(parameters)
+    PinLimit(device, monkeypatch, 2**18)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no")
+
+    def has_failed(event: PromisedEvent) -> bool:
+        event._recording.exception()  # waits
+        return is_reached(event)
+
+    with pytest.warns(UserWarning, match="pin"):
+        states = offload(optimizer, device, update="host", master=torch.float32)
+    before = list[Tensor]()
+
+    def steps(patch: pytest.MonkeyPatch) -> None:
+        with states:
+            for step in range(4):
+                before[:] = [parameter.detach().clone() for parameter in parameters]
+                give_grads(parameters, step)
+                if step == 3:
+                    patch.setattr("memkit.transfer.staging._Side._copy", fail)
+                    patch.setattr(PromisedEvent, "is_reached", has_failed)
+                optimizer.step()
+
+    with monkeypatch.context() as patch, pytest.raises(ArithmeticError, match="no"):
+        steps(patch)
+    assert_same([parameter.detach() for parameter in parameters], before)
 
 
 @examples(60)
