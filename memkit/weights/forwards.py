@@ -21,6 +21,7 @@ from memkit.weights.accumulation import Accumulation
 from memkit.weights.adoption import adopt, adopt_data
 from memkit.weights.binding import StreamedParameter
 from memkit.weights.chunks import LayerChunk
+from memkit.weights.inner_hooks import InnerHooks
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
 from memkit.weights.streaming import Streamer
@@ -61,7 +62,7 @@ class Forwards(NotCopied):
             self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
         self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
-            layer = _Layer(chunk, HookSet())
+            layer = _Layer(chunk, InnerHooks())
             before, after = partial(self._enter, layer), partial(self._after_layer, chunk)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
@@ -290,7 +291,7 @@ class _Layer:
     """What is known of a layer from one forward to the next."""
 
     chunk: LayerChunk
-    inner_hooks: HookSet
+    inner_hooks: InnerHooks
     """Those on modules inside of it. While it runs they are set aside."""
 
 
