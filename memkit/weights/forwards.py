@@ -161,7 +161,7 @@ class Forwards(NotCopied):
         if not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for chunk in self._streamer.chunks:
-                    if not chunk.uses and not chunk.binding.is_unchanged():
+                    if not chunk.uses and chunk.binding.may_be_cast():
                         self._adopt(chunk)
             self._before_pass()
             self._streamer.begin_pass()
@@ -205,7 +205,8 @@ class Forwards(NotCopied):
             self._refuse_thread()
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()
-        if not chunk.uses and not chunk.binding.is_unchanged():
+        is_unchanged = not chunk.uses and chunk.binding.is_unchanged()
+        if not is_unchanged and not chunk.uses:
             self._adopt(chunk)
         if streamer.device.is_capturing():
             self._refuse_capture(chunk)
@@ -219,7 +220,7 @@ class Forwards(NotCopied):
             gradients.watch(chunk)
             if is_backward:
                 gradients.note_recompute()
-        elif any(chunk.binding.requires_grad()):
+        elif not (is_unchanged and chunk.binding.is_frozen) and any(chunk.binding.requires_grad()):
             raise LayerOffloadError(
                 f'parameters of "{chunk.name}" require grad, which stream as frozen ones. Use train="host", or set this '
                 "before LayerOffload is made: what requires grad then stays on the device"

@@ -226,7 +226,7 @@ class Streamer:
             if not chunk.uses:  # else it runs on
                 slots, stream = self.ring.slots.values(), self.device.current_stream()
                 for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
-                    if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
+                    if slot.chunk is chunk and not (slot.is_ready or slot.ready is None or slot.ready.is_reached()):
                         self.device.synchronize(slot.ready)
                 binding = chunk.binding
                 if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or binding.wrappers:
@@ -243,9 +243,12 @@ class Streamer:
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
         """Have a stream wait for what is in a slot, and note how long that takes."""
         assert slot.ready is not None
-        start = None if slot.ready.is_reached() else self.device.record_event(stream)
+        slot.is_ready = slot.ready.is_reached()
+        start = None if slot.is_ready else self.device.record_event(stream)
         try:
-            self.device.wait_event(stream, slot.ready.recorded())
+            ready = slot.ready.recorded()
+            if start is not None or torch_private.num_dispatch_modes():  # which may look for what nothing waits for
+                self.device.wait_event(stream, ready)
         except Exception:  # the copy has failed, and is not under way any more
             slot.fail()
             raise
@@ -300,9 +303,8 @@ class Streamer:
             chunk = self.chunks[position]
             if place == most or (until is not None and chunk.use_order <= until):
                 return True
-            there = chunk.slot
-            state = (chunk.num_changes, *chunk.binding.versions())
-            if there is not None and there.chunk is chunk and (there.state == state or chunk.residency is Residency.DIRTY):
+            there = chunk.slot  # whether it was written to since is asked when it is used
+            if there is not None and there.chunk is chunk and (there.state is not None or chunk.residency is Residency.DIRTY):
                 continue
             is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
             if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
@@ -318,11 +320,9 @@ class Streamer:
         span = chunk.span if self._disk is None else self._disk.bring(chunk)
         assert span is not None
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
-            transfer = slot.fill(chunk, span, self._lanes)
+            done = slot.fill(chunk, span, self._lanes, self.transfers)
         if self._disk is not None:
-            self._disk.note_sent(transfer.done)
-        if self.transfers is not None:
-            self.transfers.append(transfer)
+            self._disk.note_sent(done)
         self.h2d_bytes += chunk.num_bytes
         self.num_fetches += 1
 
