@@ -16,6 +16,7 @@ from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.owners import are_owners_set_aside, aside
+from memkit.plan.chunks import Residency
 from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.adoption import adopt, adopt_data
@@ -69,8 +70,8 @@ class Forwards(NotCopied):
             self._hooks.add(layer.inner_hooks)
             for module in chunk.module.modules():
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
-                    before = partial(self._before_inner, layer)
-                    layer.inner_hooks.around_forward(module, before=before, after=self._after_inner)
+                    before, after = partial(self._before_inner, layer), partial(self._after_inner, layer)
+                    layer.inner_hooks.around_inner(module, before=before, after=after)
 
     def _watch_outer(self, within: set[int]) -> None:
         for module in self._model.modules():
@@ -230,7 +231,8 @@ class Forwards(NotCopied):
         slot = streamer.use(chunk)
         if self._timing is not None:
             self._timing.note_ready()
-        call.end = partial(self._end_layer, layer, call, (chunk.num_changes, *chunk.binding.versions()))
+        state = slot.state if chunk.residency is not Residency.DIRTY else chunk.state()  # the slot has it as it is now
+        call.end = partial(self._end_layer, layer, call, state)
         if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
             layer.inner_hooks.set_aside()
         slot.lend(chunk, use=call)
@@ -257,14 +259,17 @@ class Forwards(NotCopied):
         if self._timing is not None:
             self._timing.note_ready()
 
-    def _before_inner(self, layer: _Layer, module: nn.Module, given: Any) -> None:
+    def _before_inner(self, layer: _Layer, place: int, module: nn.Module, given: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
         if not self._streamer.is_in_forward(layer.chunk):
+            layer.inner_hooks.expect_end(place)
             self._enter(layer, module, given, depth=3)
 
-    def _after_inner(self, module: nn.Module, *_: Any) -> None:
+    def _after_inner(self, layer: _Layer, place: int, module: nn.Module, _: Any, output: Any) -> None:
         if self._calls.is_last(module):
             self._calls.end(module, depth=2)
+        if output is not None and not self._calls.is_last(module):
+            layer.inner_hooks.note_end(place)
 
     def _end_layer(self, layer: _Layer, call: Call, state: object, ending: Ending) -> None:
         layer.inner_hooks.put_back()

@@ -35,7 +35,7 @@ from memkit.errors import LayerOffloadError
 from memkit.labels import NO_LABEL, label
 from memkit.owners import StreamedWeights
 from memkit.plan.chunks import Residency
-from memkit.torch_state import sharing_counters
+from memkit.torch_state import sharing_counters, unseen
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.disk_copies import DiskCopies
@@ -154,7 +154,7 @@ class Streamer:
             LayerOffloadError: this is closed.
             torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
         """
-        with torch_private.without_python_dispatch(), self.lock:  # no mode is to see what is no part of the forward
+        with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self._is_closed:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
@@ -219,26 +219,27 @@ class Streamer:
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
         """A forward of a layer is over, or its backward: its work is on the current stream."""
-        with torch_private.without_python_dispatch(), self.lock:
+        with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if torch_private.backward_task() == -1:
                 chunk.use_order = self._lanes.next_use()
             chunk.uses.discard(use)
-            if not chunk.uses:  # else it runs on
-                slots, stream = self.ring.slots.values(), self.device.current_stream()
-                for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
-                    if slot.chunk is chunk and not (slot.is_ready or slot.ready is None or slot.ready.is_reached()):
-                        self.device.synchronize(slot.ready)
-                binding = chunk.binding
-                if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or binding.wrappers:
-                    binding.unbind()
-                else:
-                    deque(binding.set_data(binding.host_copies), maxlen=0)
-                for slot in slots:
-                    if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
-                        if slot.stepped is None:
-                            self.device.note_read(slot.storage)
-                        is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
-                        slot.users[stream] = None if is_held else self.device.record_event(stream, timed=False)
+            if chunk.uses:  # it runs on
+                return
+            device, stream = self.device, self.device.current_stream()
+            for slot in self.ring.slots.values():  # who is given the host copy may write to it: no copy is to read it then
+                if slot.chunk is chunk and not (slot.is_ready or slot.ready is None or slot.ready.is_reached()):
+                    device.synchronize(slot.ready)
+            binding = chunk.binding
+            if binding.wrappers or torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
+                binding.unbind()
+            else:
+                deque(binding.set_data(binding.host_copies), maxlen=0)
+            for slot in self.ring.slots.values():
+                if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
+                    if slot.stepped is None:
+                        device.note_read(slot.storage)
+                    is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
+                    slot.users[stream] = None if is_held else device.record_event(stream, timed=False)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
         """Have a stream wait for what is in a slot, and note how long that takes."""
