@@ -39,8 +39,8 @@ class _Untraced:
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._hook(*args, **kwargs)
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
 
     vars(__call__).update(torch_private.UNTRACED_MARKS)  # where its caller is traced
 
@@ -72,8 +72,6 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._aside: list[tuple[Any, int, Any, bool]] = []
-        """Hooks that are set aside: the dict that had them, their ids there, and whether they come behind the forward."""
 
     def __enter__(self) -> HookSet:
         return self
@@ -125,24 +123,6 @@ class HookSet:
         for before, after in zip(handles[::2], handles[1::2], strict=True):
             before.hooks_dict_ref().move_to_end(before.id, last=False)
             after.hooks_dict_ref().move_to_end(after.id)
-
-    def set_aside(self) -> None:
-        """Leave out of calls what `around_forward`, and nothing else, has set, until `put_back`: torch then sees no hook there,
-        and Dynamo neither breaks a graph because of one nor guards it."""
-        handles: list[Any] = list(self._handles)
-        for place, handle in enumerate(handles):
-            hooks, number = handle.hooks_dict_ref(), handle.id
-            if number in hooks:
-                self._aside.append((hooks, number, hooks[number], place % 2 == 1))  # ahead: an interrupt loses none
-                del hooks[number]
-
-    def put_back(self) -> None:
-        """Have what was set aside called again, outside of all other hooks. Calling it again does nothing."""
-        if self._aside:
-            for hooks, number, hook, is_after in self._aside:
-                hooks[number] = hook
-                hooks.move_to_end(number, last=is_after)  # as `put_outside` does
-            self._aside = []
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises. It runs as plain
@@ -202,7 +182,6 @@ class HookSet:
 
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
-        self._aside = []
         while self._handles:
             handle: Any = self._handles[-1]
             handle.remove()  # which an interrupt leaves here, so that it is removed again

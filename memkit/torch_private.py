@@ -87,6 +87,7 @@ DispatchKeySet: Callable[[Any], Any]
 FrameAction: Any
 FrameExecStrategy: Callable[[Any, Any], Any]
 FunctorchTransform: Any
+TensorGuards: Any
 active_replica: Callable[[type[nn.Module]], nn.Module | None]
 arg_tree_leaves: Callable[..., list[Any]]
 backward_task: Callable[[], int]
@@ -236,6 +237,7 @@ NAMES: dict[str, PrivateName] = {
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
     "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),
     "sleep_on_device": _of("torch.cuda._sleep", "to have the host get ahead of the device"),
+    "TensorGuards": _of("torch._C._dynamo.guards.TensorGuards", "to compare how tensors lie with how they did, in one call"),
     "num_storage_users": _of("torch._C._storage_Use_Count", "whether a slot is in use", _LAYERS),
     "set_conj": _of("torch._C._set_conj", "to read a tensor conjugated", *_CONTEXTS),
     "set_neg": _of("torch._C._set_neg", "to read a tensor negated", *_CONTEXTS),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,14 @@ def has_own_dispatch(tensor: Tensor) -> bool:
 def is_seen_by_modes() -> bool:
     """Tell whether a dispatch mode sees what runs now."""
     return torch_private.num_dispatch_modes() > 0 and not torch_private.is_key_excluded(torch_private.DispatchKey.Python)
+
+
+@contextmanager
+def unseen(lock: AbstractContextManager[object]) -> Iterator[None]:
+    """Return a context in which the caller has a lock, and no dispatch mode sees what is done. Where no mode is on, the lock
+    alone costs the host less."""
+    with torch_private.without_python_dispatch(), lock:
+        yield
 
 
 def sharing_counters() -> AbstractContextManager[object]:

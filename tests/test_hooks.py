@@ -25,38 +25,6 @@ def test_hooks_run_around_the_users_own() -> None:
     assert order == ["before", "user before", "user after", "after"]
 
 
-def test_hooks_that_are_set_aside_are_not_called_until_they_are_back_outside_of_the_users_own() -> None:
-    order: list[str] = []
-    module = nn.Identity()
-
-    with HookSet() as hooks:
-        hooks.around_forward(module, before=lambda *_: order.append("before"), after=lambda *_: order.append("after"))
-        hooks.set_aside()
-        module.register_forward_pre_hook(lambda *_: order.append("user before"))
-        module.register_forward_hook(lambda *_: order.append("user after"))
-        module(torch.zeros(1))
-        assert order == ["user before", "user after"]
-
-        hooks.put_back()
-        hooks.put_back()
-        module(torch.zeros(1))
-
-    assert order[2:] == ["before", "user before", "user after", "after"]
-
-
-def test_hooks_that_were_removed_do_not_come_back() -> None:
-    module = nn.Identity()
-    hooks = HookSet()
-    hooks.around_forward(module, before=lambda *_: None, after=lambda *_: None)
-    hooks.set_aside()
-
-    hooks.remove()
-    hooks.put_back()
-
-    assert not module._forward_pre_hooks
-    assert not module._forward_hooks
-
-
 def test_leaving_the_set_removes_every_hook() -> None:
     module = nn.Identity()
 

@@ -163,11 +163,16 @@ class Binding:
     """
 
     __slots__ = (
+        "_addresses",
         "_expected",
+        "_guards",
         "_holders",
         "_keys",
+        "_layout",
+        "_sample",
         "counted",
         "host_copies",
+        "is_frozen",
         "known",
         "parameters",
         "places",
@@ -205,27 +210,44 @@ class Binding:
             self.places = places
         self._holders = tuple(streamed.places[0][0] for streamed in self.parameters)
         self._keys = tuple(streamed.places[0][1] for streamed in self.parameters)
-        self._expected = (
-            tuple(streamed.parameter for streamed in self.parameters),
-            tuple(part.address for part in parts),
-            tuple(part.dtype for part in parts),
-            tuple(part.size for part in parts),
-            tuple(part.stride for part in parts),
-        )
+        self._expected = tuple(streamed.parameter for streamed in self.parameters)
+        self._addresses = tuple(part.address for part in parts)
+        self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
+        self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
+        """What tells in one call that the tensors lie, and require grad, as they did when `is_unchanged` has looked at each.
+        Autocast and inference mode are part of what it compares: so there are two."""
+        self.is_frozen = False
+        """Whether no tensor required grad when `is_unchanged` has last said yes."""
+        floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
+        self._sample = next(floating, 0)
 
     def is_unchanged(self) -> bool:
         """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
         this says no: what wraps other tensors is not looked into."""
-        parameters, addresses, dtypes, sizes, strides = self._expected
         tensors = self.tensors
-        return (
-            not self.wrappers
-            and all(map(is_, map(dict.get, map(torch_private.parameters_of, self._holders), self._keys), parameters))
-            and tuple(map(Tensor.data_ptr, tensors)) == addresses
-            and tuple(map(Tensor.size, tensors)) == sizes
-            and tuple(map(Tensor.stride, tensors)) == strides
-            and tuple(map(_dtype_of, tensors)) == dtypes
-        )
+        if (
+            self.wrappers
+            or not all(map(is_, map(dict.get, map(torch_private.parameters_of, self._holders), self._keys), self._expected))
+            or tuple(map(Tensor.data_ptr, tensors)) != self._addresses
+        ):
+            return False
+        for guard, is_frozen in self._guards:
+            if guard(*tensors):
+                self.is_frozen = is_frozen
+                return True
+        if tuple((tensor.dtype, tensor.size(), tensor.stride()) for tensor in tensors) != self._layout:
+            return False
+        self.is_frozen = not any(self.requires_grad())
+        for make in torch_private.known("TensorGuards"):
+            guard = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guards.appendleft((guard.check, self.is_frozen))
+        return True
+
+    def may_be_cast(self) -> bool:
+        """Tell by one parameter, which costs far less than `is_unchanged`, whether all may have been cast or replaced."""
+        at = self._sample
+        now = torch_private.parameters_of(self._holders[at]).get(self._keys[at])
+        return bool(self.wrappers) or now is not self._expected[at] or self.tensors[at].data_ptr() != self._addresses[at]
 
     def point_at(self, views: Sequence[Tensor], device: torch.device) -> None:
         """Let the parameters be the views, which are on a device; those that are made of others say so."""
@@ -241,7 +263,6 @@ class Binding:
 
 
 _NO_CONTEXT = nullcontext()
-_dtype_of = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
 
 

@@ -16,11 +16,13 @@ from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.owners import are_owners_set_aside, aside
+from memkit.plan.chunks import Residency
 from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.adoption import adopt, adopt_data
 from memkit.weights.binding import StreamedParameter
 from memkit.weights.chunks import LayerChunk
+from memkit.weights.inner_hooks import InnerHooks
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
 from memkit.weights.streaming import Streamer
@@ -61,15 +63,15 @@ class Forwards(NotCopied):
             self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
         self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
-            layer = _Layer(chunk, HookSet())
+            layer = _Layer(chunk, InnerHooks())
             before, after = partial(self._enter, layer), partial(self._after_layer, chunk)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
             self._hooks.add(layer.inner_hooks)
             for module in chunk.module.modules():
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
-                    before = partial(self._before_inner, layer)
-                    layer.inner_hooks.around_forward(module, before=before, after=self._after_inner)
+                    before, after = partial(self._before_inner, layer), partial(self._after_inner, layer)
+                    layer.inner_hooks.around_inner(module, before=before, after=after)
 
     def _watch_outer(self, within: set[int]) -> None:
         for module in self._model.modules():
@@ -160,7 +162,7 @@ class Forwards(NotCopied):
         if not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for chunk in self._streamer.chunks:
-                    if not chunk.uses and not chunk.binding.is_unchanged():
+                    if not chunk.uses and chunk.binding.may_be_cast():
                         self._adopt(chunk)
             self._before_pass()
             self._streamer.begin_pass()
@@ -204,7 +206,8 @@ class Forwards(NotCopied):
             self._refuse_thread()
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()
-        if not chunk.uses and not chunk.binding.is_unchanged():
+        is_unchanged = not chunk.uses and chunk.binding.is_unchanged()
+        if not is_unchanged and not chunk.uses:
             self._adopt(chunk)
         if streamer.device.is_capturing():
             self._refuse_capture(chunk)
@@ -218,7 +221,7 @@ class Forwards(NotCopied):
             gradients.watch(chunk)
             if is_backward:
                 gradients.note_recompute()
-        elif any(chunk.binding.requires_grad()):
+        elif not (is_unchanged and chunk.binding.is_frozen) and any(chunk.binding.requires_grad()):
             raise LayerOffloadError(
                 f'parameters of "{chunk.name}" require grad, which stream as frozen ones. Use train="host", or set this '
                 "before LayerOffload is made: what requires grad then stays on the device"
@@ -228,7 +231,8 @@ class Forwards(NotCopied):
         slot = streamer.use(chunk)
         if self._timing is not None:
             self._timing.note_ready()
-        call.end = partial(self._end_layer, layer, call, (chunk.num_changes, *chunk.binding.versions()))
+        state = slot.state if chunk.residency is not Residency.DIRTY else chunk.state()  # the slot has it as it is now
+        call.end = partial(self._end_layer, layer, call, state)
         if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
             layer.inner_hooks.set_aside()
         slot.lend(chunk, use=call)
@@ -255,14 +259,17 @@ class Forwards(NotCopied):
         if self._timing is not None:
             self._timing.note_ready()
 
-    def _before_inner(self, layer: _Layer, module: nn.Module, given: Any) -> None:
+    def _before_inner(self, layer: _Layer, place: int, module: nn.Module, given: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
         if not self._streamer.is_in_forward(layer.chunk):
+            layer.inner_hooks.expect_end(place)
             self._enter(layer, module, given, depth=3)
 
-    def _after_inner(self, module: nn.Module, *_: Any) -> None:
+    def _after_inner(self, layer: _Layer, place: int, module: nn.Module, _: Any, output: Any) -> None:
         if self._calls.is_last(module):
             self._calls.end(module, depth=2)
+        if output is not None and not self._calls.is_last(module):
+            layer.inner_hooks.note_end(place)
 
     def _end_layer(self, layer: _Layer, call: Call, state: object, ending: Ending) -> None:
         layer.inner_hooks.put_back()
@@ -290,7 +297,7 @@ class _Layer:
     """What is known of a layer from one forward to the next."""
 
     chunk: LayerChunk
-    inner_hooks: HookSet
+    inner_hooks: InnerHooks
     """Those on modules inside of it. While it runs they are set aside."""
 
 

@@ -41,6 +41,7 @@ class Slot:
         "chunk",
         "filled",
         "is_overflow",
+        "is_ready",
         "key",
         "num_bytes",
         "ready",
@@ -70,6 +71,8 @@ class Slot:
         self.state: object = None
         """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
+        self.is_ready = False
+        """Whether `ready` was reached when the host has last asked: then it need not ask again."""
         self.stepped: Event | None = None
         """Since it was filled: behind the last step of a parameter here that was made beside the backward. Streams that use the
         slot for something else than what is left of the layer's own backward wait for it."""
@@ -138,10 +141,14 @@ class Slot:
         """What it holds is not to be found any more."""
         self.state = None
 
-    def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes) -> Transfer:
-        """Have the bytes of a layer, which are in a span, copied here, once all work that uses the slot is done.
+    def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
+        """Have the bytes of a layer, which are in a span, copied here, once all work that uses the slot is done; return what is
+        reached when they are here.
 
         Those of the layer that was here are in host memory alone then.
+
+        Args:
+            log: what the copy is added to, by who wants to time it.
         """
         there = self.chunk
         if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
@@ -150,22 +157,29 @@ class Slot:
         after = list[Event]()
         for stream, freed in self.users.items():
             after.append(freed or self._device.record_event(stream, timed=False))
-        for event in (self._left, chunk.written):
-            if event is not None:
-                after.append(event)
+        if self._left is not None:
+            after.append(self._left)
+        if chunk.written is not None:
+            after.append(chunk.written)
         known = self._parts.get(chunk)
         if known is None or known[0] is not span:
             known = self._parts[chunk] = span, self._cut_as(span)
         assert chunk.residency in _FETCHED, chunk.residency
         chunk.residency = Residency.IN_FLIGHT
-        self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
-        transfer = lanes.copy(lanes.back, self.storage, span, is_out=False, after=after, parts=known[1])
-        self.ready = transfer.done
+        self.chunk, self._has_unknown, self.is_ready = None, True, False
+        # Until the copy is noted it has neither the one layer nor the other.
+        if log is None and span.staging is None and not torch_private.profiler_is_on():
+            self.ready = lanes.copy_parts(span, known[1], after=after)
+        else:
+            transfer = lanes.copy(lanes.back, self.storage, span, is_out=False, after=after, parts=known[1])
+            self.ready = transfer.done
+            if log is not None:
+                log.append(transfer)
         self.users, self.stepped = {}, None
         self.state = (chunk.num_changes, *chunk.binding.versions())
         self.filled = next(_num_filled)
         self.chunk, self._has_unknown, chunk.slot = chunk, False, self
-        return transfer
+        return self.ready
 
     def fail(self) -> None:
         """The copy that was to fill it has failed: it holds nothing."""
@@ -298,25 +312,29 @@ class SlotRing:
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
             size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
-        best, best_rank, last = None, -1, len(ahead)
+        idle, last = list[Slot](), len(ahead)
         for slot in self.slots.values():
             there = slot.chunk
             if slot.num_bytes != size or slot.is_overflow:
                 continue
-            if there is not None and there.slot is slot and there.residency is Residency.DIRTY:
-                continue
-            if (there is not None and there.uses) or torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors):
-                continue
-            if there is None or there.slot is not slot or slot.state != (there.num_changes, *there.binding.versions()):
-                rank = last + 1
-            elif there is current:
-                continue
-            else:
-                rank = ahead.get(there.position, last)
-                if rank < place:
+            if there is not None:
+                is_evicted = there.slot is not slot
+                if there.uses or not (is_evicted or there.residency is not Residency.DIRTY):
                     continue
-            if rank > best_rank or (rank == best_rank and best is not None and slot.filled < best.filled):
-                best, best_rank = slot, rank
+                is_wanted = there is current or ahead.get(there.position, last) < place
+                if is_wanted and not is_evicted and slot.state is not None:
+                    continue
+            if torch_private.num_storage_users(slot.key) <= 1 + len(slot.tensors):
+                idle.append(slot)
+        if len(idle) < 2:
+            return idle[0] if idle else None
+        best, best_rank = None, (-1, 0)
+        for slot in idle:
+            there, rank = slot.chunk, last + 1
+            if there is not None and there.slot is slot and slot.state == (there.num_changes, *there.binding.versions()):
+                rank = ahead.get(there.position, last)
+            if (rank, -slot.filled) > best_rank:
+                best, best_rank = slot, (rank, -slot.filled)
         return best
 
     def overflow(self, chunk: LayerChunk) -> Slot:

@@ -35,7 +35,7 @@ from memkit.errors import LayerOffloadError
 from memkit.labels import NO_LABEL, label
 from memkit.owners import StreamedWeights
 from memkit.plan.chunks import Residency
-from memkit.torch_state import sharing_counters
+from memkit.torch_state import sharing_counters, unseen
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.disk_copies import DiskCopies
@@ -154,7 +154,7 @@ class Streamer:
             LayerOffloadError: this is closed.
             torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
         """
-        with torch_private.without_python_dispatch(), self.lock:  # no mode is to see what is no part of the forward
+        with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self._is_closed:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
@@ -219,33 +219,37 @@ class Streamer:
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
         """A forward of a layer is over, or its backward: its work is on the current stream."""
-        with torch_private.without_python_dispatch(), self.lock:
+        with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if torch_private.backward_task() == -1:
                 chunk.use_order = self._lanes.next_use()
             chunk.uses.discard(use)
-            if not chunk.uses:  # else it runs on
-                slots, stream = self.ring.slots.values(), self.device.current_stream()
-                for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
-                    if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
-                        self.device.synchronize(slot.ready)
-                binding = chunk.binding
-                if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or binding.wrappers:
-                    binding.unbind()
-                else:
-                    deque(binding.set_data(binding.host_copies), maxlen=0)
-                for slot in slots:
-                    if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
-                        if slot.stepped is None:
-                            self.device.note_read(slot.storage)
-                        is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
-                        slot.users[stream] = None if is_held else self.device.record_event(stream, timed=False)
+            if chunk.uses:  # it runs on
+                return
+            device, stream = self.device, self.device.current_stream()
+            for slot in self.ring.slots.values():  # who is given the host copy may write to it: no copy is to read it then
+                if slot.chunk is chunk and not (slot.is_ready or slot.ready is None or slot.ready.is_reached()):
+                    device.synchronize(slot.ready)
+            binding = chunk.binding
+            if binding.wrappers or torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
+                binding.unbind()
+            else:
+                deque(binding.set_data(binding.host_copies), maxlen=0)
+            for slot in self.ring.slots.values():
+                if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
+                    if slot.stepped is None:
+                        device.note_read(slot.storage)
+                    is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
+                    slot.users[stream] = None if is_held else device.record_event(stream, timed=False)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
         """Have a stream wait for what is in a slot, and note how long that takes."""
         assert slot.ready is not None
-        start = None if slot.ready.is_reached() else self.device.record_event(stream)
+        slot.is_ready = slot.ready.is_reached()
+        start = None if slot.is_ready else self.device.record_event(stream)
         try:
-            self.device.wait_event(stream, slot.ready.recorded())
+            ready = slot.ready.recorded()
+            if start is not None or torch_private.num_dispatch_modes():  # which may look for what nothing waits for
+                self.device.wait_event(stream, ready)
         except Exception:  # the copy has failed, and is not under way any more
             slot.fail()
             raise
@@ -300,9 +304,8 @@ class Streamer:
             chunk = self.chunks[position]
             if place == most or (until is not None and chunk.use_order <= until):
                 return True
-            there = chunk.slot
-            state = (chunk.num_changes, *chunk.binding.versions())
-            if there is not None and there.chunk is chunk and (there.state == state or chunk.residency is Residency.DIRTY):
+            there = chunk.slot  # whether it was written to since is asked when it is used
+            if there is not None and there.chunk is chunk and (there.state is not None or chunk.residency is Residency.DIRTY):
                 continue
             is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
             if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
@@ -318,11 +321,9 @@ class Streamer:
         span = chunk.span if self._disk is None else self._disk.bring(chunk)
         assert span is not None
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
-            transfer = slot.fill(chunk, span, self._lanes)
+            done = slot.fill(chunk, span, self._lanes, self.transfers)
         if self._disk is not None:
-            self._disk.note_sent(transfer.done)
-        if self.transfers is not None:
-            self.transfers.append(transfer)
+            self._disk.note_sent(done)
         self.h2d_bytes += chunk.num_bytes
         self.num_fetches += 1
 

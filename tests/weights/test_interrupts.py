@@ -222,10 +222,11 @@ def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> N
     case.assert_interrupts_are_survived(_lines_in(case.step, *_ENDS[kind]))
 
 
+_FILL = "_fetch", "fill", "copy_parts"
 _COPIES = {
-    "frozen": ("_fetch", "fill", "copy"),
-    "host": ("_fetch", "fill", "copy_each_out", "copy", "_take", "_send_with_layer", "_send", "_await_oldest", "lend"),
-    "fused": ("_fetch", "fill", "copy", "copy_out", "_take", "claim", "note_written", "write_back", "_write_back"),
+    "frozen": _FILL,
+    "host": ("_fetch", "fill", "copy_each_out", "copy_parts", "_take", "_send_with_layer", "_send", "_await_oldest", "lend"),
+    "fused": (*_FILL, "copy", "copy_out", "_take", "claim", "note_written", "write_back", "_write_back"),
 }
 
 

@@ -1,0 +1,137 @@
+"""Hooks around the modules inside of a layer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from memkit.weights.inner_hooks import InnerHooks
+
+
+class _Watched:
+    """A module with such hooks, and what was called in which order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.order, self.hooks = module, list[str](), InnerHooks()
+        self.hooks.around_inner(module, before=self._before, after=self._after)
+
+    def _before(self, place: int, *_: object) -> None:
+        self.order.append("before")
+        self.hooks.expect_end(place)
+
+    def _after(self, place: int, _: nn.Module, __: object, output: object) -> None:
+        self.order.append("after")
+        if output is not None:
+            self.hooks.note_end(place)
+
+    def run(self) -> list[str]:
+        """Call the module; return what was called."""
+        self.order.clear()
+        self.module(torch.zeros(1))
+        return list(self.order)
+
+
+class _Failing(nn.Module):
+    fails = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise KeyError
+        return x
+
+
+def test_what_is_behind_a_forward_is_there_only_while_one_goes_on() -> None:
+    watched = _Watched(nn.Identity())
+
+    for _ in range(2):
+        assert watched.run() == ["before", "after"]
+        assert len(watched.module._forward_pre_hooks) == 1
+        assert not watched.module._forward_hooks
+
+
+def test_shallow_copy_shares_the_hooks() -> None:
+    watched = _Watched(nn.Identity())
+    watched.module = copy.copy(watched.module)
+
+    for _ in range(2):
+        assert watched.run() == ["before", "after"]
+
+
+def test_hooks_that_are_set_aside_are_not_called_until_they_are_back_outside_of_the_users_own() -> None:
+    watched = _Watched(nn.Identity())
+    watched.hooks.set_aside()
+    watched.module.register_forward_pre_hook(lambda *_: watched.order.append("user before"))
+    watched.module.register_forward_hook(lambda *_: watched.order.append("user after"))
+
+    assert watched.run() == ["user before", "user after"]
+
+    watched.hooks.put_back()
+    watched.hooks.put_back()
+
+    assert watched.run() == ["before", "user before", "user after", "after"]
+
+
+def test_error_of_the_module_reaches_the_caller_and_nothing_stays_behind_it() -> None:
+    module = _Failing()
+    watched = _Watched(module)
+
+    with pytest.raises(KeyError):
+        watched.run()
+    assert watched.order == ["before", "after"]
+
+    watched.hooks.set_aside()
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+
+    watched.hooks.put_back()
+    module.fails = False
+    assert watched.run() == ["before", "after"]
+
+
+def test_hooks_that_were_removed_do_not_come_back() -> None:
+    watched = _Watched(nn.Identity())
+    watched.hooks.set_aside()
+
+    watched.hooks.remove()
+    watched.hooks.put_back()
+
+    assert not watched.module._forward_pre_hooks
+    assert not watched.module._forward_hooks
+    assert not watched.module._forward_hooks_always_called
+
+
+def test_hooks_that_the_caller_has_removed_do_not_come_back() -> None:
+    watched = _Watched(nn.Identity())
+    watched.module._forward_pre_hooks.clear()
+
+    watched.hooks.set_aside()
+    watched.hooks.put_back()
+
+    assert watched.run() == []
+
+
+def test_setting_aside_again_loses_none() -> None:
+    """As where an interrupt has kept the first from being undone."""
+    watched = _Watched(nn.Identity())
+
+    for _ in range(2):
+        watched.hooks.set_aside()
+    watched.hooks.put_back()
+
+    assert watched.run() == ["before", "after"]
+
+
+def test_module_that_is_no_more_is_left_out() -> None:
+    watched = _Watched(nn.Identity())
+    watched.hooks.around_inner(nn.Identity(), before=lambda *_: None, after=lambda *_: None)
+    gc.collect()
+
+    watched.hooks.set_aside()
+    assert watched.run() == []
+
+    watched.hooks.put_back()
+    assert watched.run() == ["before", "after"]
