@@ -51,6 +51,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from budget_steps import MOST_LEARNING, NUM_LEARNING, is_choosing
 from lora import add_lora
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,6 +142,7 @@ def measure(
     offload: Offload | None = None,
     *,
     with_bits: bool = False,
+    learns: bool = False,
     **options: Any,
 ) -> Run:
     """Train for some steps, and return what they took; the first third is not timed.
@@ -149,13 +151,35 @@ def measure(
         context: around each forward.
         offload: has the optimizer's states leave the device.
         with_bits: whether to return losses and parameters.
+        learns: whether steps go ahead of these until the context knows on all ranks how it goes on.
         options: the optimizer's.
     """
     gc.collect()  # FSDP2's groups are cycles: the model before is gone only now
     model = split(build())
     optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-4, **options)
     with offload(optimizer) if offload is not None else nullcontext():
-        return train(bench, model, optimizer, context, with_bits=with_bits)
+        num_learning = learn(bench, model, optimizer, context) if learns else 0
+        run = train(bench, model, optimizer, context, with_bits=with_bits)
+    return replace(run, more={**run.more, "num_learning": num_learning}) if learns else run
+
+
+def learn(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context) -> int:
+    """Train until no rank's `MemoryBudget` tries anything any more. Return how many steps that took.
+
+    It looks itself at the peak of the step before, so nobody starts that anew.
+    """
+    for number in range(1, MOST_LEARNING + 1):
+        tokens = bench.tokens(number)
+        with context():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        is_open = torch.tensor(float(is_choosing()), device=bench.device.torch_device)
+        dist.all_reduce(is_open)
+        if number >= NUM_LEARNING and not is_open:
+            break
+    return number
 
 
 def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, *, with_bits: bool) -> Run:
@@ -200,7 +224,7 @@ def acting(bench: Bench) -> Iterator[tuple[str, Run]]:
     plain = measure(bench, bench.llama, memkit.shard)
     yield "plain", plain
     for name, context in contexts_of(bench, plain).items():
-        yield name, measure(bench, bench.llama, memkit.shard, context)
+        yield name, measure(bench, bench.llama, memkit.shard, context, learns=name.startswith("MemoryBudget"))
         memkit.reset(TAG)
 
 
