@@ -50,6 +50,8 @@ _FOLLOWING = {
     Residency.DISK: (Residency.DISK, Residency.HOST, Residency.IN_FLIGHT, Residency.STEPPING),
 }
 """What is dirty is written back before anything else becomes of it."""
+WRITTEN = (Residency.STEPPING, Residency.DIRTY)
+"""Of what is so, the device has something that is nowhere else: nothing may be brought over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from memkit.device.base import Device
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import Update, aligned
-from memkit.plan.chunks import Residency
+from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
@@ -138,7 +138,8 @@ class DeviceSteps:
         if moves and piece.layout is not None:
             self._slots.await_arrived(piece)
         self._keep(piece)
-        piece.become(Residency.STEPPING)
+        assert piece.residency not in WRITTEN, piece.names
+        piece.residency = Residency.STEPPING
         with label(f"step ({piece.names})"):
             stepped, written = self._step_due(piece, run)
             self._round(piece, stepped)

@@ -146,16 +146,9 @@ class Piece:
             return Residency.DISK
         return Residency.DEVICE if self.plan.is_resident else Residency.HOST
 
-    def become(self, residency: Residency) -> None:
-        """Note where the bytes are from now on, which must be a place that they can come to from where they were."""
-        assert self.residency.may_become(residency), f"{self.names}: from {self.residency} to {residency}"
-        self.residency = residency
-
     def come_to_rest(self) -> None:
-        """The states are where they stay between steps: whatever a slot has of them counts no more."""
-        if self.residency is Residency.DIRTY:
-            self.residency = Residency.DEVICE
-        self.become(self.rest)
+        """The states are where they stay between steps, or on their way there: what a slot has of them counts no more."""
+        self.residency = self.rest
 
     @property
     def names(self) -> str:

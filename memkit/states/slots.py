@@ -10,7 +10,7 @@ import torch
 
 from memkit.device.base import Device, Event
 from memkit.plan import StatePlan, Update, in_slots
-from memkit.plan.chunks import Residency
+from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.pieces import Piece
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
@@ -121,7 +121,8 @@ class StateSlots:
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
         slot.piece = piece
-        piece.become(Residency.IN_FLIGHT)
+        assert piece.residency not in WRITTEN, piece.names
+        piece.residency = Residency.IN_FLIGHT
         after = [slot.freed]
         after += [transfer.done for transfer in (slot.left, piece.left) if transfer is not None]
         slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
