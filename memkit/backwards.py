@@ -57,12 +57,16 @@ def on_end(hook: Callable[[bool], None]) -> BackwardEnd:
 _IS_OUTPUT = "memkit.output"
 
 
-def before(outputs: object, hook: Callable[[object], None]) -> None:
+def before(outputs: object, hook: Callable[[object], None]) -> bool:
     """Call `hook(gradients)` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or
     tensors in tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
 
     What has come through from an earlier call, and was among its outputs, is left to that one.
+
+    Returns:
+        Whether there is any such tensor.
     """
+    is_any = False
     tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
     for tensor in tensors:
         node = tensor.grad_fn if isinstance(tensor, Tensor) else None
@@ -71,6 +75,8 @@ def before(outputs: object, hook: Callable[[object], None]) -> None:
             if _IS_OUTPUT not in metadata:
                 metadata[_IS_OUTPUT] = True
                 node.register_prehook(hook)
+                is_any = True
+    return is_any
 
 
 def gradient_node(parameter: Tensor) -> Any:

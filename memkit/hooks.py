@@ -140,17 +140,16 @@ class HookSet:
     def around_accumulation(
         self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
     ) -> None:
-        """Call `before(grad)` ahead of each gradient that the engine adds to `parameter.grad`, `after(parameter)` behind it.
-
-        `before` is also called for gradients that `torch.autograd.grad` returns.
-
-        Args:
-            steps: whether `after` writes to parameters, as an optimizer does.
-        """
-        self._handles.append(parameter.register_hook(before))
+        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` behind each that the engine has added;
+        `steps` says whether that writes to parameters, as an optimizer does."""
+        self.before_accumulation(parameter, before)
         behind = _AfterAccumulation(after)
         behind.steps = steps
         self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
+
+    def before_accumulation(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook(grad)` ahead of each gradient that the engine adds to `grad`, or that `torch.autograd.grad` returns."""
+        self._handles.append(parameter.register_hook(hook))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
         """Call `hook()` ahead of each step of an optimizer."""

@@ -123,6 +123,19 @@ def test_hooks_that_may_step_are_told_from_those_that_do_not(steps: bool) -> Non
     assert not may_step_in_backward(parameter)
 
 
+def test_hook_ahead_of_a_gradient_is_called_for_each_and_removed() -> None:
+    parameter, seen = nn.Parameter(torch.ones(1)), list[tuple[float, bool]]()
+    with HookSet() as hooks:
+        hooks.before_accumulation(parameter, lambda grad: seen.append((grad.item(), parameter.grad is None)))
+        (2 * parameter).backward()
+        (3 * parameter).backward()
+        torch.autograd.grad(4 * parameter, [parameter])
+
+    assert not may_step_in_backward(parameter)
+    (5 * parameter).backward()
+    assert seen == [(2, True), (3, False), (4, False)]
+
+
 def test_owners_are_set_aside_until_the_outer_context_is_left() -> None:
     with owners_set_aside():
         with pytest.raises(KeyError), owners_set_aside():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.device.base import Device, Event, Stream
+from memkit.device.base import CopyBatch, Device, Event, Piece, Stream
 from memkit.labels import NO_LABEL, label
 from memkit.storages import byte_view
 from memkit.transfer.spans import Span
@@ -95,20 +95,19 @@ class Lanes:
         """Copy a span into a storage, or to a part of a larger one that begins at byte `start`, once the events are reached."""
         return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
 
-    def copy_each_out(self, pairs: Iterable[tuple[torch.UntypedStorage, Span]], *, after: Event) -> Event:
-        """Copy storages into spans that are pinned, each as large as its storage; return what is reached when all are there.
+    def batch_out(self, spans: Sequence[Span]) -> CopyBatch:
+        """Make copies to spans that are pinned, one of a storage for each, for `start_out`. All copies to the host that come
+        from now on wait for the spans' last users."""
+        for event in {event for span in spans for event in span.free_events}:
+            self._device.wait_event(self.out, event)
+        return self._device.copy_batch(self.out, [*_pieces_of(spans)], is_out=True)
 
-        They start once `after` is reached and the spans' last users are done with them, and nothing comes in between.
-        """
-        device, lane = self._device, self.out
+    def start_out(self, batch: CopyBatch, storages: Sequence[torch.UntypedStorage]) -> Event:
+        """Put copies that `batch_out` has made on their queue, behind all work that the current stream has; return what is
+        reached when they are done: good until they are put there again."""
         with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
-            device.wait_event(lane, after)
-            for storage, span in pairs:
-                for event in span.free_events:
-                    device.wait_event(lane, event)
-                for piece, part in zip(span.pieces, byte_view(storage).split(list(map(len, span.pieces))), strict=True):
-                    device.copy(piece, part, lane)
-            return device.record_event(lane)
+            batch.start(storages)
+            return batch.done
 
     def copy(
         self,
@@ -153,6 +152,14 @@ class Lanes:
         for piece, part in zip(span.pieces, parts, strict=True):
             device.copy(part, piece, lane)
         return device.record_event(lane, timed=False)
+
+
+def _pieces_of(spans: Sequence[Span]) -> Iterator[Piece]:
+    for index, span in enumerate(spans):
+        start = 0
+        for host in span.pieces:
+            yield Piece(index, start, host, host.data_ptr(), host.nbytes)
+            start += host.nbytes
 
 
 _lanes: dict[Device, Lanes] = {}

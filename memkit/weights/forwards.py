@@ -64,7 +64,7 @@ class Forwards(NotCopied):
         self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
             layer = _Layer(chunk, InnerHooks())
-            before, after = partial(self._enter, layer), partial(self._after_layer, chunk)
+            before, after = partial(self._enter, layer), partial(self._after_layer, layer)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
             self._hooks.add(layer.inner_hooks)
@@ -245,16 +245,21 @@ class Forwards(NotCopied):
             call.end_here = hooks.__exit__
             hooks.__enter__()
 
-    def _after_layer(self, chunk: LayerChunk, module: nn.Module, _: Any, output: Any) -> None:
-        self._calls.end(module, depth=2)
-        if not aside.is_set:
-            backwards.before(output, partial(self._begin_backward, chunk))
+    def _after_layer(self, layer: _Layer, module: nn.Module, _: Any, output: Any) -> None:
+        try:
+            if not aside.is_set:
+                call = None if self._gradients is None else self._gradients.note_call(layer.chunk)
+                layer.is_followed = backwards.before(output, partial(self._begin_backward, layer.chunk, call))
+        finally:
+            self._calls.end(module, depth=2)
 
-    def _begin_backward(self, chunk: LayerChunk, _: object) -> None:
+    def _begin_backward(self, chunk: LayerChunk, _: object, __: object) -> None:
         if self._timing is not None:
             self._timing.begin_layer(chunk.name)
         if chunk.is_on_host and not chunk.uses and not chunk.binding.is_unchanged():
             adopt_data(chunk)
+        if self._gradients is not None:
+            self._gradients.begin_backward(chunk)
         self._streamer.begin_backward(chunk)
         if self._timing is not None:
             self._timing.note_ready()
@@ -274,8 +279,8 @@ class Forwards(NotCopied):
     def _end_layer(self, layer: _Layer, call: Call, state: object, ending: Ending) -> None:
         layer.inner_hooks.put_back()
         chunk = layer.chunk
-        if self._gradients is not None and torch.is_grad_enabled():
-            self._gradients.note_forward(chunk)
+        if self._gradients is not None and ending is Ending.RETURNED and torch.is_grad_enabled():
+            self._gradients.note_forward(chunk, is_followed=layer.is_followed and call.module is chunk.module)
         if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:
             self._timing.fail()
         if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what the caller may have written to
@@ -292,13 +297,15 @@ class Forwards(NotCopied):
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Layer:
     """What is known of a layer from one forward to the next."""
 
     chunk: LayerChunk
     inner_hooks: InnerHooks
     """Those on modules inside of it. While it runs they are set aside."""
+    is_followed: bool = False
+    """Whether a backward of its last call is seen: that has an output with a graph."""
 
 
 def _do_nothing(*_: object) -> None:

@@ -23,10 +23,10 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
 from memkit.steppers import ParameterSteps, steppers
-from memkit.weights.accumulation import Accumulation
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.optimizers import MakeOptimizer, changed_in, entries_of
+from memkit.weights.parameter_accumulation import ParameterAccumulation
 from memkit.weights.slots import Slot
 from memkit.weights.stepped import SteppedGradient
 from memkit.weights.streaming import Streamer
@@ -34,7 +34,7 @@ from memkit.weights.streaming import Streamer
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 
 
-class FusedSteps(NotCopied, Accumulation):
+class FusedSteps(NotCopied, ParameterAccumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
     Args:
@@ -203,9 +203,6 @@ class FusedSteps(NotCopied, Accumulation):
 
     def note_recompute(self) -> None:
         self._enter_backward()
-
-    def _admit(self, streamed: StreamedParameter) -> None:
-        pass
 
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
         streamed.parameter.grad = None

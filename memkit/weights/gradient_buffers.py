@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.device.base import CopyBatch
 from memkit.torch_state import num_users
 from memkit.transfer.spans import Span
 from memkit.weights.binding import StreamedParameter, without_modes
@@ -35,6 +38,12 @@ class GradientBuffer:
         """Whether no gradient that lies here is held."""
         return num_users(self.storage) == 1 + (self._view is not None)
 
+    @property
+    def view(self) -> Tensor:
+        """What lies here, and was lent once."""
+        assert self._view is not None
+        return self._view
+
     def lend(self, streamed: StreamedParameter) -> Tensor | None:
         """Return the gradient of a parameter as it lies here, None if one that does is held."""
         assert self.span.whole is not None
@@ -50,6 +59,51 @@ class GradientBuffer:
             return view.data
 
 
+class LayerBuffers:
+    """Buffers to which gradients of a layer are sent together: what `GradientBuffer.lend` asks of each, asked of all at once.
+
+    Args:
+        parameters: whose gradients these are.
+        buffers: one for each, all of which were lent once.
+        copies: copy a storage to each.
+    """
+
+    __slots__ = ("_addresses", "_keys", "_parameters", "_sizes_bytes", "_storages", "_strides", "_views", "buffers", "copies")
+
+    def __init__(
+        self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
+    ) -> None:
+        self._parameters, self.buffers, self.copies = parameters, buffers, copies
+        self._storages = [buffer.storage for buffer in buffers]
+        self._addresses = [buffer.storage.data_ptr() for buffer in buffers]
+        self._keys = [torch_private.storage_address(storage) for storage in self._storages]
+        self._views = [buffer.view for buffer in buffers]
+        self._strides = [view.stride() for view in self._views]
+        self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
+
+    def lend(self) -> list[Tensor] | None:
+        """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
+        if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
+            return None
+        if [*map(_storage_of, self.buffers)] != self._storages or [*map(_stride_of, self._parameters)] != self._strides:
+            return None
+        if [*map(torch.UntypedStorage.data_ptr, self._storages)] != self._addresses:
+            return None
+        if {*map(torch_private.num_storage_users, self._keys)} != _IDLE:
+            return None
+        return [*map(_data_of, self._views)]
+
+    def packed(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
+        """Return the storages of gradients, each of which fills its own, as it is to lie here; None if that is not so."""
+        if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
+            return None
+        storages = [*map(Tensor.untyped_storage, gradients)]
+        are_packed = [*map(Tensor.stride, gradients)] == self._strides and (
+            [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes
+        )
+        return storages if are_packed else None
+
+
 class HostGradient:
     """The gradient of one parameter, in host memory."""
 
@@ -62,3 +116,10 @@ class HostGradient:
         """What was in `grad` before."""
         self.total: Tensor | None = None
         """All that was brought, or is on its way."""
+
+
+_IDLE = {2}
+"""How many users each storage has that nobody is given: the buffer, and the view of it."""
+_data_of = attrgetter("data")
+_storage_of = attrgetter("storage")
+_stride_of = attrgetter("gradient_stride")

@@ -1,7 +1,8 @@
 """Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So what was there before is set aside, what is made is
-taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then.
+taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then. Gradients of a
+layer are sent together: see [Note: gradients by the layer] in `memkit.weights.layer_accumulation`.
 
 What is left by an interrupt: see [Note: interrupts of streaming] in `memkit.weights.streaming`.
 """
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,10 +26,11 @@ from memkit.storages import byte_view
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
-from memkit.weights.accumulation import Accumulation, sum_of
+from memkit.weights.accumulation import Made, sum_of
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.gradient_buffers import GradientBuffer, HostGradient
+from memkit.weights.gradient_buffers import GradientBuffer, HostGradient, LayerBuffers
+from memkit.weights.layer_accumulation import LayerAccumulation
 
 
 class _Flight:
@@ -35,7 +38,7 @@ class _Flight:
 
     __slots__ = ("done", "num_bytes", "storages", "stream")
 
-    def __init__(self, stream: Stream, *storages: torch.UntypedStorage) -> None:
+    def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage]) -> None:
         self.stream = stream
         """Where they were made, and go back to."""
         self.storages = storages
@@ -44,7 +47,7 @@ class _Flight:
         """None until it is known: an interrupt may come in between."""
 
 
-class HostGradients(Accumulation):
+class HostGradients(LayerAccumulation):
     """Takes the gradients of streamed parameters to the host.
 
     Args:
@@ -64,24 +67,17 @@ class HostGradients(Accumulation):
         rest: Callable[[], None],
         others: Callable[[], list[Span]],
     ) -> None:
-        super().__init__()
+        super().__init__(device)
         self._rest = rest
         self._others = others
-        self._device = device
         self._arena = arena
         self._lanes = lanes_of(device)
         self._gradients: dict[StreamedParameter, HostGradient] = {}
         self._in_flight: deque[_Flight] = deque()
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
-        self._waiting: list[tuple[torch.UntypedStorage, Span]] = []
-        """Of the layer whose gradients are being made, those that are yet to be sent, and where to: all of a layer together."""
-        self._waiting_bytes = 0
-        self._layer: LayerChunk | None = None
-        """Which layer that is."""
-        self._stream, self._stream_number = device.current_stream(), device.stream_number()
-        """Where its gradients are made."""
-        self._layers = {item: chunk for chunk in chunks for item in chunk.parameters}
+        self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
+        """Where gradients were sent together the last time."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="memkit-grad")
@@ -128,6 +124,7 @@ class HostGradients(Accumulation):
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
         """Have gradients lie in memory of their own."""
+        self._targets.clear()  # first: what is given back is not to be sent to
         for streamed in parameters:
             gradient = self._gradients.get(streamed)
             if gradient is not None:
@@ -146,9 +143,10 @@ class HostGradients(Accumulation):
 
     # In a backward
 
-    def _admit(self, streamed: StreamedParameter) -> None:
-        if streamed not in self._gradients:
-            self._take_memory([[streamed]])
+    def _admit(self, parameters: Sequence[StreamedParameter]) -> None:
+        unknown = [streamed for streamed in parameters if streamed not in self._gradients]
+        if unknown:
+            self._take_memory([unknown])
 
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
         self._gradients[streamed].kept = grad
@@ -176,9 +174,8 @@ class HostGradients(Accumulation):
         self._arena.drain()
         self._device.synchronize()
         self._last = None
-        self._waiting.clear()
         self._in_flight.clear()
-        self._in_flight_bytes = self._waiting_bytes = 0
+        self._in_flight_bytes = 0
         for addition in self._additions:
             with suppress(Exception):
                 addition.result()
@@ -200,39 +197,41 @@ class HostGradients(Accumulation):
         for gradient in self._gradients.values():
             gradient.kept = None  # the user may have cleared `grad` since
 
-    def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Take what a backward has made to the host, behind what was brought there before.
+    def _prepare(self, chunk: LayerChunk) -> None:
+        self._make_room(min(chunk.num_bytes, self._window_bytes))
+
+    def _take(self, made: Sequence[Made]) -> None:
+        """Take what a backward has made of a layer to the host, behind what was brought there before.
 
         Raises:
             LayerOffloadError: it is of another dtype than the parameter (`Tensor.grad_dtype`).
         """
-        if made.layout is torch.strided and made.dtype != streamed.dtype:
-            raise LayerOffloadError(
-                f'"{streamed.name}" streams as {streamed.dtype}, and its gradient is {made.dtype}: was its grad_dtype set? '
-                "Leave that as it was, or have this layer stay on the device: name the others by layers="
-            )
-        gradient = self._gradients[streamed]
-        if gradient.total is None:
-            gradient.total, gradient.kept = gradient.kept, None
-        if made.layout is not torch.strided or (gradient.total is not None and gradient.total.layout is not torch.strided):
+        first = list[Made]()
+        known, strided = self._gradients, torch.strided
+        for one in made:
+            streamed, grad = one
+            gradient, is_dense = known[streamed], grad.layout is strided
+            if is_dense and grad.dtype != streamed.dtype:
+                raise LayerOffloadError(
+                    f'"{streamed.name}" streams as {streamed.dtype}, and its gradient is {grad.dtype}: was its grad_dtype set? '
+                    "Leave that as it was, or have this layer stay on the device: name the others by layers="
+                )
+            if gradient.total is None and gradient.kept is not None:
+                gradient.total, gradient.kept = gradient.kept, None
+            if is_dense and gradient.total is None:
+                first.append(one)
+            else:
+                self._take_more(streamed, gradient, grad)
+        if first:
+            self._send(first)
+
+    def _take_more(self, streamed: StreamedParameter, gradient: HostGradient, made: Tensor) -> None:
+        """Take a gradient that is added to what was there before, or that is sparse."""
+        total = gradient.total
+        if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
-            total = (
-                gradient.total
-            )  # added where it is made, as in the plain run: the host's kernels add entries in another order
+            # Added where it is made, as in the plain run: the host's kernels add entries in another order.
             gradient.total = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
-            return
-        if gradient.total is None:
-            for buffer in gradient.buffers:
-                total = buffer.lend(streamed)
-                if total is not None:
-                    break
-            else:  # the caller keeps the gradients of earlier steps
-                (span,) = self._take_pinned([gradient.num_bytes])
-                buffer = GradientBuffer(span, span)
-                gradient.buffers.append(buffer)
-                total = buffer.lend(streamed)
-            self._send_with_layer(streamed, self._packed(streamed, made), buffer.span)
-            gradient.total = total
             return
         span = self._arena.take(gradient.num_bytes)
         try:
@@ -240,7 +239,7 @@ class HostGradients(Accumulation):
         except BaseException:
             self._arena.give(span)
             raise
-        self._additions.append(self._threads.submit(self._add, streamed, gradient.total, span, landed))
+        self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
         """Add a gradient that has come to host memory; runs on a thread of its own, one after the other."""
@@ -263,55 +262,79 @@ class HostGradients(Accumulation):
             packed = streamed.over_gradient(self._device.allocate(self._gradients[streamed].num_bytes))
             packed.copy_(made)
             storage = packed.untyped_storage()
-        self._device.note_written(storage, torch_private.version_of(made))
         return storage
 
-    def _send_with_layer(self, streamed: StreamedParameter, storage: torch.UntypedStorage, span: Span) -> None:
-        """Send a gradient to the host together with the others of its layer."""
-        layer = self._layers.get(streamed)
-        number = self._device.stream_number()
-        if layer is not self._layer or number != self._stream_number or span.staging is not None:
-            self._send()
-            self._layer, self._stream_number, self._stream = layer, number, self._device.current_stream()
-        self._waiting_bytes += span.num_bytes
-        if self._in_flight_bytes + self._waiting_bytes > self._window_bytes:
-            self._make_room(self._waiting_bytes)
-        self._waiting.append((storage, span))
-        if layer is None or span.staging is not None or len(self._waiting) >= sum(layer.binding.requires_grad()):
-            self._send()
+    def _note_made(self, made: Sequence[Made], storages: Sequence[torch.UntypedStorage]) -> None:
+        """Tell the device what fills storages that are about to be copied."""
+        if self._device.takes_notes:
+            for one, storage in zip(made, storages, strict=True):
+                self._device.note_written(storage, torch_private.version_of(one.gradient))
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Have what copies read, and what waits for its copy, take no more of the device than it may."""
-        while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
-            self._await_oldest()  # may raise, and then nothing writes to the span
+    def _send(self, made: Sequence[Made]) -> None:
+        """Send gradients to where nothing is yet, all together."""
+        parameters = tuple([one.streamed for one in made])
+        target = self._targets.get(parameters)
+        totals = None if target is None else target.lend()
+        if target is None or totals is None:
+            target, totals = self._claim(parameters)
+        gradients = [one.gradient for one in made]
+        storages = target.packed(gradients)
+        if storages is None:
+            storages = [self._packed(*one) for one in made]
+        self._note_made(made, storages)
+        if target.copies is not None:
+            self._fly(storages, partial(self._lanes.start_out, target.copies, storages))
+        else:
+            for storage, buffer in zip(storages, target.buffers, strict=True):
+                self._fly([storage], partial(self._copy_to, storage, buffer.span))
+        for one, total in zip(parameters, totals, strict=True):
+            self._gradients[one].total = total
 
-    def _send(self) -> None:
-        """Send what waits."""
-        if not self._waiting:
-            return
-        flight = _Flight(self._stream, *dict(self._waiting))
+    def _claim(self, parameters: tuple[StreamedParameter, ...]) -> tuple[LayerBuffers, list[Tensor]]:
+        """Return buffers for gradients that nobody holds, and the gradients as they are to lie there."""
+        totals, buffers = list[Tensor](), list[GradientBuffer]()
+        for streamed in parameters:
+            gradient = self._gradients[streamed]
+            for buffer in gradient.buffers:
+                total = buffer.lend(streamed)
+                if total is not None:
+                    break
+            else:  # the caller keeps the gradients of earlier steps
+                (span,) = self._take_pinned([gradient.num_bytes])
+                buffer = GradientBuffer(span, span)
+                gradient.buffers.append(buffer)
+                total = buffer.lend(streamed)
+            assert total is not None
+            totals.append(total)
+            buffers.append(buffer)
+        spans = [buffer.span for buffer in buffers]
+        is_pinned = all(span.staging is None for span in spans)  # else each is sent by itself: a thread of its own sees to it
+        copies = self._lanes.batch_out(spans) if is_pinned else None
+        target = self._targets[parameters] = LayerBuffers(parameters, buffers, copies)
+        return target, totals
+
+    def _fly(self, storages: Sequence[torch.UntypedStorage], copy: Callable[[], Event]) -> Event:
+        """Put copies of storages on the lane, which are held until these are done; return what is reached then."""
+        flight = _Flight(self._device.current_stream(), storages)
         self._make_room(flight.num_bytes)
         self._in_flight.append(flight)
         self._in_flight_bytes += flight.num_bytes
-        after = self._device.record_event(self._stream, timed=False)
-        if self._waiting[0][1].staging is None:
-            flight.done = self._last = self._lanes.copy_each_out(self._waiting, after=after)
-        else:
-            ((storage, span),) = self._waiting  # each by itself, since a thread of its own sees to them
-            flight.done = self._last = self._lanes.copy_out(storage, span, after=after).done
+        flight.done = self._last = copy()
         self.d2h_bytes += flight.num_bytes
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        return flight.done
+
+    def _copy_to(self, storage: torch.UntypedStorage, span: Span) -> Event:
+        return self._lanes.copy_out(storage, span, after=self._device.record_event(timed=False)).done
 
     def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
-        device, storage = self._device, self._packed(streamed, made)
-        self._make_room(span.num_bytes)
-        flight = _Flight(device.current_stream(), storage)
-        self._in_flight.append(flight)
-        self._in_flight_bytes += flight.num_bytes
-        flight.done = self._last = self._lanes.copy_out(storage, span, after=device.record_event(timed=False)).done
-        self.d2h_bytes += span.num_bytes
-        return flight.done
+        storage = self._packed(streamed, made)
+        self._note_made([Made(streamed, made)], [storage])
+        return self._fly([storage], partial(self._copy_to, storage, span))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Have what copies read, and as many bytes beside that, take no more of the device than it may."""
+        while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
+            self._await_oldest()  # may raise, and then nothing writes to the span
 
     def _await_oldest(self) -> None:
         oldest = self._in_flight[0]
@@ -325,7 +348,6 @@ class HostGradients(Accumulation):
 
     def _await(self) -> None:
         """Make the host wait until all that was made has come."""
-        self._send()
         if self._last is not None:
             self._device.synchronize(self._last)
         while self._in_flight:

@@ -402,6 +402,32 @@ def test_late_copies_read_what_was_there() -> None:
     assert set(again.pieces[0].tolist()) == {POISON}
 
 
+def test_copies_that_start_together_come_behind_what_reads_their_spans_still() -> None:
+    device = ReferenceDevice()
+    host, lanes = Arena(device), Lanes(device)
+    sources, target = [device.allocate(512) for _ in range(3)], device.allocate(512)
+    for value, storage in enumerate(sources):
+        byte_view(storage).fill_(value)
+        device.note_written(storage, 0)
+    span = host.take(512)
+    out = lanes.copy_out(sources[0], span, after=device.record_event())
+    back = lanes.copy_back(span, target, after=(out.done, device.record_event()))
+    host.give(span, back.done)
+    spans = [host.take(512), host.take(512)]
+    assert spans[0].free_events == (back.done,)
+
+    batch = lanes.batch_out(spans)
+    for first, second in (sources[1:], sources[:2]):
+        done = lanes.start_out(batch, [first, second])
+        device.synchronize(done)
+
+        found = [set(whole.tolist()) for span in spans if (whole := span.whole) is not None]
+        assert found == [set(byte_view(storage).tolist()) for storage in (first, second)]
+    device.synchronize()
+    assert set(byte_view(target).tolist()) == {0}
+    assert not device.races
+
+
 # Reserving and giving back
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit import torch_private
 from memkit.device import Device, ReferenceDevice
-from memkit.weights.binding import StreamedParameter
-from memkit.weights.gradients import HostGradients
 from tests.weights.cases import RUNS, WIDTH, Stack, assert_same, compare, in_order, inputs, only_lora, results, reused, run_step
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -515,27 +515,56 @@ def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Devi
         model(inputs(device)[0]).square().sum().backward()
 
 
+class _Elsewhere(torch.autograd.Function):
+    """Makes the gradient on another stream than the one before, and leaves that the current one."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, turn: Callable[[Tensor], None]) -> Tensor:
+        ctx.turn = turn
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        ctx.turn(grad)
+        return grad, None
+
+
 def test_gradients_of_a_layer_that_are_made_on_several_streams_are_sent_behind_all_of_them() -> None:
-    device = ReferenceDevice()
-    plain, model, offload = _host_model(device)
-    (batch,) = inputs(device, 1)
-    streams, take = [device.new_stream(name) for name in ("one", "other")], HostGradients._take
+    device, made = ReferenceDevice(), list[int]()
+    streams = [device.current_stream(), *[device.new_stream(name) for name in ("one", "other")]]
 
-    def take_elsewhere(gradients: HostGradients, streamed: StreamedParameter, made: Tensor) -> None:
-        main = device.current_stream()
-        with device.on_stream(streams[len(taken) % 2]):
-            device.wait_event(device.current_stream(), device.record_event(main))
-            taken.append(streamed)
-            take(gradients, streamed, made.clone())
+    def turn(grad: Tensor) -> None:
+        stream = streams[len(made) % 3]
+        device.wait_event(stream, begun)
+        contexts.enter_context(device.on_stream(stream))
+        made.append(len(made))
+        device.note_written(grad.untyped_storage(), torch_private.version_of(grad))
 
-    taken: list[StreamedParameter] = []
-    with offload, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(HostGradients, "_take", take_elsewhere)
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.weights:
+                x = x * _Elsewhere.apply(weight, turn)  # type: ignore[no-untyped-call]
+            return x
+
+    plain = Stack(4, block=Layer)
+    model = copy.deepcopy(plain)
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for _ in range(2):
-            for one in (model, plain):
-                one.zero_grad()
-                one(batch).square().mean().backward()
+            for batch in inputs(device):
+                for one in (plain, model):
+                    loss = one(batch).square().mean()
+                    begun = device.record_event()
+                    with ExitStack() as contexts:
+                        loss.backward()
             assert_same(results(model, []), results(plain, []))
-    assert taken
+            for one in (plain, model):
+                one.zero_grad()
     device.synchronize()
+
+    assert len(made) == 2 * 2 * 2 * 16
     assert not device.races

@@ -1,0 +1,429 @@
+"""Gradients of streamed layers, in whatever order the engine makes them: the sums are those of the plain run, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from memkit.weights.accumulation import Made
+from memkit.weights.chunks import LayerChunk
+from memkit.weights.gradients import HostGradients
+from memkit.weights.streaming import Streamer
+from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused
+
+Run = Callable[[nn.ModuleList, Tensor], Tensor]
+
+
+def _models(run: Run = in_order, block: Callable[[], nn.Module] = Block) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Stack(4, run=run, block=block)
+    return plain, copy.deepcopy(plain)
+
+
+@contextmanager
+def _streaming(model: nn.Module, device: Device) -> Iterator[HostGradients]:
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host") as offload:
+        gradients = offload._gradients
+        assert isinstance(gradients, HostGradients)
+        yield gradients
+    device.synchronize()
+    if isinstance(device, ReferenceDevice):
+        assert not device.races
+
+
+def _check(plain: nn.Module, model: nn.Module, step: Callable[[nn.Module], object], *, num_steps: int = 3) -> None:
+    """See that steps whose gradients are accumulated leave the same."""
+    for _ in range(num_steps):
+        for one in (plain, model):
+            step(one)
+        assert_same(results(model, []), results(plain, []))
+
+
+def _step(model: nn.Module, batches: Sequence[Tensor] | None = None) -> None:
+    for batch in inputs(ReferenceDevice()) if batches is None else batches:
+        model(batch).square().mean().backward()
+
+
+@pytest.fixture
+def new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has parameters have other nodes once they have left a slot, as where that is on another device than the host."""
+    leave, make = Streamer.leave, HostGradients.__init__
+
+    def leave_anew(streamer: Streamer, chunk: LayerChunk, **options: Any) -> None:
+        leave(streamer, chunk, **options)
+        if not chunk.uses:
+            for tensor in chunk.binding.tensors:
+                data = tensor.data
+                tensor.data = data.double()
+                tensor.data = data
+
+    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
+        make(gradients, *given, **options)
+        gradients._has_new_nodes = True
+
+    monkeypatch.setattr(Streamer, "leave", leave_anew)
+    monkeypatch.setattr(HostGradients, "__init__", make_for_these)
+
+
+def _noting(gradients: HostGradients, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what has the name of each gradient that is taken, and "end" for each backward that has ended."""
+    noted, take, finish = list[str](), gradients._take, gradients._finish
+
+    def note(made: Sequence[Made]) -> None:
+        noted.extend(one.streamed.name for one in made)
+        take(made)
+
+    def note_end(has_failed: bool) -> None:
+        noted.append("end")
+        finish(has_failed)
+
+    monkeypatch.setattr(gradients, "_take", note)
+    monkeypatch.setattr(gradients, "_finish", note_end)
+    return noted
+
+
+# Several graphs over one layer
+
+
+@pytest.mark.usefixtures("new_nodes")
+def test_parts_of_a_layer_that_runs_twice_are_added_before_what_was_there() -> None:
+    plain, model = _models(reused)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+@pytest.mark.usefixtures("new_nodes")
+def test_gradient_of_a_layer_that_runs_twice_is_taken_once_all_parts_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return layers[0](layers[1](layers[2](layers[2](layers[3](x)))))
+
+    _, model = _models(twice)
+    with _streaming(model, ReferenceDevice()) as gradients:
+        noted = _noting(gradients, monkeypatch)
+        _step(model, inputs(ReferenceDevice(), 1))
+
+    layers = [int(name.split(".")[1]) if name != "end" else -1 for name in noted]
+    num_each = len(list(Block().parameters()))
+    assert layers == [layer for layer in (0, 1, 2) for _ in range(num_each)] + [3] * num_each + [-1]
+
+
+@pytest.mark.usefixtures("new_nodes")
+def test_gradient_is_held_while_another_graph_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = _models()
+    first, second = inputs(ReferenceDevice())
+
+    def step(model: nn.Module) -> None:
+        losses = [model(batch).square().mean() for batch in (first, second)]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        (losses[0] * 2).backward()
+
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, step)
+
+
+@pytest.mark.usefixtures("new_nodes")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_around_a_layer_that_runs_twice(use_reentrant: bool) -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(lambda x, layer=layer: layer(layer(x)), x, use_reentrant=use_reentrant)
+        return layers[1](x)
+
+    plain, model = _models(run)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+class _Opaque(Block):
+    """Its output is nothing that torch knows tensors in."""
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        return SimpleNamespace(x=super().forward(x.x if isinstance(x, SimpleNamespace) else x))
+
+
+@pytest.mark.usefixtures("new_nodes")
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_layers_whose_outputs_nobody_can_follow(is_reused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        result: Any = (reused if is_reused else in_order)(layers, x)
+        return result.x
+
+    plain, model = _models(run, _Opaque)
+    with _streaming(model, ReferenceDevice()) as gradients:
+        _check(plain, model, _step)
+        noted = _noting(gradients, monkeypatch)
+        _step(model, inputs(ReferenceDevice(), 1))
+    if not is_reused:  # nothing is held that is complete
+        assert noted.index("layers.3.norm.weight") < noted.index("layers.0.norm.weight") < noted.index("end")
+
+
+@pytest.mark.usefixtures("new_nodes")
+def test_modules_inside_of_a_layer_that_are_called_by_themselves() -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer.lora_b(layer.lora_a(layer(x)))
+        return x + layers[1].norm(x)
+
+    plain, model = _models(run)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+# Gradients out of turn
+
+
+class _Borrowing(Block):
+    """Uses a weight of another layer as well."""
+
+    lender: list[Block]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * self.lender[0].norm.weight if hasattr(self, "lender") else x
+
+
+def test_gradient_that_comes_once_the_backward_of_another_layer_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = _models(block=_Borrowing)
+    for one in (plain, model):
+        one.layers[0].lender = [one.layers[3]]  # type: ignore[index,union-attr,operator]
+    with _streaming(model, ReferenceDevice()) as gradients:
+        _check(plain, model, _step)
+        noted = _noting(gradients, monkeypatch)
+        _step(model, inputs(ReferenceDevice(), 1))
+
+    assert noted.index("layers.3.norm.weight") > noted.index("layers.1.norm.weight") > noted.index("layers.3.norm.bias")
+
+
+class _Aside(Block):
+    """Keeps something that it has computed, which is no output."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.up(self.norm(x)).square().mean()
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("new_nodes")
+@pytest.mark.parametrize("with_output", [False, True])
+def test_backward_from_within_layers(with_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of their outputs leads to the loss, or only some do."""
+    plain, model = _models(block=_Aside)
+
+    def step(model: nn.Module) -> None:
+        for batch in inputs(ReferenceDevice()):
+            output = model(batch)
+            loss = sum(layer.kept for layer in model.get_submodule("layers"))  # type: ignore[misc,union-attr]
+            (loss + output.square().mean() if with_output else loss).backward()  # type: ignore[union-attr]
+            for layer in model.get_submodule("layers"):  # type: ignore[union-attr]
+                del layer.kept
+
+    with _streaming(model, ReferenceDevice()) as gradients:
+        noted = _noting(gradients, monkeypatch)
+        _check(plain, model, step)
+
+    trained = {
+        f"layers.{name}" for name, parameter in model.get_submodule("layers").named_parameters() if parameter.grad is not None
+    }
+    assert trained <= {*noted}
+
+
+def test_output_that_is_written_to_is_followed_by_its_gradients() -> None:
+    """A view that is written to in place has another node then, and the one that it had is run no more."""
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+            x.add_(1)
+        return x
+
+    class Viewing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(-1).view(-1, WIDTH)
+
+    plain, model = _models(run, Viewing)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+class _Checkpointing(Block):
+    """Runs a part of itself within a checkpoint."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: self.down(torch.relu(self.up(self.norm(x)))), x, use_reentrant=self.use_reentrant)
+        return x + y + self.lora_b(self.lora_a(self.norm(x)))
+
+
+class _Reentering(_Checkpointing):
+    use_reentrant = True
+
+
+@pytest.mark.usefixtures("new_nodes")
+@pytest.mark.parametrize("block", [_Checkpointing, _Reentering])
+def test_checkpoints_inside_of_layers(block: type[Block]) -> None:
+    plain, model = _models(block=block)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+def test_branches_whose_layers_take_turns() -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x, y = layers[0](x), layers[1](x)
+        return layers[2](x + y) * layers[3](x - y) + layers[0](y)
+
+    plain, model = _models(run)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+# What else a backward may be asked for
+
+
+def test_gradients_of_some_parameters_alone(device: Device) -> None:
+    plain, model = _models()
+    batch = inputs(ReferenceDevice(), 1)
+
+    def step(model: nn.Module) -> None:
+        _step(model, batch)
+        names = ["layers.2.up.weight", "layers.0.norm.bias", "head.weight"]
+        model(batch[0]).sum().backward(inputs=[model.get_parameter(name) for name in names])
+
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, step)
+
+
+def test_gradients_that_are_returned_leave_those_that_are_there() -> None:
+    plain, model = _models()
+    batch = inputs(ReferenceDevice(), 1)
+    with _streaming(model, ReferenceDevice()):
+        found = []
+        for one in (plain, model):
+            _step(one, batch)
+            x = batch[0].clone().requires_grad_()
+            asked = [x, *one.get_submodule("layers.1").parameters()]
+            found.append(torch.autograd.grad(one(x).square().sum(), asked))
+        assert all(map(torch.equal, *found))
+        assert_same(results(model, []), results(plain, []))
+
+
+class _FailsOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("the test's own")
+
+
+def test_backward_that_fails_leaves_gradients_with_all_or_nothing_of_it() -> None:
+    fails = False
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x = in_order(layers[:2], x)  # type: ignore[arg-type]
+        return in_order(layers[2:], _FailsOnce.apply(x) if fails else x)  # type: ignore[arg-type,no-untyped-call]
+
+    plain, model = _models()
+    plain._run = model._run = run  # type: ignore[assignment]
+    batches = inputs(ReferenceDevice())
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step, num_steps=1)
+        before, fails = results(plain, []), True
+        for one in (plain, model):
+            with pytest.raises(ArithmeticError):
+                _step(one, batches)
+        after, found, fails = results(plain, []), results(model, []), False
+
+        assert all(torch.equal(grad, before[name]) or torch.equal(grad, after[name]) for name, grad in found.items())
+        assert torch.equal(found["grad layers.3.up.weight"], after["grad layers.3.up.weight"])
+        for one in (plain, model):
+            one.zero_grad()
+        _check(plain, model, _step)
+
+
+def test_no_more_than_two_layers_have_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are made, and those that copies read."""
+    device = ReferenceDevice()
+    _, model = _models()
+    seen: list[int] = []
+    with _streaming(model, device) as gradients:
+        prepare = gradients._prepare
+
+        def note(chunk: LayerChunk) -> None:
+            prepare(chunk)
+            seen.append(gradients._in_flight_bytes)
+
+        monkeypatch.setattr(gradients, "_prepare", note)
+        layer_bytes = sum(parameter.nbytes for parameter in model.get_submodule("layers.0").parameters())
+        for _ in range(2):
+            _step(model, inputs(device, 1))
+            model.zero_grad()
+
+    assert len(seen) == 8
+    assert max(seen) == layer_bytes
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_gradients_that_the_caller_keeps_of_some_steps(kept: int) -> None:
+    """Those of the next step go elsewhere, and back once they are let go."""
+    plain, model = _models()
+    batch = inputs(ReferenceDevice(), 1)
+    with _streaming(model, ReferenceDevice()):
+        for number in range(5):
+            held = []
+            for one in (plain, model):
+                one.zero_grad()
+                _step(one, batch)
+                if number in (1, 2):
+                    held.append([parameter.grad for parameter in list(one.parameters())[::kept]])
+            assert_same(results(model, []), results(plain, []))
+            assert all(torch.equal(found, expected) for expected, found in zip(*held, strict=True)) if held else True
+            batch = [tensor * 1.5 for tensor in batch]
+
+
+def test_gradient_of_a_parameter_that_comes_to_require_one() -> None:
+    plain, model = _models()
+    for one in (plain, model):
+        one.get_parameter("layers.1.up.weight").requires_grad_(False)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step, num_steps=2)
+        for requires_grad in (True, False):
+            for one in (plain, model):
+                one.get_parameter("layers.1.up.weight").requires_grad_(requires_grad)
+                one.get_parameter("layers.2.up.bias").requires_grad_(not requires_grad)
+            _check(plain, model, _step, num_steps=2)
+
+
+def test_layer_whose_gradients_were_left_to_the_caller_for_a_while() -> None:
+    """What was taken for them is given back, and nothing is sent there any more."""
+    plain, model = _models()
+    with _streaming(model, ReferenceDevice()) as gradients:
+        _check(plain, model, _step, num_steps=2)
+        for one in (plain, model):
+            one.zero_grad()
+        (chunk,) = (chunk for chunk in gradients._watched if chunk.name == "layers.1")
+        gradients.unwatch(chunk)
+        gradients.watch(chunk)
+        _check(plain, model, _step, num_steps=2)
+
+        spans = [
+            (whole.data_ptr(), whole.data_ptr() + whole.nbytes)
+            for span in gradients._spans
+            if (whole := span.whole) is not None
+        ]
+        for parameter in chunk.module.parameters():
+            assert parameter.grad is not None
+            assert any(low <= parameter.grad.data_ptr() < high for low, high in spans)
