@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from memkit.states.host_routes import Route
 from memkit.states.masters import follow
 from memkit.states.packing import MASTER, may_leave
 from memkit.states.pieces import Layout, StateRecord
 from memkit.states.shards import are_one, shard_like
 from memkit.torch_state import local_of
+
+if TYPE_CHECKING:
+    from memkit.states.host_routes import Route
 
 Entries = dict[Any, Any]
 
