@@ -139,11 +139,11 @@ def assert_fits(out: str, width: int) -> None:
     "options",
     [
         [],
-        ["--full"],
+        pytest.param(["--full"], marks=pytest.mark.full),
         ["--backward", "--depth", "2"],
         ["--optimizer", "adamw", "--fit", "20MiB"],
-        ["--peak"],
-        ["--sort", "peak"],
+        pytest.param(["--peak"], marks=pytest.mark.full),
+        pytest.param(["--sort", "peak"], marks=pytest.mark.full),
     ],
 )
 def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, options: list[str]) -> None:

@@ -19,4 +19,4 @@ def test_what_says_no_number_draws_few_too(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--hypothesis-profile"):
         pytest.skip("another profile was asked for")
 
-    assert settings().max_examples == (25 if pytestconfig.option.markexpr == "not full" else 100)
+    assert settings().max_examples == (12 if pytestconfig.option.markexpr == "not full" else 100)

@@ -158,6 +158,7 @@ def _held(context: Context) -> dict[str, object]:
     return figures
 
 
+@pytest.mark.full
 @each_step
 def test_thirty_steps(train: Train, context: Context) -> None:
     x = leaf_on(context.torch_device)
