@@ -394,6 +394,30 @@ def test_gradients_that_the_caller_keeps_of_some_steps(kept: int) -> None:
             batch = [tensor * 1.5 for tensor in batch]
 
 
+class _Routed(nn.Module):
+    """Experts of which others run each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = int(torch.randint(1, 2 ** len(self.experts), ()))
+        return x + sum(expert(x) for at, expert in enumerate(self.experts) if chosen >> at & 1)
+
+
+def test_layers_in_which_others_are_trained_each_time_leave_nothing_behind() -> None:
+    plain, model = _models(block=_Routed)
+    with _streaming(model, ReferenceDevice()) as gradients:
+        for seed in range(20):
+            for one in (plain, model):
+                torch.manual_seed(seed)
+                one.zero_grad()
+                _step(one)
+            assert_same(results(model, []), results(plain, []))
+        assert len(gradients._targets) <= 8 * len(gradients._watched)
+
+
 def test_gradient_of_a_parameter_that_comes_to_require_one() -> None:
     plain, model = _models()
     for one in (plain, model):
