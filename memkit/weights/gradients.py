@@ -32,7 +32,6 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradient_buffers import GradientBuffer, HostGradient, LayerBuffers
 from memkit.weights.layer_accumulation import LayerAccumulation
 
-
 _MOST_TARGETS = 8
 """How many sets of parameters whose gradients come together are remembered, for each layer."""
 

@@ -22,12 +22,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Stream
+from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.weights.accumulation import Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.binding import StreamedParameter
@@ -106,6 +108,8 @@ class LayerAccumulation(Accumulation):
         """The layer that is under way."""
         self._lock = threading.RLock()
         """The engine has a thread for each device."""
+        self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if self._has_new_nodes else _never
+        """Tells a gradient that comes from the host, where a parameter lies while its layer does not run."""
 
     @abstractmethod
     def _admit(self, parameters: Sequence[StreamedParameter]) -> None:
@@ -148,9 +152,11 @@ class LayerAccumulation(Accumulation):
 
     def _arrives(self, layer: _Layer, streamed: StreamedParameter) -> Callable[[Tensor], None]:
         """Return what is called when the engine is about to add to a parameter's gradient."""
-        stream_number = self._device.stream_number
+        stream_number, is_on_host = self._device.stream_number, self._is_on_host
 
-        def arrives(_: Tensor) -> None:
+        def arrives(grad: Tensor) -> None:
+            if is_on_host(grad):
+                _refuse_host(streamed)
             if layer.task != torch_private.backward_task() or layer.is_shared or layer.stream_number != stream_number():
                 self._note_arrival(layer, streamed)
 
@@ -283,6 +289,19 @@ class LayerAccumulation(Accumulation):
                     parameter.grad = None
                 layer.elsewhere = {}
                 layer.task = -1
+
+
+def _refuse_host(streamed: StreamedParameter) -> NoReturn:
+    """Raise LayerOffloadError: the engine adds what comes from the host in another thread, and to what is on the device."""
+    raise LayerOffloadError(
+        f'"{streamed.name}" streams, and was computed with outside of its layer, where it lies in host memory: its gradient '
+        "comes from there. Do that in the layer's forward (a penalty on its weights), have an optimizer do it (weight decay), "
+        "or have this layer stay on the device: name the others by layers="
+    )
+
+
+def _never(_: Tensor) -> bool:
+    return False
 
 
 _grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradient"), attrgetter("requires_grad")

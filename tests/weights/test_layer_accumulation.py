@@ -289,6 +289,44 @@ def test_branches_whose_layers_take_turns() -> None:
         _check(plain, model, _step)
 
 
+def _penalized(model: nn.Module) -> None:
+    """A step whose loss has a part that is computed with the parameters themselves."""
+    for batch in inputs(ReferenceDevice()):
+        (model(batch).square().mean() + sum(weight.square().sum() for weight in model.parameters())).backward()
+
+
+def test_gradient_that_comes_from_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be added to what is on the device, by another thread of the engine."""
+    plain, model = _models()
+    make = HostGradients.__init__
+
+    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
+        make(gradients, *given, **options)
+        gradients._is_on_host = lambda _: is_penalized
+
+    is_penalized = False
+    monkeypatch.setattr(HostGradients, "__init__", make_for_these)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step, num_steps=2)
+        is_penalized = True
+        with pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer"):
+            _penalized(model)
+        is_penalized = False
+        for one in (plain, model):
+            one.zero_grad()
+        _check(plain, model, _step, num_steps=2)
+
+
+@pytest.mark.gpu
+def test_penalty_on_streamed_parameters_is_refused_on_a_gpu() -> None:
+    model = Stack(4)
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host"):
+        batch = torch.randn(8, WIDTH, device="cuda")
+        penalty = sum(weight.square().sum() for weight in model.layers.parameters())
+        with pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer"):
+            (model(batch).square().mean() + penalty).backward()  # type: ignore[union-attr]  # a number of the host
+
+
 # What else a backward may be asked for
 
 
