@@ -10,7 +10,9 @@ ahead of the gradient, and has its layer be under way. What was taken before is 
 Whether a gradient is complete (see the note in `memkit.weights.accumulation`) is asked only where several graphs over the layer
 are alive: by how many of these its gradient has come from. A call of the layer that can be followed counts for as long as the
 graph behind its outputs is alive, any other one (that of a module inside of the layer, outputs that are no tensors) for as long
-as each of the nodes. What the caller keeps of a call but for its outputs does not count.
+as each of the nodes. A graph may outlive the nodes of all outputs: these are dropped, and something that was computed inside
+leads to the loss, or they are views and written to. So once a layer has been called again before a backward has come to its
+last call, the nodes of all its later calls are counted.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from memkit.weights.binding import StreamedParameter
 from memkit.weights.chunks import LayerChunk
 
 _TOKEN = "memkit"
+_NOT_WAITING = -2
 
 
 class _Alive:
@@ -69,6 +72,10 @@ class _Layer:
         """The calls of the layer whose graphs are alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
         """Of other calls, the nodes."""
+        self.waits_in = _NOT_WAITING
+        """The backward, -1 outside of one, in which the layer's last call was that none has come to yet."""
+        self.has_nodes_counted = False
+        """Whether the nodes of all its calls are counted, since several come before a backward does."""
         self.is_shared = False
         """Whether several graphs may bring gradients in the backward that is under way."""
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
@@ -177,7 +184,7 @@ class LayerAccumulation(Accumulation):
 
     def note_call(self, chunk: LayerChunk) -> object:
         layer = self._watched.get(chunk)
-        if layer is None or not self._has_new_nodes:
+        if layer is None or not self._has_new_nodes or layer.has_nodes_counted:
             return None
         call = _Alive()
         layer.calls.add(call)
@@ -185,7 +192,12 @@ class LayerAccumulation(Accumulation):
 
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
         layer = self._watched.get(chunk)
-        if layer is None or is_followed or not self._has_new_nodes:
+        if layer is None or not self._has_new_nodes:
+            return
+        if is_followed and not layer.has_nodes_counted:
+            task = torch_private.backward_task()
+            layer.has_nodes_counted = layer.waits_in == task
+            layer.waits_in = task
             return
         has_modes = are_modes_on()
         for streamed in layer.streamed:
@@ -201,6 +213,7 @@ class LayerAccumulation(Accumulation):
         layer = self._watched.get(chunk)
         if layer is not None:
             task = torch_private.backward_task()
+            layer.waits_in = _NOT_WAITING
             if layer.task != task:
                 with self._lock:
                     self._open(layer, task)
@@ -300,8 +313,6 @@ def _refuse_host(streamed: StreamedParameter) -> NoReturn:
     )
 
 
-def _never(_: Tensor) -> bool:
-    return False
-
-
+_never = ().__contains__
+"""Says no, without a frame of its own."""
 _grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradient"), attrgetter("requires_grad")

@@ -239,6 +239,42 @@ def test_backward_from_within_layers(with_output: bool, monkeypatch: pytest.Monk
     assert trained <= {*noted}
 
 
+@pytest.mark.usefixtures("new_nodes")
+def test_call_whose_output_is_dropped_while_something_inside_leads_to_the_loss() -> None:
+    """Its part is added to that of another call before it is added to what was there."""
+
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.lora_a(self.up(self.norm(x))[:, :WIDTH])
+            return super().forward(x)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        layers[1](x)
+        kept: Any = layers[1].kept
+        return in_order(layers, x + kept.sum())
+
+    plain, model = _models(run, Keeping)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+@pytest.mark.usefixtures("new_nodes")
+def test_layers_that_run_twice_and_whose_outputs_are_views_that_are_written_to() -> None:
+    class Viewing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(-1).view(-1, WIDTH)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in (*layers, *layers):
+            x = layer(x)
+            x.add_(1)
+        return x
+
+    plain, model = _models(run, Viewing)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
 def test_output_that_is_written_to_is_followed_by_its_gradients() -> None:
     """A view that is written to in place has another node then, and the one that it had is run no more."""
 
