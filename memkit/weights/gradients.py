@@ -32,6 +32,9 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradient_buffers import GradientBuffer, HostGradient, LayerBuffers
 from memkit.weights.layer_accumulation import LayerAccumulation
 
+_MOST_TARGETS = 8
+"""How many sets of parameters whose gradients come together are remembered, for each layer."""
+
 
 class _Flight:
     """Gradients that copies read, or are about to: their storages, which are held until then."""
@@ -77,7 +80,7 @@ class HostGradients(LayerAccumulation):
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
-        """Where gradients were sent together the last time."""
+        """Where gradients were sent together the last time: of sets of parameters, those that came up last."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="memkit-grad")
@@ -310,6 +313,8 @@ class HostGradients(LayerAccumulation):
         spans = [buffer.span for buffer in buffers]
         is_pinned = all(span.staging is None for span in spans)  # else each is sent by itself: a thread of its own sees to it
         copies = self._lanes.batch_out(spans) if is_pinned else None
+        if len(self._targets) >= _MOST_TARGETS * len(self._watched):  # other parameters each time: experts that are routed to
+            del self._targets[next(iter(self._targets))]
         target = self._targets[parameters] = LayerBuffers(parameters, buffers, copies)
         return target, totals
 

@@ -10,7 +10,9 @@ ahead of the gradient, and has its layer be under way. What was taken before is 
 Whether a gradient is complete (see the note in `memkit.weights.accumulation`) is asked only where several graphs over the layer
 are alive: by how many of these its gradient has come from. A call of the layer that can be followed counts for as long as the
 graph behind its outputs is alive, any other one (that of a module inside of the layer, outputs that are no tensors) for as long
-as each of the nodes. What the caller keeps of a call but for its outputs does not count.
+as each of the nodes. A graph may outlive the nodes of all outputs: these are dropped, and something that was computed inside
+leads to the loss, or they are views and written to. So once a layer has been called again before a backward has come to its
+last call, the nodes of all its later calls are counted.
 """
 
 from __future__ import annotations
@@ -22,18 +24,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Stream
+from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.weights.accumulation import Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.binding import StreamedParameter
 from memkit.weights.chunks import LayerChunk
 
 _TOKEN = "memkit"
+_NOT_WAITING = -2
 
 
 class _Alive:
@@ -67,6 +72,10 @@ class _Layer:
         """The calls of the layer whose graphs are alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
         """Of other calls, the nodes."""
+        self.waits_in = _NOT_WAITING
+        """The backward, -1 outside of one, in which the layer's last call was that none has come to yet."""
+        self.has_nodes_counted = False
+        """Whether the nodes of all its calls are counted, since several come before a backward does."""
         self.is_shared = False
         """Whether several graphs may bring gradients in the backward that is under way."""
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
@@ -106,6 +115,8 @@ class LayerAccumulation(Accumulation):
         """The layer that is under way."""
         self._lock = threading.RLock()
         """The engine has a thread for each device."""
+        self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if self._has_new_nodes else _never
+        """Tells a gradient that comes from the host, where a parameter lies while its layer does not run."""
 
     @abstractmethod
     def _admit(self, parameters: Sequence[StreamedParameter]) -> None:
@@ -148,9 +159,11 @@ class LayerAccumulation(Accumulation):
 
     def _arrives(self, layer: _Layer, streamed: StreamedParameter) -> Callable[[Tensor], None]:
         """Return what is called when the engine is about to add to a parameter's gradient."""
-        stream_number = self._device.stream_number
+        stream_number, is_on_host = self._device.stream_number, self._is_on_host
 
-        def arrives(_: Tensor) -> None:
+        def arrives(grad: Tensor) -> None:
+            if is_on_host(grad):
+                _refuse_host(streamed)
             if layer.task != torch_private.backward_task() or layer.is_shared or layer.stream_number != stream_number():
                 self._note_arrival(layer, streamed)
 
@@ -171,7 +184,7 @@ class LayerAccumulation(Accumulation):
 
     def note_call(self, chunk: LayerChunk) -> object:
         layer = self._watched.get(chunk)
-        if layer is None or not self._has_new_nodes:
+        if layer is None or not self._has_new_nodes or layer.has_nodes_counted:
             return None
         call = _Alive()
         layer.calls.add(call)
@@ -179,7 +192,12 @@ class LayerAccumulation(Accumulation):
 
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
         layer = self._watched.get(chunk)
-        if layer is None or is_followed or not self._has_new_nodes:
+        if layer is None or not self._has_new_nodes:
+            return
+        if is_followed and not layer.has_nodes_counted:
+            task = torch_private.backward_task()
+            layer.has_nodes_counted = layer.waits_in == task
+            layer.waits_in = task
             return
         has_modes = are_modes_on()
         for streamed in layer.streamed:
@@ -195,6 +213,7 @@ class LayerAccumulation(Accumulation):
         layer = self._watched.get(chunk)
         if layer is not None:
             task = torch_private.backward_task()
+            layer.waits_in = _NOT_WAITING
             if layer.task != task:
                 with self._lock:
                     self._open(layer, task)
@@ -285,4 +304,15 @@ class LayerAccumulation(Accumulation):
                 layer.task = -1
 
 
+def _refuse_host(streamed: StreamedParameter) -> NoReturn:
+    """Raise LayerOffloadError: the engine adds what comes from the host in another thread, and to what is on the device."""
+    raise LayerOffloadError(
+        f'"{streamed.name}" streams, and was computed with outside of its layer, where it lies in host memory: its gradient '
+        "comes from there. Do that in the layer's forward (a penalty on its weights), have an optimizer do it (weight decay), "
+        "or have this layer stay on the device: name the others by layers="
+    )
+
+
+_never = ().__contains__
+"""Says no, without a frame of its own."""
 _grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradient"), attrgetter("requires_grad")

@@ -239,6 +239,42 @@ def test_backward_from_within_layers(with_output: bool, monkeypatch: pytest.Monk
     assert trained <= {*noted}
 
 
+@pytest.mark.usefixtures("new_nodes")
+def test_call_whose_output_is_dropped_while_something_inside_leads_to_the_loss() -> None:
+    """Its part is added to that of another call before it is added to what was there."""
+
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.lora_a(self.up(self.norm(x))[:, :WIDTH])
+            return super().forward(x)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        layers[1](x)
+        kept: Any = layers[1].kept
+        return in_order(layers, x + kept.sum())
+
+    plain, model = _models(run, Keeping)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
+@pytest.mark.usefixtures("new_nodes")
+def test_layers_that_run_twice_and_whose_outputs_are_views_that_are_written_to() -> None:
+    class Viewing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(-1).view(-1, WIDTH)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in (*layers, *layers):
+            x = layer(x)
+            x.add_(1)
+        return x
+
+    plain, model = _models(run, Viewing)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step)
+
+
 def test_output_that_is_written_to_is_followed_by_its_gradients() -> None:
     """A view that is written to in place has another node then, and the one that it had is run no more."""
 
@@ -287,6 +323,44 @@ def test_branches_whose_layers_take_turns() -> None:
     plain, model = _models(run)
     with _streaming(model, ReferenceDevice()):
         _check(plain, model, _step)
+
+
+def _penalized(model: nn.Module) -> None:
+    """A step whose loss has a part that is computed with the parameters themselves."""
+    for batch in inputs(ReferenceDevice()):
+        (model(batch).square().mean() + sum(weight.square().sum() for weight in model.parameters())).backward()
+
+
+def test_gradient_that_comes_from_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be added to what is on the device, by another thread of the engine."""
+    plain, model = _models()
+    make = HostGradients.__init__
+
+    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
+        make(gradients, *given, **options)
+        gradients._is_on_host = lambda _: is_penalized
+
+    is_penalized = False
+    monkeypatch.setattr(HostGradients, "__init__", make_for_these)
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, _step, num_steps=2)
+        is_penalized = True
+        with pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer"):
+            _penalized(model)
+        is_penalized = False
+        for one in (plain, model):
+            one.zero_grad()
+        _check(plain, model, _step, num_steps=2)
+
+
+@pytest.mark.gpu
+def test_penalty_on_streamed_parameters_is_refused_on_a_gpu() -> None:
+    model = Stack(4)
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host"):
+        batch = torch.randn(8, WIDTH, device="cuda")
+        penalty = sum(weight.square().sum() for weight in model.layers.parameters())
+        with pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer"):
+            (model(batch).square().mean() + penalty).backward()  # type: ignore[union-attr]  # a number of the host
 
 
 # What else a backward may be asked for
@@ -392,6 +466,30 @@ def test_gradients_that_the_caller_keeps_of_some_steps(kept: int) -> None:
             assert_same(results(model, []), results(plain, []))
             assert all(torch.equal(found, expected) for expected, found in zip(*held, strict=True)) if held else True
             batch = [tensor * 1.5 for tensor in batch]
+
+
+class _Routed(nn.Module):
+    """Experts of which others run each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = int(torch.randint(1, 2 ** len(self.experts), ()))
+        return x + sum(expert(x) for at, expert in enumerate(self.experts) if chosen >> at & 1)
+
+
+def test_layers_in_which_others_are_trained_each_time_leave_nothing_behind() -> None:
+    plain, model = _models(block=_Routed)
+    with _streaming(model, ReferenceDevice()) as gradients:
+        for seed in range(20):
+            for one in (plain, model):
+                torch.manual_seed(seed)
+                one.zero_grad()
+                _step(one)
+            assert_same(results(model, []), results(plain, []))
+        assert len(gradients._targets) <= 8 * len(gradients._watched)
 
 
 def test_gradient_of_a_parameter_that_comes_to_require_one() -> None:
