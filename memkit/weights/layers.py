@@ -43,7 +43,7 @@ class LayerOffload(NotCopied):
 
     Evenly spaced layers stream through a few slots, forward and backward; the others stay on the device. Of streamed weights
     autograd saves a reference to the layer, not the bytes. So gradients are exact, bit for bit, without checkpointing, in any
-    order of execution and with several graphs alive. All other parameters and buffers are moved to the device.
+    order and with several graphs alive (but see the limits in `docs/layer-offload-details.md`). All else moves to the device.
 
     The weights stream until `close()`, or the end of a `with`. An object that is bound to no name goes on streaming, too: the
     model's hooks hold it, and `memkit.detach(model)` closes it.
