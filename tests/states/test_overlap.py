@@ -298,22 +298,22 @@ def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Dev
 
 
 def test_betas_that_are_tensors_are_those_of_the_step() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
+    nets = [make_net(device := ReferenceDevice()), make_net(device)]
     optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
     for own in optimizers:
         own.param_groups[0].update(fused=False, foreach=False, betas=(torch.tensor(0.5), torch.tensor(0.9)))
 
-    with offload(optimizers[1], device, overlap_forward=True, update="host"):
+    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
         for step in range(3):
             optimizers[1].gate.is_open.clear()
             for net, own in zip(nets, optimizers, strict=True):
                 net(batch(device, step)).square().mean().backward()
                 own.step()
-                own.zero_grad()
                 torch._foreach_mul_(list(own.param_groups[0]["betas"]), 0.5)
+                own.zero_grad()
             optimizers[1].gate.is_open.set()
-    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            states.wait()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
 @pytest.mark.parametrize("update", ["host", "both"])
