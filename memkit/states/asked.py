@@ -262,7 +262,7 @@ def refuse_gradients(records: Sequence[StateRecord]) -> None:
     """
     for record in records:
         grad = record.parameter.grad
-        if record.has_master and not needs_master(record.parameter, torch.float32):
+        if record.has_master and record.parameter.dtype.itemsize >= torch.float32.itemsize:
             raise StateOffloadError(
                 f"StateOffload steps a float32 copy of {record.name}, which was cast to {record.parameter.dtype} since. Call "
                 "close(), and make another StateOffload"

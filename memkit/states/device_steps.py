@@ -263,7 +263,8 @@ class DeviceSteps:
             if found is None:
                 known = entries.get(MASTER)
                 found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
-            follow_attributes(found, parameter)
+            if vars(parameter):  # of most there are none
+                follow_attributes(found, parameter)
             follow(*((local_of(found.data), local_of(parameter)) if record.is_shard else (found.data, parameter)))
             assert parameter.grad is not None
             found.grad = parameter.grad.to(torch.float32)

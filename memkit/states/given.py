@@ -77,7 +77,8 @@ class Given:
                 key.data = master
             if master is not None or not record.has_master:
                 key.grad = grad
-            follow_attributes(key, record.parameter)
+            if vars(record.parameter):  # of most there are none
+                follow_attributes(key, record.parameter)
             if given:
                 self.state[key] = dict(given)
 

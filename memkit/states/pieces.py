@@ -339,9 +339,7 @@ def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
 
 def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
     """Have what stands for a parameter have what Python has put on it, as it is now."""
-    attributes = vars(parameter)
-    if attributes:  # there are none, mostly
-        vars(stand_in).update(attributes)
+    vars(stand_in).update(vars(parameter))
 
 
 def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[dict[str, Any], ...]:

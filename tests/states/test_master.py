@@ -213,5 +213,5 @@ def test_a_parameter_that_is_cast_to_the_precision_of_its_copy(device: Device, u
         parameter.grad = None
         parameter.data = parameter.data.float()
         parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(StateOffloadError, match="float32 copy of parameter 0.0, which was cast to torch.float32 since"):
+        with pytest.raises(StateOffloadError, match=r"float32 copy of parameter 0\.0, which was cast to torch\.float32 since"):
             optimizer.step()
