@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -270,9 +271,9 @@ def with_others(
             return work()
     from memkit.agreement import agree, together
 
-    def wait() -> None:
+    def wait(number: int) -> None:
         with torch_private.without_python_dispatch():  # it is no part of the step
-            agree(doing=doing, feature="profile_memory")
+            agree(digest=number, doing=doing, feature="profile_memory")
 
     def run() -> _Value:
         with around(), _at_rest(shards), _waiting(shards, wait) if checks else nullcontext():
@@ -299,11 +300,12 @@ class _Waiting:
 
 
 @contextmanager
-def _waiting(shards: Shards, wait: Callable[[], None]) -> Iterator[None]:
+def _waiting(shards: Shards, wait: Callable[[int], None]) -> Iterator[None]:
+    """Have each collective wait for the same one on other ranks, by its number: where ranks run other layers, that shows."""
     before = [(group, name, getattr(group, name)) for group in shards.groups for name in torch_private.FSDP_COLLECTIVES]
     try:
-        for group, name, inner in before:
-            setattr(group, name, _Waiting(inner, wait))
+        for number, (group, name, inner) in enumerate(before, start=1):
+            setattr(group, name, _Waiting(inner, partial(wait, number)))
         yield
     finally:
         for group, name, inner in before:

@@ -255,13 +255,18 @@ def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_gradients(records: Sequence[StateRecord]) -> None:
-    """Raise if a gradient is sparse, or is split otherwise than its parameter.
+    """Raise if a gradient is sparse, or is split otherwise than its parameter, or a parameter needs its float32 copy no more.
 
     Raises:
         StateOffloadError: it is.
     """
     for record in records:
         grad = record.parameter.grad
+        if record.has_master and record.parameter.dtype.itemsize >= torch.float32.itemsize:
+            raise StateOffloadError(
+                f"StateOffload steps a float32 copy of {record.name}, which was cast to {record.parameter.dtype} since. Call "
+                "close(), and make another StateOffload"
+            )
         if grad is not None and grad.layout is not torch.strided:
             raise StateOffloadError(
                 f"StateOffload streams dense states; the gradient of {record.name} is sparse. Use sparse=False"

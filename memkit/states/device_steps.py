@@ -19,7 +19,7 @@ from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of
+from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
 from memkit.states.shards import are_one, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
@@ -263,6 +263,8 @@ class DeviceSteps:
             if found is None:
                 known = entries.get(MASTER)
                 found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
+            if vars(parameter):  # of most there are none
+                follow_attributes(found, parameter)
             follow(*((local_of(found.data), local_of(parameter)) if record.is_shard else (found.data, parameter)))
             assert parameter.grad is not None
             found.grad = parameter.grad.to(torch.float32)

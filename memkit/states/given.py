@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memkit.states.masters import follow
 from memkit.states.packing import MASTER, may_leave
-from memkit.states.pieces import Layout, StateRecord
+from memkit.states.pieces import Layout, StateRecord, follow_attributes
 from memkit.states.shards import are_one, shard_like
 from memkit.torch_state import local_of
 
@@ -77,6 +77,8 @@ class Given:
                 key.data = master
             if master is not None or not record.has_master:
                 key.grad = grad
+            if vars(record.parameter):  # of most there are none
+                follow_attributes(key, record.parameter)
             if given:
                 self.state[key] = dict(given)
 

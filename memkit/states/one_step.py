@@ -57,8 +57,8 @@ class OneStep:
 
     Args:
         optimizer: whose step it is.
-        copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale), since the originals
-            may be written to while the device is yet to step.
+        copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale, betas), since the
+            originals may be written to while the device, or the host, is yet to step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
@@ -172,8 +172,14 @@ def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the tensors among some entries."""
-    return {name: value.clone() for name, value in entries.items() if isinstance(value, Tensor)}
+    """Return copies of the tensors among some entries, and of tuples that have such, as of betas."""
+    return {name: _copy_of(value) for name, value in entries.items() if isinstance(value, Tensor | tuple)}
+
+
+def _copy_of(value: Any) -> Any:
+    if type(value) is tuple and any(isinstance(item, Tensor) for item in value):
+        return tuple(map(_copy_of, value))
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

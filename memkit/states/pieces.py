@@ -333,8 +333,13 @@ class Piece:
 def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
     """Return a parameter over a copy of higher precision, with what Python has put on the one that it stands for."""
     stand_in = nn.Parameter(master, requires_grad=record.parameter.requires_grad)
-    vars(stand_in).update(vars(record.parameter))
+    follow_attributes(stand_in, record.parameter)
     return stand_in
+
+
+def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
+    """Have what stands for a parameter have what Python has put on it, as it is now."""
+    vars(stand_in).update(vars(parameter))
 
 
 def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[dict[str, Any], ...]:

@@ -101,8 +101,7 @@ def try_out(
                 if differing is not None:
                     raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
             whole.step_none()
-            sample = Sample(optimizer, groups, torch_device, master, has_states=not is_lazy)
-            sample.step_all(leaves_out=False)
+            larger = larger_than(whole, optimizer, groups, torch_device, master, has_states=not is_lazy)
     except _WithoutGradientError as error:
         raise ValueError(
             f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
@@ -121,7 +120,7 @@ def try_out(
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-    kept = whole.kept(sample)
+    kept = whole.kept(larger)
     known = {id(group): found for group, found in zip(groups, kept, strict=True)}
     of_all = {dtype: states for found in reversed(kept) for dtype, states in found.items()}
     return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups], draws
@@ -302,7 +301,7 @@ class Trial:
                 return f'attribute ("{name}")'
         return None
 
-    def kept(self, larger: Sample) -> list[Kept]:
+    def kept(self, larger: Trial) -> list[Kept]:
         """Return what is kept for parameters of each group, by this trial and by one of larger ones."""
         return [
             {
@@ -335,6 +334,25 @@ class Sample(Trial):
             others = max(1, math.prod(size[:index] + size[index + 1 :]))
             size[index] = min(size[index], max(1, _LARGER_NUMEL // others))
         return [values_of(size, dtype, generator) for _ in range(2)]
+
+
+def larger_than(
+    trial: Trial,
+    optimizer: torch.optim.Optimizer,
+    groups: list[Group],
+    torch_device: torch.device,
+    master: torch.dtype | None,
+    *,
+    has_states: bool,
+) -> Trial:
+    """Return a trial of larger parameters, stepped once; the one of small ones where the class doesn't take these, or there is
+    no room: they say more of what is kept, and nothing of what can be stepped."""
+    try:
+        sample = Sample(optimizer, groups, torch_device, master, has_states=has_states)
+        sample.step_all(leaves_out=False)
+    except Exception:
+        return trial
+    return sample
 
 
 def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:

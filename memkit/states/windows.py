@@ -15,7 +15,7 @@ from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
 from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
-from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, mark_of, stand_in_of, stand_ins_for
+from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, follow_attributes, mark_of, stand_in_of, stand_ins_for
 from memkit.states.shards import note_written, shard_like, version_of
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
 from memkit.torch_state import is_dtensor, local_of
@@ -186,6 +186,7 @@ class CutPiece(Piece):
                 own = window.records[0]
                 own.group, own.position = record.group, record.position
                 own.parameter.grad = flat[window.elements]
+                follow_attributes(own.parameter, record.parameter)
                 window.due = [own]
                 host = window.layout.host[0] if window.layout is not None else {}
                 known = {name: host.get(name, value) for name, value in entries.items()}

@@ -188,6 +188,21 @@ def check_other_arguments(_: str) -> None:
         profile(model, dist.get_rank(), warmup=1 + dist.get_rank())
 
 
+def check_other_layers(_: str) -> None:
+    """One rank leaves out layers: both say so at once, where they would wait for each other until the group's timeout."""
+    model, rank = memkit.shard(make()), dist.get_rank()
+    if rank == 1:
+        model.forward = lambda tokens: model.head(model.embedding(tokens))
+    begin = time.monotonic()
+    with pytest.raises(ShardError, match=r"profile_memory needs the same model on every rank.*in layers"):
+        profile(model, rank)
+    assert time.monotonic() - begin < 10
+
+    if rank == 1:
+        del model.forward
+    assert_same(train(model, rank), train(memkit.shard(make()), rank))
+
+
 PROFILES = {
     "profile": check_rank,
     "profile of LoRA": functools.partial(check_rank, lora=True),
@@ -196,4 +211,5 @@ PROFILES = {
     "raised in a backward": functools.partial(check_raised_on_one, when="backward"),
     "bad argument of a profile": check_bad_argument,
     "other arguments of a profile": check_other_arguments,
+    "other layers in a profile": check_other_layers,
 }

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import StatePiece, Update
+from memkit.plan import StatePiece, Update, state_pieces
+from memkit.states import cut_trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.host_memory import HostStates
 from memkit.states.pieces import Piece, StateRecord
@@ -83,6 +84,48 @@ def test_groups_that_are_added(device: Device, update: str, first: int, more: in
             optimizer.step()
 
     assert_as_plain(device, lambda: make(first), fused, loop, update=update)
+
+
+class Scaled(torch.optim.SGD):
+    """Steps each parameter by a factor that the user has put on it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.sub_(mean * getattr(parameter, "scale", 1.0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("master", [None, torch.float32])
+@pytest.mark.parametrize("update", UPDATES)
+def test_what_the_user_puts_on_parameters_between_steps(
+    device: Device, monkeypatch: pytest.MonkeyPatch, update: str, master: torch.dtype | None
+) -> None:
+    """The two large ones are stepped in windows."""
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    for module in (state_pieces, cut_trial):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    dtype = torch.float32 if master is None else torch.bfloat16
+    ends = []
+    for factors in ([1.0, 0.5, 0.0], [1.0, 1.0, 1.0]):
+        generator = torch.Generator().manual_seed(0)
+        large = [nn.Parameter(torch.randn(24, 64, generator=generator).to(dtype)) for _ in range(2)]
+        parameters = [*make(4, dtype=dtype), *large]
+        optimizer = Scaled(parameters, lr=0.1)
+        with offload(optimizer, device, update=update, master=master):
+            for step, factor in enumerate(factors):
+                give_grads(parameters, step)
+                for parameter in parameters:
+                    parameter.scale = factor  # type: ignore[attr-defined]
+                before = [parameter.detach().clone() for parameter in parameters]
+                optimizer.step()
+        is_as_before = [torch.equal(one, other) for one, other in zip(before, parameters, strict=True)]
+        ends.append(is_as_before)
+
+    assert ends == [[True] * 6, [False] * 6]
 
 
 @pytest.mark.parametrize("update", UPDATES)

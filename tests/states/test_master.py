@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memkit.device import Device
+from memkit.errors import StateOffloadError
 from memkit.states.masters import follow
 from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, often, train
 
@@ -199,3 +200,18 @@ def test_parameters_that_were_stepped_without_copies(device: Device, size: tuple
             for parameter, copied in zip(parameters, copies, strict=True):
                 assert_same(parameter, copied.bfloat16())
                 assert_same(optimizer.state[parameter]["master"], copied)
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_a_parameter_that_is_cast_to_the_precision_of_its_copy(device: Device, update: str) -> None:
+    parameter = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16, device=device.torch_device))
+    optimizer = torch.optim.AdamW([parameter])
+    with offload(optimizer, device, update=update, master=torch.float32):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        parameter.grad = None
+        parameter.data = parameter.data.float()
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(StateOffloadError, match=r"float32 copy of parameter 0\.0, which was cast to torch\.float32 since"):
+            optimizer.step()

@@ -297,6 +297,25 @@ def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Dev
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
+def test_betas_that_are_tensors_are_those_of_the_step() -> None:
+    nets = [make_net(device := ReferenceDevice()), make_net(device)]
+    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
+    for own in optimizers:
+        own.param_groups[0].update(fused=False, foreach=False, betas=(torch.tensor(0.5), torch.tensor(0.9)))
+
+    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
+        for step in range(3):
+            optimizers[1].gate.is_open.clear()
+            for net, own in zip(nets, optimizers, strict=True):
+                net(batch(device, step)).square().mean().backward()
+                own.step()
+                torch._foreach_mul_(list(own.param_groups[0]["betas"]), 0.5)
+                own.zero_grad()
+            optimizers[1].gate.is_open.set()
+            states.wait()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
 @pytest.mark.parametrize("update", ["host", "both"])
 def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host(update: str) -> None:
     device = ReferenceDevice()

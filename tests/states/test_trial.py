@@ -202,3 +202,23 @@ def test_what_is_kept_of_large_parameters_otherwise_than_of_small_ones_is_planne
         return parameters
 
     assert_same(trained(False), trained(True))
+
+
+class _ForSizes(_Momentum):
+    """Takes no other matrices than the user's, and small ones."""
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.dim() == 2 and 24 < parameter.size(1) != 300:
+                raise ValueError("rows have 300 elements")
+        super().step_group(group)
+
+
+def test_larger_parameters_that_the_class_does_not_take() -> None:
+    """They only say more of what is kept: the small ones have shown that the class can be stepped in pieces."""
+    parameters = [torch.nn.Parameter(torch.ones(300, 300))]
+    optimizer = _ForSizes(parameters)
+    with offload(optimizer, ReferenceDevice()) as states:
+        parameters[0].grad = torch.ones(300, 300)
+        optimizer.step()
+        assert sum(piece.state_bytes for piece in states.plan.pieces) == aligned(4 * 300 * 300)
