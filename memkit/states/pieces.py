@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.errors import StateOffloadError
 from memkit.owners import owner_of
-from memkit.plan import StatePiece, aligned
+from memkit.plan import StatePiece, Update, aligned
 from memkit.plan.chunks import Residency
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.states.shards import version_of
@@ -227,7 +228,28 @@ class Piece:
         """Be half way no more: the rest is not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
-        """A step of what is due begins, with these states of the optimizer."""
+        """A step of what is due begins, with these states of the optimizer. Nothing has moved yet.
+
+        Raises:
+            StateOffloadError: a gradient is of another dtype than what stands for its parameter.
+        """
+        if self.plan.update is Update.HOST:
+            self.refuse_other_dtypes()
+
+    def refuse_other_dtypes(self) -> None:
+        """Raise where a gradient is of another dtype than what stands for its parameter.
+
+        Raises:
+            StateOffloadError: that is so.
+        """
+        for record in self.due:
+            grad = record.parameter.grad
+            if grad is not None and grad.dtype != record.parameter.dtype and not record.has_master:
+                raise StateOffloadError(
+                    f'"{record.name}" is {record.parameter.dtype}, and its gradient {grad.dtype}: was its grad_dtype set? '
+                    "What is stepped on the host, or in windows, takes gradients of the parameter's dtype. Leave that as it was, "
+                    'or use master=torch.float32, or update="device" for parameters that are not large'
+                )
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return what of other streams' memory a step is about to read, gradients first: where the class puts another tensor in

@@ -36,6 +36,7 @@ _NUM_STEPS = 4
 _LARGEST_SIDE = 24
 _LARGER_SIDE = 256
 _LARGER_NUMEL = 2**16
+_LARGER_ROW = 2**12
 """So large is a sample at most: what is kept in 8 bits is so from some thousand elements on, by blocks of some hundred."""
 
 
@@ -328,8 +329,7 @@ class Sample(Trial):
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         size = list(parameter.size())
-        if len(size) > 1:
-            size = [min(length, _LARGER_SIDE) for length in size]
+        size = [min(length, _LARGER_ROW if len(size) == 1 else _LARGER_SIDE) for length in size]
         for index in range(len(size)):
             others = max(1, math.prod(size[:index] + size[index + 1 :]))
             size[index] = min(size[index], max(1, _LARGER_NUMEL // others))

@@ -176,7 +176,8 @@ class CutPiece(Piece):
         assert grad is not None
         self._is_cut = self._is_in_windows(parameter, entries)
         if not self._is_cut:
-            return
+            return super().prepare(state)
+        self.refuse_other_dtypes()
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
             flat = local_of(grad).detach().reshape(-1)

@@ -251,3 +251,23 @@ def test_fewer_names_than_parameters(device: Device) -> None:
         optimizer.step()
         assert len(optimizer.state) == 3
     assert_same(*parameters[1:])
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_gradients_of_another_dtype(update: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)) for _ in range(2)]
+    plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    optimizers = [torch.optim.SGD(owned, lr=0.1, momentum=0.9, foreach=False) for owned in (parameters, plain)]
+    for parameter in (*parameters, *plain):
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.full((64, 64), 1 / 3)
+    before = [parameter.detach().clone() for parameter in parameters]
+    with offload(optimizers[0], ReferenceDevice(), update=update):
+        if update == "host":
+            with pytest.raises(StateOffloadError, match="its gradient torch.float32: was its grad_dtype set"):
+                optimizers[0].step()
+            assert_same(parameters, before)
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same(parameters, plain)
