@@ -121,6 +121,8 @@ class Piece:
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
         self.records = records
+        self._is_cut = False
+        """Whether the step under way, or the last one, is made in windows."""
         self.slot = plan.slot
         """Which slot it comes to; -1 where it needs none."""
         self.residency = self.rest
@@ -233,22 +235,15 @@ class Piece:
         Raises:
             StateOffloadError: a gradient is of another dtype than what stands for its parameter.
         """
-        if self.plan.update is Update.HOST:
-            self.refuse_other_dtypes()
-
-    def refuse_other_dtypes(self) -> None:
-        """Raise where a gradient is of another dtype than what stands for its parameter.
-
-        Raises:
-            StateOffloadError: that is so.
-        """
+        if self.plan.update is Update.DEVICE and not self._is_cut:
+            return  # the parameters are stepped themselves
         for record in self.due:
             grad = record.parameter.grad
             if grad is not None and grad.dtype != record.parameter.dtype and not record.has_master:
                 raise StateOffloadError(
                     f'"{record.name}" is {record.parameter.dtype}, and its gradient {grad.dtype}: was its grad_dtype set? '
-                    "What is stepped on the host, or in windows, takes gradients of the parameter's dtype. Leave that as it was, "
-                    'or use master=torch.float32, or update="device" for parameters that are not large'
+                    "What is stepped on the host, or in windows, takes those of the parameter's dtype. Leave it as it was, use "
+                    'master=torch.float32, or have parameters that are not large stepped by update="device"'
                 )
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:

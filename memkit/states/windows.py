@@ -150,8 +150,6 @@ class CutPiece(Piece):
         self._address = self._version = _NOWHERE
         self._shard: Tensor | None = None
         """The gradient, if it is a shard: a write to it doesn't count in the windows, which are of its local tensor."""
-        self._is_cut = False
-        """Whether the step under way, or the last one, is made in windows."""
 
     @property
     def may_come_early(self) -> bool:
@@ -175,9 +173,9 @@ class CutPiece(Piece):
         entries = state.get(record.parameter) or {}
         assert grad is not None
         self._is_cut = self._is_in_windows(parameter, entries)
+        super().prepare(state)
         if not self._is_cut:
-            return super().prepare(state)
-        self.refuse_other_dtypes()
+            return
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
             flat = local_of(grad).detach().reshape(-1)
