@@ -213,8 +213,8 @@ OPTIMIZERS = [
 """Every dense class of `torch.optim`, in each of its ways, and some that users make."""
 
 _OFTEN = (
-    *("Adam loop", "AdamW fused", "NAdam foreach", "RMSprop foreach", "ASGD loop", "SGD fused", "Adafactor loop", "Muon"),
-    *("AdamW lr tensor", "schedule free", "rebinding"),
+    *("Adam loop", "AdamW fused", "RMSprop foreach", "SGD fused", "Adafactor loop", "Muon", "AdamW lr tensor", "schedule free"),
+    "rebinding",
 )
 """One of each way of stepping and each kind of state: scalars on the host, tensors smaller than the parameter, groups that
 count, new tensors in the place of old ones. tests/states/test_bits.py runs every case often; the other files leave the rest to

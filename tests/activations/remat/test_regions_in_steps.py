@@ -101,7 +101,7 @@ def run(
 
 
 def _bits_at(name: str, budget: float) -> object:
-    is_core = (budget == 0.4 and name != "blocks") or (name, budget) == ("dropout", 0.2)  # blocks are in other tests
+    is_core = (budget == 0.4 and name in tuple(MODELS)[:3]) or (name, budget) == ("dropout", 0.2)  # blocks are in other tests
     return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
 
 
