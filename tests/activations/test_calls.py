@@ -206,6 +206,7 @@ def test_what_moves_under_a_budget_costs_the_host_few_calls() -> None:
     assert num_calls - 3 * (_NUM_SAVES - stats.num_copies_out) <= 30 * stats.num_copies_out
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
     num_calls, stats = _calls_of_budget(Action.OFFLOAD, 10)
@@ -217,6 +218,7 @@ def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
     assert num_calls <= 2000  # whatever a step takes once
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
     """But for what a dropped value costs, its replay included."""

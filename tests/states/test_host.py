@@ -98,6 +98,7 @@ def test_the_split_is_in_the_plan(device: Device) -> None:
         assert "The split is fixed" in states.plan.explain()
 
 
+@pytest.mark.full
 def test_rates_are_measured(device: Device) -> None:
     optimizer = torch.optim.AdamW(make_net(device).parameters(), fused=True)
 

@@ -161,7 +161,9 @@ CHANGES = [_longer, _in_place, _of_other_kind, _of_parts, _marked, _in_a_mode]
 
 @pytest.mark.parametrize("retains", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    "action", [pytest.param(action, marks=pytest.mark.full) if number else action for number, action in enumerate(ACTIONS)]
+)
 def test_step_that_departs_is_exact(action: Action, change: Change, retains: bool, device: Device) -> None:
     blocks, make = _steady(device, action)
     trace = budget_states[TAG].traces.latest
