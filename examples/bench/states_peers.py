@@ -109,20 +109,26 @@ def _same_precision(trained: Trained, setting: Setting, options: dict[str, str])
 
 
 def _eight_bit(trained: Trained, setting: Setting) -> Iterator[Line]:
-    """Torchao's 8-bit states, on the device and streamed."""
+    """Torchao's 8-bit states, on the device and streamed, beside the next forward and behind the backward."""
     import memkit
 
-    def run(streams: bool) -> Line:
+    def run(overlaps: bool | None) -> Line:
         from torchao.optim import AdamW8bit
 
         optimizer = AdamW8bit(trained.parameters, lr=LR)
-        states: Any = memkit.StateOffload(optimizer, overlap_forward=True, device=setting.device) if streams else nullcontext()
+        states: Any = nullcontext()
+        if overlaps is not None:
+            states = memkit.StateOffload(optimizer, overlap_forward=overlaps, device=setting.device)
         with states:
-            wait = states.wait if streams else None
+            wait = None if overlaps is None else states.wait
             return timed(trained, Loop(update=optimizer.step, clip=trained.clip, wait=wait), setting, num_steps=NUM_STEPS)
 
-    for name, streams in (("torchao AdamW8bit", False), ("memkit, torchao AdamW8bit", True)):
-        yield {**_about(trained), "row": name, **told(name, setting.attempt(partial(run, streams)))}
+    for name, overlaps in (
+        ("torchao AdamW8bit", None),
+        ("memkit, torchao AdamW8bit", True),
+        ("memkit, torchao AdamW8bit, behind the backward", False),
+    ):
+        yield {**_about(trained), "row": name, **told(name, setting.attempt(partial(run, overlaps)))}
         trained.clear()
 
 

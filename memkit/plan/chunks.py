@@ -42,16 +42,16 @@ class Residency(Enum):
 
 
 _FOLLOWING = {
-    Residency.HOST: (Residency.HOST, Residency.IN_FLIGHT, Residency.STEPPING, Residency.DIRTY, Residency.DISK),
-    Residency.IN_FLIGHT: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.STEPPING, Residency.HOST, Residency.DISK),
-    Residency.DEVICE: tuple(Residency),
-    Residency.STEPPING: (Residency.STEPPING, Residency.DIRTY, Residency.HOST, Residency.DEVICE, Residency.DISK),
+    Residency.HOST: (Residency.HOST, Residency.IN_FLIGHT, Residency.DISK),
+    Residency.IN_FLIGHT: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.STEPPING, Residency.HOST),
+    Residency.DEVICE: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.STEPPING, Residency.DIRTY, Residency.HOST),
+    Residency.STEPPING: (Residency.STEPPING, Residency.DIRTY, Residency.HOST),
     Residency.DIRTY: (Residency.DIRTY, Residency.DEVICE),
-    Residency.DISK: (Residency.DISK, Residency.HOST, Residency.IN_FLIGHT, Residency.STEPPING),
+    Residency.DISK: (Residency.DISK, Residency.HOST),
 }
-"""What is dirty is written back before anything else becomes of it."""
+"""What is dirty is written back before anything else becomes of it; what is on disk is read to host memory first."""
 WRITTEN = (Residency.STEPPING, Residency.DIRTY)
-"""Of what is so, the device has something that is nowhere else: nothing may be brought over it."""
+"""Of what is so, the device has something that is nowhere else: nothing may be brought over it, or stepped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

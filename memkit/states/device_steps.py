@@ -161,7 +161,7 @@ class DeviceSteps:
                 record.numbers = []
         if piece.plan.is_resident or piece.layout is None:
             self._release(piece)
-            piece.come_to_rest()
+            piece.residency = piece.rest
             for record in piece.due if piece.plan.is_resident else ():
                 record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
@@ -218,13 +218,13 @@ class DeviceSteps:
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
         self._release(piece)
-        piece.come_to_rest()
+        piece.residency = piece.rest
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
         if piece.slot >= 0:
             self._release(piece)
-        piece.come_to_rest()
+        piece.residency = piece.rest
 
     def _step_due(self, piece: Piece, run: OneStep) -> tuple[list[Stepped], Written]:
         """Run the optimizer's step. Return what was stepped, by which parameter, and its states on the device."""

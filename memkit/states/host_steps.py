@@ -315,7 +315,7 @@ class HostSteps:
         self._slots.d2h_bytes += route.brought_bytes
         self._slots.release(piece)
         self._out.pop(piece, None)
-        piece.come_to_rest()
+        piece.residency = piece.rest
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
         """Have what was stepped come to the slot."""
@@ -331,7 +331,7 @@ class HostSteps:
         self._running.pop(piece, None)
         self._slots.release(piece)
         self._out.pop(piece, None)
-        piece.come_to_rest()
+        piece.residency = piece.rest
 
     def forget_losses(self) -> None:
         """All states were loaded."""

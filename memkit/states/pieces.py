@@ -149,10 +149,6 @@ class Piece:
             return Residency.DISK
         return Residency.DEVICE if self.plan.is_resident else Residency.HOST
 
-    def come_to_rest(self) -> None:
-        """The states are where they stay between steps, or on their way there: what a slot has of them counts no more."""
-        self.residency = self.rest
-
     @property
     def names(self) -> str:
         first, last = self.records[0].name, self.records[-1].name

@@ -143,7 +143,7 @@ class StateSlots:
         self.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
         slot.left = piece.left = self._lanes.copy_out(slot.storage, span, after=slot.freed)
-        piece.come_to_rest()
+        piece.residency = piece.rest
         slot.piece = None
         self.d2h_bytes += span.num_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memkit
 from memkit.device import ReferenceDevice
 from tests.distributed.cases import Model, make
-from tests.distributed.groups import fake_group, group_of_one
-
-
-@pytest.fixture
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
+from tests.distributed.groups import fake_group
 
 
 def test_needs_a_process_group() -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.compiling import FORMS, WITH_COMPILED
 from tests.distributed import compiled_layers
-from tests.distributed.groups import group_of_one
 
 pytestmark = WITH_COMPILED
-
-
-@pytest.fixture
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 @pytest.mark.parametrize("name", compiled_layers.WORKS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,10 @@ from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
 from tests.distributed.cases import WIDTH, Model, assert_same, local, make, optimizer_of, step, train
-from tests.distributed.groups import fake_group, group_of_one
+from tests.distributed.groups import fake_group
 from tests.distributed.hosting import HOST, on_host, racing
 
 OFTEN = {*hosting.OFTEN, "on the host: LoRA", "on the host: low", "on the host, skipped"}
-
-
-@pytest.fixture
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 @pytest.mark.parametrize(

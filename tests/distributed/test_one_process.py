@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -30,15 +29,9 @@ from tests.distributed.cases import (
     step,
     train,
 )
-from tests.distributed.groups import fake_group, group_of_one
+from tests.distributed.groups import fake_group
 from tests.distributed.hosting import check_ends, with_ends
 from tests.distributed.profiling import profile
-
-
-@pytest.fixture
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 @pytest.mark.parametrize("lora", [False, True])

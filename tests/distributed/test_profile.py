@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +34,6 @@ from tests.distributed.profiling import (
     check_training,
     profile,
 )
-
-
-@pytest.fixture
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 def _by_hand(model: Model) -> Model:
