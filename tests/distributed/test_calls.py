@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import memkit
+from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.device import Event, ReferenceDevice, Stream
 from memkit.device.clocks import ReferenceEvent
 from memkit.distributed import sharding
@@ -112,3 +114,39 @@ def test_more_parameters_cost_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
     views = 4 * 4 * 2  # of four more shards in each of four buffers: for each its place, and the tensor
     assert found[1] - found[0] <= views
+
+
+# Contexts within sharded layers
+
+
+def test_region_within_a_sharded_layer_costs_few_calls_more_than_one_that_is_not_sharded() -> None:
+    """Parameters are there only while the layer runs, and are looked up then, not when the context is entered."""
+    found = []
+    for shard in (lambda model: model, memkit.shard):
+        with fake_group(8):
+            model = shard(make(num_layers=NUM_LAYERS))
+            regions = {module: RegionSpec() for block in model.blocks for module in (block.norm, block.down)}
+            for number in range(2):
+                step(model, 0, number, lambda regions=regions: Regions(regions))  # type: ignore[misc]
+            found.append(num_calls(lambda model=model, regions=regions: step(model, 0, 2, lambda: Regions(regions))))  # type: ignore[misc]
+
+    assert found[1] - found[0] <= 8 * 2 * NUM_LAYERS, (found[1] - found[0]) / (2 * NUM_LAYERS)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 1.0])
+def test_saved_tensor_that_leaves_costs_as_many_calls_as_in_a_model_that_is_not_sharded(ratio: float) -> None:
+    found, device = [], ReferenceDevice()
+    for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):
+        with fake_group(8):
+            model = shard(make(num_layers=NUM_LAYERS))
+
+            def context(tag: str = tag) -> AbstractContextManager[object]:
+                return memkit.CPUOffload(ratio, tag=tag, device=device, min_bytes=0)
+
+            for number in range(5):
+                step(model, 0, number, context)
+            found.append(num_calls(lambda model=model, context=context: step(model, 0, 5, context)))  # type: ignore[misc]
+            assert memkit.stats(tag).moved_out_bytes > 0
+            memkit.reset(tag)
+
+    assert found[1] == found[0]

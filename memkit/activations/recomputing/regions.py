@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import ModuleState
 from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.recompute import Recompute
 from memkit.activations.recomputing.region_calls import (
@@ -152,13 +151,11 @@ class RegionModule(Recomputed):
         super().__init__(module, common.counts, spec.learned)
         self.forward = forward
         self._calls = spec.calls
-        self._learned = spec.learned
         self._common = common
-        self._look_at(self.state)
+        self._look_for_devices()
 
-    def _look_at(self, state: ModuleState) -> None:
-        self.state = state
-        self._devices = frozenset([own.device for own in state.tensors if own.is_cuda])
+    def _look_for_devices(self) -> None:
+        self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
@@ -204,8 +201,9 @@ class RegionModule(Recomputed):
         thread.numbers[self] = number + 1
         for call in calls:
             call.inner.setdefault(self, number)
-        if self.state.is_gathered and not self.state.is_current():  # it was seen while they were shards
-            self._look_at(ModuleState(self.module, self._learned))
+        if self.state.is_gathered and not self.state.is_current():  # they are there as long as the layer runs
+            self.state.look_again()
+            self._look_for_devices()
         if self._calls is not None and number not in self._calls:
             return
         if torch_private.functorch_stack() is not None:
