@@ -103,6 +103,12 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
+    def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before(module, args, kwargs)` behind a module's other pre-hooks, and `after(module, args, output)` ahead of its
+        other hooks, or when the forward raises; else as `around_forward` does."""
+        self._handles.append(module.register_forward_pre_hook(_Untraced(before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
+
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(True, module, args)` just ahead of the pre-hook that a library has set on a module, and
         `hook(False, module, args)` just behind it, as plain Python where the module was compiled."""

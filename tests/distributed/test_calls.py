@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import memkit
+from memkit.activations.recomputing import region_plan
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.device import Event, ReferenceDevice, Stream
 from memkit.device.clocks import ReferenceEvent
@@ -119,18 +121,43 @@ def test_more_parameters_cost_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> 
 # Contexts within sharded layers
 
 
-def test_region_within_a_sharded_layer_costs_few_calls_more_than_one_that_is_not_sharded() -> None:
-    """Parameters are there only while the layer runs, and are looked up then, not when the context is entered."""
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_region_in_a_sharded_model_costs_few_calls_more_than_in_one_that_is_not(is_whole: bool) -> None:
+    """Parameters are there only while the layer runs, and are looked up then, not when the context is entered. Of a layer as a
+    whole it is seen as well whether it has other hooks by now than those of FSDP2."""
     found = []
     for shard in (lambda model: model, memkit.shard):
         with fake_group(8):
             model = shard(make(num_layers=NUM_LAYERS))
-            regions = {module: RegionSpec() for block in model.blocks for module in (block.norm, block.down)}
-            for number in range(2):
-                step(model, 0, number, lambda regions=regions: Regions(regions))  # type: ignore[misc]
-            found.append(num_calls(lambda model=model, regions=regions: step(model, 0, 2, lambda: Regions(regions))))  # type: ignore[misc]
+            regions = {
+                module: RegionSpec()
+                for block in model.blocks
+                for module in ((block,) if is_whole else (block.norm, block.down))
+            }
 
-    assert found[1] - found[0] <= 8 * 2 * NUM_LAYERS, (found[1] - found[0]) / (2 * NUM_LAYERS)
+            def run(model: nn.Module = model, regions: Any = regions) -> None:
+                step(model, 0, 0, lambda: Regions(regions))
+
+            run()
+            found.append(num_calls(run))
+
+    assert found[1] - found[0] <= (12 if is_whole else 8) * len(regions), (found[1] - found[0]) / len(regions)
+
+
+def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)  # whatever this machine takes for an op
+    device, found = ReferenceDevice(), []
+    for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):
+        with group_of_one():
+            model = shard(make(num_layers=NUM_LAYERS))
+            for number in range(6):
+                step(model, 0, number, lambda tag=tag: memkit.Rematerialize(0.3, tag=tag, min_bytes=0, device=device))  # type: ignore[misc]
+            stats = memkit.stats(tag)
+            assert not stats.is_recorded
+            found.append((stats.num_replays, stats.dropped_bytes))
+            memkit.reset(tag)
+
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("ratio", [0.2, 1.0])

@@ -167,10 +167,9 @@ class ModuleState:
         buffers = chain.from_iterable(map(dict.values, self._owned)) if any(self._owned) else ()
         return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether a part has hooks."""
-        hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts) if own.get(name)]
+    def have_hooks(self, first: int = 0) -> bool:
+        """Tell whether a part has hooks, from one of them on."""
+        hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts[first:]) if own.get(name)]
         return bool(hooks)
 
     # Around the forward

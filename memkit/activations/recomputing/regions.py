@@ -28,6 +28,7 @@ from memkit.activations.recomputing.region_calls import (
     unpack,
 )
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.region_reasons import has_other_hooks
 from memkit.activations.recomputing.stacks import is_on_stack, take_off
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
@@ -37,7 +38,7 @@ from memkit.hooks import HookPair, HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
 from memkit.sequentials import SpannedForward, spanned_forwards
-from memkit.torch_state import is_traced
+from memkit.torch_state import is_sharded_by_fsdp2, is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +117,10 @@ class Regions(Exclusive):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether one of the modules, or one in it, has hooks."""
-        return any(region.state.has_hooks for region in self._regions)
+        """Whether one of the modules, or one in it, has hooks, but for those by which FSDP2 gathers it."""
+        return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or any(
+            region.is_sharded and has_other_hooks(region.module) for region in self._regions
+        )
 
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
@@ -152,6 +155,8 @@ class RegionModule(Recomputed):
         self.forward = forward
         self._calls = spec.calls
         self._common = common
+        self.is_sharded = is_sharded_by_fsdp2(module)
+        """Whether it is gathered by its own hooks: what it saves, and what it is recomputed from, is within these."""
         self._look_for_devices()
 
     def _look_for_devices(self) -> None:
@@ -159,7 +164,9 @@ class RegionModule(Recomputed):
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
-        if self.code is None:
+        if self.is_sharded:
+            hooks.within_hooks(self.module, before=self._before, after=self._after)
+        elif self.code is None:
             hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
         else:
             around_compiled(hooks, self.module, self._run)
