@@ -144,14 +144,15 @@ def test_region_in_a_sharded_model_costs_few_calls_more_than_in_one_that_is_not(
     assert found[1] - found[0] <= (12 if is_whole else 8) * len(regions), (found[1] - found[0]) / len(regions)
 
 
-def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [0.25, pytest.param(0.5, marks=pytest.mark.full)])
+def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)  # whatever this machine takes for an op
     device, found = ReferenceDevice(), []
     for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):
         with group_of_one():
             model = shard(make(num_layers=NUM_LAYERS))
             for number in range(6):
-                step(model, 0, number, lambda tag=tag: memkit.Rematerialize(0.3, tag=tag, min_bytes=0, device=device))  # type: ignore[misc]
+                step(model, 0, number, lambda tag=tag: memkit.Rematerialize(budget, tag=tag, min_bytes=0, device=device))  # type: ignore[misc]
             stats = memkit.stats(tag)
             assert not stats.is_recorded
             found.append((stats.num_replays, stats.dropped_bytes))
