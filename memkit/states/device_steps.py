@@ -24,6 +24,7 @@ from memkit.states.shards import are_one, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
+from memkit.transfer.device_memory import device_memory_of
 from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
@@ -42,9 +43,17 @@ class Undo:
         num_bytes: of the parameters of the largest piece.
     """
 
+    holder = "what StateOffload could undo"
+
     def __init__(self, device: Device, num_bytes: int) -> None:
-        with torch.inference_mode(False):
-            self._storage = device.allocate(max(1, num_bytes))
+        memory = device_memory_of(device)
+        self._storage = memory.allocate(self, max(1, num_bytes))
+        memory.join(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device that it takes."""
+        return self._storage.nbytes()
 
     def keep(self, piece: Piece) -> None:
         """Note the parameters of a piece that are due."""

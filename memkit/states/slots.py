@@ -12,6 +12,7 @@ from memkit.device.base import Device, Event
 from memkit.plan import StatePlan, Update, in_slots
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.pieces import Piece
+from memkit.transfer.device_memory import device_memory_of
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
 
@@ -23,9 +24,9 @@ class StateSlot:
     `memkit.interrupts`.
     """
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self.storage = device.allocate(num_bytes)
-        self.num_bytes = num_bytes
+    def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.num_bytes = storage.nbytes()
         self.piece: Piece | None = None
         self.freed: Event = device.record_event(timed=False)
         """Behind the last work on the computing stream that uses the slot."""
@@ -42,12 +43,15 @@ class StateSlots:
         plan: says how many, and how large.
     """
 
+    holder = "StateOffload's slots"
+
     def __init__(self, device: Device, lanes: Lanes, plan: StatePlan) -> None:
         self._device = device
         self._lanes = lanes
         self._plan = plan
-        with torch.inference_mode(False):
-            self.slots = [StateSlot(device, max(1, num_bytes)) for num_bytes in plan.slot_bytes]
+        self._memory = device_memory_of(device)
+        self.slots = [self._new(num_bytes) for num_bytes in plan.slot_bytes]
+        self._memory.join(self)
         self.h2d_bytes = self.d2h_bytes = 0
         self.host_step_s = 0.0
         """How long pieces were stepped on the host, without waiting for their gradients."""
@@ -76,9 +80,11 @@ class StateSlots:
         """Return which slot stands for one of a plan, with one made where none does yet."""
         if slot not in own:
             own[slot] = len(self.slots)
-            with torch.inference_mode(False):
-                self.slots.append(StateSlot(self._device, max(1, plan.slot_bytes[slot])))
+            self.slots.append(self._new(plan.slot_bytes[slot]))
         return own[slot]
+
+    def _new(self, num_bytes: int) -> StateSlot:
+        return StateSlot(self._device, self._memory.allocate(self, max(1, num_bytes)))
 
     @property
     def num_bytes(self) -> int:
@@ -162,9 +168,8 @@ class StateSlots:
     def grow(self, slot: StateSlot, num_bytes: int) -> None:
         """Give a slot that no copy is under way from or to more room. It waits for the device, whose streams may use it."""
         self._device.synchronize()
-        with torch.inference_mode(False):
-            larger = self._device.allocate(num_bytes)
-        slot.storage, slot.num_bytes, slot.freed = larger, num_bytes, self._device.record_event(timed=False)
+        slot.storage, slot.num_bytes = self._memory.allocate(self, num_bytes), num_bytes
+        slot.freed = self._device.record_event(timed=False)
 
     def await_copies(self, slot: StateSlot) -> None:
         """Let the current stream wait for the last copies from and to a slot, so that it may write there or let it go."""
