@@ -12,7 +12,7 @@ Names of operators in tables (of what autocast casts, of what is not run again) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,7 @@ efficient_attention: _Op
 engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
 flash_attention: _Op
+foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 flash_attention_cpu: _Op
 fp32_precision_of: Callable[[str, str], str]
 functorch_stack: Callable[[], list[Any] | None]
@@ -235,6 +236,7 @@ NAMES: dict[str, PrivateName] = {
     "base_of": _field("torch.Tensor._base", "what a tensor is a view of", *_CONTEXTS),
     "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
+    "foreach_copy": _of("torch._foreach_copy_", "to keep what a step may have to undo, in one call"),
     "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),
     "sleep_on_device": _of("torch.cuda._sleep", "to have the host get ahead of the device"),
     "TensorGuards": _of("torch._C._dynamo.guards.TensorGuards", "to compare how tensors lie with how they did, in one call"),

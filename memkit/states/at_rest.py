@@ -100,7 +100,7 @@ class StatesAtRest:
                 "moves states to the device. They are taken back. Make the StateOffload after that"
             )
         if piece.left is not None:
-            self._device.synchronize(piece.left.done)
+            self._device.synchronize(piece.left)
         if standing:
             assert self._disk is not None
             for _, found in self._disk.read([piece]):

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.device.base import Event
 from memkit.errors import StateOffloadError
 from memkit.owners import owner_of
 from memkit.plan import StatePiece, Update, aligned
 from memkit.plan.chunks import Residency
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.states.shards import version_of
+from memkit.storages import byte_view
 from memkit.torch_state import is_dtensor
 from memkit.transfer.disk_store import DiskCopy
-from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
 
 Rows = Sequence[Mapping[str, Tensor]]
@@ -84,7 +85,21 @@ class StateRecord:
         has_master: whether a copy of higher precision is stepped in its place.
     """
 
-    __slots__ = ("__weakref__", "done", "group", "has_master", "is_shard", "name", "numbers", "parameter", "position", "undo")
+    __slots__ = (
+        *(
+            "__weakref__",
+            "done",
+            "group",
+            "has_master",
+            "index",
+            "is_shard",
+            "name",
+            "numbers",
+            "parameter",
+            "position",
+            "undo",
+        ),
+    )
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
@@ -92,6 +107,8 @@ class StateRecord:
         self.has_master = has_master
         self.is_shard = is_dtensor(parameter)
         """Whether the part of the parameter that this rank has is what is stepped: see `memkit.states.shards`."""
+        self.index = 0
+        """Which one of its piece it is."""
         self.group = self.position = -1
         """Where the optimizer has it: which group, and which parameter there; -1 where it has it no more."""
         self.undo: Tensor | None = None
@@ -121,6 +138,8 @@ class Piece:
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
         self.records = records
+        for index, record in enumerate(records):
+            record.index = index
         self._is_cut = False
         """Whether the step under way, or the last one, is made in windows."""
         self.slot = plan.slot
@@ -129,14 +148,16 @@ class Piece:
         self.room: Span | None = None
         """Host memory that was set aside ahead."""
         self.layout: Layout | None = None
-        self.left: Transfer | None = None
-        """The last copy to host memory, or from there where states stay in it: nobody may write to them before it is done."""
+        self.left: Event | None = None
+        """Behind the last copy to host memory, or from there where states stay in it: nobody may write to them before."""
         self.views: list[dict[str, Tensor]] = []
         """The states of each record in the slot."""
         self.stand_ins: list[nn.Parameter | None] = []
         """What is stepped in a slot instead of each record's parameter."""
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
         """In which slot, and how, the views lie."""
+        self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
+        """The bytes in a slot, cut as those of the span are."""
         self.due: list[StateRecord] = []
         """Which records the step that is under way steps."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
@@ -167,6 +188,29 @@ class Piece:
                 for record, views in zip(self.records, self.views, strict=True)
             ]
         self._bound = storage, layout
+
+    def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
+        """Return the bytes in a slot of what is in a span, cut as these are: where the span is the piece's own the same ones in
+        each step."""
+        known = self._cut_bytes
+        if known is not None and known[0] is storage and known[1] is span:
+            return known[2]
+        with torch.inference_mode(False):
+            whole = byte_view(storage).narrow(0, 0, span.num_bytes)
+            found: Sequence[Tensor] = torch.split(whole, [part.numel() for part in span.pieces])
+        if self.layout is not None and span is self.layout.span:
+            self._cut_bytes = storage, span, found
+        return found
+
+    def staying(self, record: StateRecord, entries: Mapping[Any, Any]) -> list[Tensor]:
+        """Return those states of one of its parameters, as `optimizer.state` has them, that do not leave with it."""
+        tensors = [value for value in entries.values() if isinstance(value, Tensor)]
+        if self.plan.is_resident or not tensors:
+            return tensors
+        # those that were put there are known: to ask what a tensor that wraps others is made of takes the host long
+        host = self.layout.host[record.index].values() if self.layout is not None else ()
+        known = {*map(id, host)}
+        return [value for value in tensors if id(value) not in known and not may_leave(value)]
 
     @property
     def parts(self) -> Sequence[Piece]:
@@ -249,9 +293,9 @@ class Piece:
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
         state = self.states_in(optimizer)
         for record in self.records:
-            entries = state.get(record.parameter) or {}
-            tensors = [value for value in entries.values() if isinstance(value, Tensor)]
-            found += tensors if self.plan.is_resident else [value for value in tensors if not may_leave(value)]
+            entries = state.get(record.parameter)
+            if entries:
+                found += self.staying(record, entries)
         return gradients + found
 
     def let_gradients_go(self) -> None:
@@ -313,13 +357,12 @@ class Piece:
             layout: where the states are from now on.
             made: what was stepped, with its new entries.
         """
-        index_of = {id(record): index for index, record in enumerate(self.records)}
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:
             stepped.add(id(record))
             if entries or state.get(record.parameter):
-                host = layout.host[index_of[id(record)]] if layout is not None else {}
+                host = layout.host[record.index] if layout is not None else {}
                 entered.append((record.parameter, {name: host.get(name, value) for name, value in entries.items()}))
         if layout is not self.layout and layout is not None:
             for record, host in zip(self.records, layout.host, strict=True):
@@ -340,7 +383,7 @@ class Piece:
 
     def let_go(self) -> None:
         """Hold nothing of a slot any more."""
-        self.views, self.stand_ins, self._bound = [], [], None
+        self.views, self.stand_ins, self._bound, self._cut_bytes = [], [], None, None
 
 
 def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
