@@ -146,10 +146,11 @@ class DeviceSteps:
             self._slots.await_arrived(piece)
         with label("step", piece):
             with torch.no_grad():
-                self._keep(piece)
+                known = piece.states_in(self._optimizer)
+                self._keep(piece, known)
                 assert piece.residency not in WRITTEN, piece.names
                 piece.residency = Residency.STEPPING
-                keys, state = self._given(piece)
+                keys, state = self._given(piece, known)
             written = run.step(run.prepare(piece.due, keys, state))
             stepped = _stepped(piece, keys, state)
             with torch.no_grad():
@@ -157,7 +158,7 @@ class DeviceSteps:
         before = piece.copies if piece.plan.is_on_disk else ()
         layout = self._lay_out(piece, stepped) if moves else None
         made = ((record, entries) for record, _, entries in stepped)
-        piece.entered = piece.new_entries(piece.states_in(self._optimizer), layout, made)
+        piece.entered = piece.new_entries(known, layout, made)
         marks = piece.marks(self._optimizer, layout)
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(written))
         self.finish(piece)
@@ -195,10 +196,9 @@ class DeviceSteps:
         if piece.plan.is_on_disk:
             self.disk.release(piece)
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: Piece, state: Mapping[Any, Any]) -> None:
         """Note what a step that fails must find again."""
         self._undo.keep(piece)
-        state = piece.states_in(self._optimizer)
         kept, values = [], []
         for record in piece.due:
             entries = state.get(record.parameter)
@@ -232,10 +232,9 @@ class DeviceSteps:
             self._release(piece)
         piece.residency = piece.rest
 
-    def _given(self, piece: Piece) -> tuple[list[Tensor], dict[Any, Any]]:
+    def _given(self, piece: Piece, known: Mapping[Any, Any]) -> tuple[list[Tensor], dict[Any, Any]]:
         """Return what the optimizer's step is given: what stands for each parameter that is due, and their states."""
         state: dict[Any, Any] = defaultdict(dict)
-        known = piece.states_in(self._optimizer)
         is_in_slot = not piece.plan.is_resident and piece.layout is not None
         keys = []
         for record in piece.due:
@@ -305,7 +304,7 @@ class DeviceSteps:
         """Tell whether the states lie in the slot as before. What was put in the place of one goes there."""
         new: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[nn.Parameter, Tensor]] = []
-        slot_address = self._slots.of(piece).storage.data_ptr()
+        slot = self._slots.of(piece)
         for record, _, entries in stepped:
             views = piece.views[record.index]
             for tensor in layout.tensors[record.index]:
@@ -317,13 +316,14 @@ class DeviceSteps:
                     return False
                 if tensor.name == MASTER and (are_one(value, view) if record.is_shard else value.data_ptr() == view.data_ptr()):
                     continue
-                if any(part.untyped_storage().data_ptr() == slot_address for part in parts_of(value)):
+                if any(part.untyped_storage().data_ptr() == slot.storage.data_ptr() for part in parts_of(value)):
                     return False  # they have changed places: one would be written over before it is read
                 new.append((view, value))
                 stand_in = piece.stand_ins[record.index]
                 if tensor.name == MASTER and stand_in is not None:
                     replaced.append((stand_in, view))
-            if len(views) != len(entries) and any(may_leave(value) for name, value in entries.items() if name not in views):
+            others = [value for name, value in entries.items() if name not in views] if len(views) != len(entries) else []
+            if any(map(may_leave, others)):
                 return False
         if new:
             with torch.no_grad():

@@ -204,13 +204,12 @@ class Piece:
 
     def staying(self, record: StateRecord, entries: Mapping[Any, Any]) -> list[Tensor]:
         """Return those states of one of its parameters, as `optimizer.state` has them, that do not leave with it."""
-        tensors = [value for value in entries.values() if isinstance(value, Tensor)]
-        if self.plan.is_resident or not tensors:
-            return tensors
+        if self.plan.is_resident:
+            return [value for value in entries.values() if isinstance(value, Tensor)]
         # those that were put there are known: to ask what a tensor that wraps others is made of takes the host long
-        host = self.layout.host[record.index].values() if self.layout is not None else ()
-        known = {*map(id, host)}
-        return [value for value in tensors if id(value) not in known and not may_leave(value)]
+        host = self.layout.host[record.index] if self.layout is not None else {}
+        others = [value for name, value in entries.items() if value is not host.get(name)]
+        return [value for value in others if isinstance(value, Tensor) and not may_leave(value)]
 
     @property
     def parts(self) -> Sequence[Piece]:

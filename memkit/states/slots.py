@@ -112,18 +112,18 @@ class StateSlots:
 
     def is_free_for(self, piece: Piece) -> bool:
         """Tell whether the slot of a piece is free."""
-        return self.of(piece).piece is None
+        return self.slots[piece.slot].piece is None
 
     def claim(self, piece: Piece) -> StateSlot:
         """Have a piece come to its slot without bytes: there are no states yet."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         slot.piece = piece
         self.await_copies(slot)
         return slot
 
     def fetch(self, piece: Piece, span: Span) -> None:
         """Put a copy of a piece, which is in a span, to its slot on the lane, behind all that uses the slot."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
         slot.piece = piece
@@ -137,7 +137,7 @@ class StateSlots:
 
     def await_arrived(self, piece: Piece) -> StateSlot:
         """Let the current stream wait until a piece is in its slot."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         assert slot.arrived is not None
         self._device.wait_event(self._device.current_stream(), slot.arrived)
         self._device.note_read(slot.storage)
@@ -146,7 +146,7 @@ class StateSlots:
 
     def write_back(self, piece: Piece, span: Span) -> None:
         """Put a copy of a piece to a span on the lane, behind what the current stream has done with it."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         self.note_written(slot.storage)
         slot.freed = freed = self._device.record_event(timed=False)
         slot.left = piece.left = self._copy(piece, slot, span, is_out=True, after=(freed, *span.free_events))
@@ -169,7 +169,7 @@ class StateSlots:
 
     def release(self, piece: Piece) -> None:
         """What a slot has of a piece counts for nothing."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         if slot.piece is piece:
             slot.freed = self._device.record_event(timed=False)
             slot.piece = None

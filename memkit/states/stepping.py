@@ -129,6 +129,9 @@ class Stepping:
     def _run(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object] = lambda _: None) -> None:
         on_host = [part for part in parts if part.plan.update is Update.HOST]
         on_device = [part for part in parts if part.plan.update is Update.DEVICE]
+        if not on_host:
+            self._step_on_device(on_device, run, note_stepped)
+            return
         num_started = num_begun = num_stepped = 0
         for part, share in zip(on_host, _shares(on_host, on_device), strict=True):
             num_begun = self._begin(self._on_host, on_host, num_begun)
