@@ -227,9 +227,7 @@ NAMES: dict[str, PrivateName] = {
     "AccumulateGrad": _of("torch._C._functions.AccumulateGrad", "to tell the leaves of a graph", _PROFILE),
     "profiler_is_on": _of(f"{_AUTOGRAD}._profiler_enabled", "to label what is done in a trace", *_CONTEXTS),
     "engine": _of("torch.autograd.Variable._execution_engine", "to be called when a backward has ended", *_CONTEXTS),
-    "keeping_versions": _of(
-        "torch.autograd.grad_mode._unsafe_preserve_version_counter", "to put bytes back unnoticed", _PROFILE
-    ),
+    "keeping_versions": _of("torch.autograd.grad_mode._unsafe_preserve_version_counter", "to put bytes back", _PROFILE),
     "post_accumulate_hooks": _field("torch.Tensor._post_accumulate_grad_hooks", "whether a backward steps", _PROFILE),
     # Tensors and storages
     "version_of": _field("torch.Tensor._version", "how often a tensor was written to", *_ALL),

@@ -19,7 +19,8 @@ from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import MASTER, copy_each, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
+from memkit.states.pieces import Layout, Piece, follow_attributes, stand_in_of
+from memkit.states.records import StateRecord
 from memkit.states.shards import are_one, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over

@@ -26,7 +26,7 @@ from memkit.states.shells import (
 )
 
 if TYPE_CHECKING:
-    from memkit.states.pieces import StateRecord
+    from memkit.states.records import StateRecord
 
 Written = tuple[dict[int, Changes], Changes]
 """What a part of a step has written: to groups, by their numbers, and to the optimizer's attributes."""

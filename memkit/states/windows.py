@@ -16,8 +16,9 @@ from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
 from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
-from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, follow_attributes, mark_of, stand_in_of, stand_ins_for
-from memkit.states.shards import note_written, shard_like, version_of
+from memkit.states.pieces import Layout, Piece, Place, Rows, follow_attributes, stand_in_of, stand_ins_for
+from memkit.states.records import StateRecord, mark_of, version_of
+from memkit.states.shards import note_written, shard_like
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
 from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk_store import DiskCopy
