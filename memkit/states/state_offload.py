@@ -227,7 +227,7 @@ class StateOffload:
         if self._overlap is not None:
             self._overlap.run(stepping, due, run)
         else:
-            stepping.run(due, run)
+            stepping.run(due, run, in_order=members.draws)
             self._wait()
         stepping.num_steps += self._in_backward is None or not self._in_backward.is_whole_step
         self._hollow = hollow_shell(optimizer)
