@@ -128,3 +128,18 @@ def test_what_stays_comes_evenly_between_what_moves(sizes: list[int], budget: in
             before = max((pieces[m].numel for m in staying), default=0)
             assert abs(done[True] * moving_numel - done[False] * staying_numel) <= before * moving_numel / 2
         done[pieces[n].is_resident] += pieces[n].numel
+
+
+def test_what_is_stepped_in_windows_is_the_last_to_stay() -> None:
+    """It is stepped at once where it stays. Who waits for parameters in their order takes it as readily as others."""
+    sizes = [2**26, *[2**22] * 48]
+    costs = [
+        ParameterCosts(name=str(i), numel=n, parameter_bytes=4 * n, state_bytes=8 * n, is_elementwise=True)
+        for i, n in enumerate(sizes)
+    ]
+    for budget, stays_large, runs_ahead in ((2, False, False), (2, True, True), (4, True, False)):
+        plan = plan_states(costs, device_budget_bytes=budget * 2**29, runs_ahead=runs_ahead)
+
+        assert plan.pieces[0].windows
+        assert plan.pieces[0].is_resident is stays_large
+        assert plan.resident_bytes >= budget * 2**29 * 0.98
