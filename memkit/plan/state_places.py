@@ -81,8 +81,8 @@ def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
     By the order of the groups, what is large and stays, as a head at the end, would be stepped when nothing is left to move.
 
     Example:
-        >>> from memkit.plan import ParameterCosts, plan_states
-        >>> sizes = [2**20] * 4 + [2**22]
+        >>> from memkit.plan import ParameterCosts, interleaved, plan_states
+        >>> sizes = [2**19] * 4 + [2**22]
         >>> costs = [ParameterCosts(name="", numel=n, parameter_bytes=2 * n, state_bytes=8 * n) for n in sizes]
         >>> plan = plan_states(costs, device_budget_bytes=8 * 2**22)
         >>> [piece.is_resident for piece in plan.pieces]
