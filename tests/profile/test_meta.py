@@ -75,7 +75,7 @@ def test_meta_saves_what_the_cpu_saves_under_autocast(name: str) -> None:
     assert meta.run.autocast == "bfloat16"
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "attention_masked", "group_norm", "functional"])
+@pytest.mark.parametrize("name", ["resnet18", "vision_transformer", "attention_masked", "group_norm", "functional"])
 def test_meta_saves_what_the_cpu_saves_in_bfloat16(name: str) -> None:
     case = CASES[name]
     model, inputs = case.model().bfloat16(), [x.bfloat16() for x in case.inputs()]
@@ -87,7 +87,7 @@ def test_meta_saves_what_the_cpu_saves_in_bfloat16(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "googlenet"])
+@pytest.mark.parametrize("name", ["resnet18", "vision_transformer", "googlenet"])
 def test_meta_saves_what_the_cpu_saves_in_eval_mode(name: str) -> None:
     case = CASES[name]
     model, inputs = case.model().eval(), case.inputs()

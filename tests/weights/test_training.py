@@ -68,6 +68,7 @@ def _streamed_names(model: nn.Module, offload: memkit.LayerOffload) -> set[str]:
 
 
 @pytest.mark.full
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("num_batches", [1, 3])
 @pytest.mark.parametrize("make", OPTIMIZERS)

@@ -216,6 +216,7 @@ def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("seed", "is_steady"),
     [(0, True), *(pytest.param(seed, seed % 2 == 1, marks=pytest.mark.full) for seed in range(4))],
