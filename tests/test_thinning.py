@@ -94,12 +94,21 @@ def test_repeats(a):
 @pytest.mark.parametrize("a", range(4))
 def test_all(a):
     pass
+
+@pytest.mark.core(1, 2)
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("a", [*range(4), pytest.param(4, marks=full)])
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_core(a, b, c):
+    pass
 """
 
 
 def test_marks_say_what_is_left_out(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers =\n    full\n    covering\n    repeats")
     found = pytester.getitems(_TESTS)
+    thinning.mark_full(found)
     left_out = thinning.leave_out(found)
     kept = [item for item in found if item not in left_out]
 
@@ -119,3 +128,11 @@ def test_marks_say_what_is_left_out(pytester: pytest.Pytester) -> None:
     )
     assert params("test_repeats", kept) == [{"a": 0}, {"a": 1}]
     assert params("test_all", kept) == params("test_all", found)
+    short = params("test_core", [item for item in found if "full" not in item.keywords])
+    assert len(short) == 8
+    assert {value for case in short for value in case.items()} == {
+        *(("a", number) for number in range(4)),
+        *((name, number) for name in "bc" for number in range(3)),
+    }
+    assert len(params("test_core", kept)) < 22
+    assert _pairs(params("test_core", kept)) == _pairs(params("test_core", found))

@@ -1,5 +1,5 @@
-"""Which of all combinations of a test's parameters run with `-m full`: as many as have each pair of values, or each value,
-as its mark says. `pytest -m ""` runs all of them."""
+"""Which of all combinations of a test's parameters run by themselves and with `-m full`: as many as have each value, or each
+pair of values, as its marks say. `pytest -m ""` runs all of them."""
 
 from __future__ import annotations
 
@@ -49,28 +49,41 @@ def _key(value: object) -> Hashable:
     return value
 
 
+def mark_full(items: Iterable[pytest.Item]) -> None:
+    """Mark as `full` what adds nothing of the tests marked `core`."""
+    for same in _by_function(items, "core"):
+        short = [item for item in same if "full" not in item.keywords]
+        for item in _unneeded(short, "core"):
+            item.add_marker(pytest.mark.full)
+
+
 def leave_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return which tests `-m full` leaves out: those marked `repeats`, and what adds nothing of those marked `covering`."""
-    left_out: set[pytest.Item] = set()
-    of_function: dict[tuple[object, ...], list[pytest.Function]] = {}
-    for item in items:
-        if "repeats" in item.keywords:
-            left_out.add(item)
-        elif isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
-            of_function.setdefault((item.path, item.cls, item.originalname), []).append(item)
-    for same in of_function.values():
-        num_together, times = _covering(*same[0].get_closest_marker("covering").args)  # type: ignore[union-attr]
-        rest = [item for item in same if "full" in item.keywords]
-        short = [_params(item) for item in same if "full" not in item.keywords]  # which have run by themselves
-        for time in range(times):
-            chosen = {rest[index] for index in covering([_params(item) for item in rest], num_together, () if time else short)}
-            rest = [item for item in rest if item not in chosen]
-        left_out.update(rest)
+    items = list(items)
+    left_out = {item for item in items if "repeats" in item.keywords}
+    for same in _by_function(items, "covering"):
+        short = [item for item in same if "full" not in item.keywords]  # which have run by themselves
+        left_out.update(_unneeded([item for item in same if "full" in item.keywords], "covering", short))
     return left_out
 
 
-def _covering(num_together: int, times: int = 1) -> tuple[int, int]:
-    return num_together, times
+def _unneeded(items: list[pytest.Function], mark: str, covered: Iterable[pytest.Function] = ()) -> list[pytest.Function]:
+    if not items:
+        return []
+    num_together, times = (*items[0].get_closest_marker(mark).args, 1)[:2]  # type: ignore[union-attr]
+    found = [_params(item) for item in covered]
+    for _ in range(times):
+        chosen = set(covering([_params(item) for item in items], num_together, found))
+        items, found = [item for index, item in enumerate(items) if index not in chosen], []
+    return items
+
+
+def _by_function(items: Iterable[pytest.Item], mark: str) -> Iterable[list[pytest.Function]]:
+    found: dict[tuple[object, ...], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and mark in item.keywords:
+            found.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    return found.values()
 
 
 def _params(item: pytest.Function) -> Case:

@@ -30,6 +30,7 @@ NOTHING_TO_GAIN = {
 ALL_GOES = ("offload all", "remat plan of nothing", "remat dtr of nothing")
 
 
+@pytest.mark.core(2)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_computations(name: str, any_context: Context) -> None:

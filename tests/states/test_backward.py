@@ -48,6 +48,7 @@ def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     split_evenly(monkeypatch)
 
 
+@pytest.mark.core(1)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "options", [{}, {"device_budget": 8192}, {"update": "host"}, {"update": "both", "device_budget": 8192}], ids=str

@@ -209,6 +209,7 @@ def test_all_but_the_last_page_of_an_aligned_chunk_needs_no_buffer(host: Host) -
 # Failures
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_failed_write_loses_nothing(host: Host, number: int, is_late: bool) -> None:

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients(run: str, slots: int, device: Device) -> None:
