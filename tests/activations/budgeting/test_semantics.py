@@ -199,8 +199,12 @@ _DEAR = (retained, backward_inside, double_backward, double_backward_outside, se
 """What takes more than a second where nearly all leaves: that is left to `full`, and a larger budget is not."""
 
 
+_LEFT_TO_FULL = (plain_step, retained, in_parts, dropped_graph, accumulated)
+"""Steps that are the simpler ones of two that are alike: those run by themselves."""
+
+
 def _step_under(train: Callable[[Net, Device, Make], None], budget: str | float) -> object:
-    is_core = (budget == "2KiB") != (train in _DEAR)
+    is_core = ((budget == "2KiB") != (train in _DEAR)) and train not in _LEFT_TO_FULL
     return pytest.param(train, budget, id=f"{train.__name__}-{budget}", marks=() if is_core else pytest.mark.full)
 
 

@@ -313,7 +313,10 @@ def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
     return next(place for place in places if isinstance(model[place], nn.Dropout | nn.GELU))
 
 
-@pytest.mark.parametrize("change", [hook, replace_one, pytest.param(insert, marks=pytest.mark.full), append, override])
+_CHANGES = [hook, *(pytest.param(change, marks=pytest.mark.full) for change in (replace_one, insert, append)), override]
+
+
+@pytest.mark.parametrize("change", _CHANGES)
 def test_change_of_the_model_is_noticed(change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     steady(model, x, remat_on, "change")
