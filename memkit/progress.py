@@ -52,7 +52,7 @@ class _Progress(logging.Handler):
         self._since_s = time.monotonic()
         self._shown = ""
         self._warned: set[str] = set()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="memkit-progress", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._phase, self._since_s = record.getMessage(), time.monotonic()

@@ -12,7 +12,7 @@ Names of operators in tables (of what autocast casts, of what is not run again) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,7 @@ efficient_attention: _Op
 engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
 flash_attention: _Op
+foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 flash_attention_cpu: _Op
 fp32_precision_of: Callable[[str, str], str]
 functorch_stack: Callable[[], list[Any] | None]
@@ -226,15 +227,14 @@ NAMES: dict[str, PrivateName] = {
     "AccumulateGrad": _of("torch._C._functions.AccumulateGrad", "to tell the leaves of a graph", _PROFILE),
     "profiler_is_on": _of(f"{_AUTOGRAD}._profiler_enabled", "to label what is done in a trace", *_CONTEXTS),
     "engine": _of("torch.autograd.Variable._execution_engine", "to be called when a backward has ended", *_CONTEXTS),
-    "keeping_versions": _of(
-        "torch.autograd.grad_mode._unsafe_preserve_version_counter", "to put bytes back unnoticed", _PROFILE
-    ),
+    "keeping_versions": _of("torch.autograd.grad_mode._unsafe_preserve_version_counter", "to put bytes back", _PROFILE),
     "post_accumulate_hooks": _field("torch.Tensor._post_accumulate_grad_hooks", "whether a backward steps", _PROFILE),
     # Tensors and storages
     "version_of": _field("torch.Tensor._version", "how often a tensor was written to", *_ALL),
     "base_of": _field("torch.Tensor._base", "what a tensor is a view of", *_CONTEXTS),
     "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
+    "foreach_copy": _of("torch._foreach_copy_", "to keep what a step may have to undo, in one call"),
     "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),
     "sleep_on_device": _of("torch.cuda._sleep", "to have the host get ahead of the device"),
     "TensorGuards": _of("torch._C._dynamo.guards.TensorGuards", "to compare how tensors lie with how they did, in one call"),

@@ -23,7 +23,7 @@ from memkit.device import CpuDevice, Device, ReferenceDevice, ceilings
 from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
 from memkit.transfer import Link, measure_link
-from tests import drawn
+from tests import drawn, thinning
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
 settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -86,12 +86,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.full)  # the plain run has drawn some of its examples
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    here = [item for item in items if has_gpu or "gpu" not in item.keywords]
+    thinning.mark_full(here)
     if config.option.markexpr == "full":
         known = {item.nodeid for item in items}
-        left_out = [item for item in items if _has_other_seed(item, known)]
-        config.hook.pytest_deselected(items=left_out)
-        of_those = set(left_out)
-        items[:] = [item for item in items if item not in of_those]
+        left_out = {item for item in items if _has_other_seed(item, known)}
+        left_out |= thinning.leave_out(item for item in here if item not in left_out)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if not has_gpu and "gpu" not in config.option.markexpr and len(items) > _MANY:
         config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
         items[:] = [item for item in items if "gpu" not in item.keywords]

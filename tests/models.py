@@ -12,6 +12,8 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torchvision.models import DenseNet, SwinTransformer, VisionTransformer
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
 
 class Tied(nn.Module):
@@ -122,14 +124,15 @@ def _vision(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 IMAGE = ((2, 3, 64, 64),)
+_CONVNEXT = [CNBlockConfig(16, 32, 3), CNBlockConfig(32, 64, 3), CNBlockConfig(64, 128, 9), CNBlockConfig(128, None, 3)]
 
-CASES = {
+CASES = {  # those of torchvision are as deep as it has them, and narrow where their classes allow it: most tests make them anew
     "resnet18": Case(_vision("resnet18"), IMAGE),
     "mobilenet_v3_small": Case(_vision("mobilenet_v3_small"), IMAGE),
-    "vit_b_16": Case(_vision("vit_b_16", image_size=64), IMAGE),
-    "swin_t": Case(_vision("swin_t"), IMAGE),
-    "convnext_tiny": Case(_vision("convnext_tiny"), IMAGE),
-    "densenet121": Case(_vision("densenet121"), IMAGE),
+    "vision_transformer": Case(lambda: VisionTransformer(64, 16, 12, num_heads=4, hidden_dim=64, mlp_dim=128), IMAGE),
+    "swin": Case(lambda: SwinTransformer([4, 4], 24, [2, 2, 6, 2], [1, 2, 4, 8], [7, 7], stochastic_depth_prob=0.2), IMAGE),
+    "convnext": Case(lambda: ConvNeXt(_CONVNEXT, stochastic_depth_prob=0.1), IMAGE),
+    "densenet": Case(lambda: DenseNet(8, (6, 12, 24, 16), 16), IMAGE),
     "googlenet": Case(_vision("googlenet", init_weights=False), ((2, 3, 96, 96),)),
     "fcn_resnet50": Case(_vision("fcn_resnet50", weights_backbone=None), IMAGE),
     "transformer_encoder": Case(
@@ -154,8 +157,8 @@ CASES = {
     "rnn_cell": Case(lambda: nn.RNNCell(8, 8), ((4, 8),)),
 }
 
-LARGE = ("vit_b_16", "swin_t", "convnext_tiny", "densenet121", "googlenet", "fcn_resnet50")
-"""Of all: a step takes seconds."""
+LARGE = ("vision_transformer", "swin", "convnext", "densenet", "googlenet", "fcn_resnet50")
+"""Of all: those that are deep."""
 
 _CORE = ("tied", "functional", "checkpoint_reentrant", "conv_inplace", "attention_masked", "group_norm", "rnn_cell")
 

@@ -216,7 +216,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
             break
         found += piece
     os.close(leader)
-    assert child.wait(60) == 0
+    assert child.wait(300) == 0
     return found.decode().replace("\r\n", "\n")
 
 

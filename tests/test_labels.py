@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import memkit
 from memkit.device import ReferenceDevice
+from memkit.labels import label
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
 
 
@@ -24,6 +25,24 @@ def test_copies_and_waits_are_in_a_trace() -> None:
     context = memkit.CPUOffload(1.0, "traced", min_bytes=0, window_bytes=0, device=ReferenceDevice())
 
     assert _labels(context, [1] * 6) == {"memkit::evict", "memkit::fetch", "memkit::wait"}
+
+
+def test_a_label_asks_for_names_only_where_a_profiler_runs() -> None:
+    asked = []
+
+    class Piece:
+        @property
+        def names(self) -> str:
+            asked.append(self)
+            return "a to b"
+
+    with label("step", Piece()):
+        pass
+    assert not asked
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace, label("step", Piece()):
+        pass
+
+    assert "memkit::step (a to b)" in {event.name for event in trace.events()}
 
 
 def test_replays_are_in_a_trace() -> None:

@@ -33,6 +33,7 @@ from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
 from memkit.plan.state_costs import ParameterCosts, StatePiece, StateRates, Update, aligned
 from memkit.plan.state_pieces import WINDOW_NUMEL, StatePlan, in_slots, is_large, plan_states
+from memkit.plan.state_places import interleaved
 from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 from memkit.plan.timeline import Lane, Levels, Timeline
@@ -103,6 +104,7 @@ __all__ = [
     "fit_regions",
     "in_slots",
     "infeasible",
+    "interleaved",
     "is_large",
     "limit_of",
     "make_problem",

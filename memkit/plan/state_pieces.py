@@ -153,7 +153,8 @@ def plan_states(
         apart: whether each parameter is a piece of its own.
         has_disk: whether states that leave the device may lie on a disk.
         host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
-        runs_ahead: whether all gradients may be sent to the host before anything is stepped there: parameters always go along.
+        runs_ahead: whether parameters are stepped beside a forward or within a backward. All gradients may be sent to the host
+            before anything is stepped there, so that parameters always go along; and what is large stays as readily as others.
 
     Raises:
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
@@ -172,7 +173,7 @@ def plan_states(
         )
         for members in _cut(costs, most, apart=apart)
     ]
-    pieces = list(with_residents(pieces, device_budget_bytes))
+    pieces = list(with_residents(pieces, device_budget_bytes, moves_large=not runs_ahead))
     if has_disk:
         pieces = with_disk(pieces, host_budget_bytes)
     if update != "device":

@@ -24,8 +24,15 @@ _SPREAD = 0.98
 """So much of what may stay is to stay where that is evenly spread."""
 
 
-def with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[StatePiece]:
-    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped."""
+def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
+    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped.
+
+    Args:
+        pieces: all of them.
+        budget_bytes: the most that may stay.
+        moves_large: whether what is stepped in windows stays last: what stays is stepped at once, and while it is, nothing else
+            leaves. Not where somebody waits for the parameters in their order.
+    """
     sizes = [piece.state_bytes for piece in pieces]
     least = min(filter(None, sizes), default=0)
     if 0 < budget_bytes < least:
@@ -34,8 +41,9 @@ def with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[Stat
             f"device; found {format_bytes(budget_bytes)}. Raise it, or leave it out: then all states leave",
             least,
         )
-    share = min(1.0, budget_bytes / max(1, sum(sizes)))
-    spread = _filled(evenly(range(len(pieces)), sizes, share, most=budget_bytes), sizes, budget_bytes)
+    first = [index for index, piece in enumerate(pieces) if not (moves_large and piece.windows)]
+    share = min(1.0, budget_bytes / max(1, sum(sizes[index] for index in first)))
+    spread = _filled(evenly(first, sizes, share, most=budget_bytes), sizes, budget_bytes)
     packed = _filled(set(), sizes, budget_bytes)
     spread_bytes, packed_bytes = (sum(sizes[index] for index in chosen) for chosen in (spread, packed))
     staying = spread if spread_bytes >= _SPREAD * packed_bytes else packed
@@ -64,6 +72,43 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
             chosen.add(index)
             taken += sizes[index]
     return chosen
+
+
+def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
+    """Return the indices of pieces in the order in which a step takes the device the least time: what stays comes evenly
+    between what moves, so that the link never waits for it long. Both stay in their own order.
+
+    By the order of the groups, what is large and stays, as a head at the end, would be stepped when nothing is left to move.
+
+    Example:
+        >>> from memkit.plan import ParameterCosts, interleaved, plan_states
+        >>> sizes = [2**19] * 4 + [2**22]
+        >>> costs = [ParameterCosts(name="", numel=n, parameter_bytes=2 * n, state_bytes=8 * n) for n in sizes]
+        >>> plan = plan_states(costs, device_budget_bytes=8 * 2**22)
+        >>> [piece.is_resident for piece in plan.pieces]
+        [False, False, False, False, True]
+        >>> interleaved(plan.pieces)
+        [0, 1, 4, 2, 3]
+    """
+    moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
+    staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
+    if not moving or not staying:
+        return list(range(len(pieces)))
+    moving_numel, staying_numel = (sum(pieces[index].numel for index in those) for those in (moving, staying))
+    order: list[int] = []
+    moved = stepped = num_taken = 0
+    for index in moving:
+        # taken where half of it is due by what has moved
+        while num_taken < len(staying):
+            numel = pieces[staying[num_taken]].numel
+            if (2 * stepped + numel) * moving_numel > 2 * moved * staying_numel:
+                break
+            order.append(staying[num_taken])
+            stepped += numel
+            num_taken += 1
+        order.append(index)
+        moved += pieces[index].numel
+    return order + staying[num_taken:]
 
 
 def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from memkit import torch_private
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.owners import owners
-from memkit.states.pieces import StateRecord
+from memkit.states.records import StateRecord
 from memkit.states.shards import described, lie_alike
 from memkit.states.trial import needs_master, refuse_by_kind
 from memkit.steppers import stepper_of, steppers

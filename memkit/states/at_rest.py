@@ -14,7 +14,8 @@ from memkit.plan import Update
 from memkit.states.host_memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Piece, Rows, StateRecord
+from memkit.states.pieces import Piece, Rows
+from memkit.states.records import StateRecord
 from memkit.torch_state import local_of
 
 _HOST = torch.device("cpu")
@@ -100,7 +101,7 @@ class StatesAtRest:
                 "moves states to the device. They are taken back. Make the StateOffload after that"
             )
         if piece.left is not None:
-            self._device.synchronize(piece.left.done)
+            self._device.synchronize(piece.left)
         if standing:
             assert self._disk is not None
             for _, found in self._disk.read([piece]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
-from operator import is_
+from operator import is_not, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,15 @@ from memkit.labels import label
 from memkit.plan import Update, aligned
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.masters import follow
-from memkit.states.one_step import OneStep, Written
-from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
+from memkit.states.one_step import OneStep
+from memkit.states.packing import MASTER, copy_each, copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import Layout, Piece, follow_attributes, stand_in_of
+from memkit.states.records import StateRecord
 from memkit.states.shards import are_one, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
+from memkit.transfer.device_memory import device_memory_of
 from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 """What was stepped: of which parameter, what stood for it, and its states."""
 
 
+_FIRST = itemgetter(0)
+
+
 class Undo:
     """Room on the device for the parameters of one piece as they were before its step.
 
@@ -42,27 +47,39 @@ class Undo:
         num_bytes: of the parameters of the largest piece.
     """
 
+    holder = "what StateOffload could undo"
+
     def __init__(self, device: Device, num_bytes: int) -> None:
-        with torch.inference_mode(False):
-            self._storage = device.allocate(max(1, num_bytes))
+        memory = device_memory_of(device)
+        self._storage = memory.allocate(self, max(1, num_bytes))
+        self._address = self._storage.data_ptr()
+        memory.join(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device that it takes."""
+        return self._storage.nbytes()
 
     def keep(self, piece: Piece) -> None:
         """Note the parameters of a piece that are due."""
         offset = 0
+        kept, parameters = [], []
         for record in piece.due:
             parameter = local_of(record.parameter) if record.is_shard else record.parameter
             if record.undo is None or not self._is_room(record.undo, parameter, offset):
                 with torch.inference_mode(False):
                     record.undo = self._over(parameter, offset)
             offset += aligned(parameter.nbytes)
-            record.undo.copy_(parameter)
+            kept.append(record.undo)
+            parameters.append(parameter)
+        copy_each(kept, parameters)
 
     def _is_room(self, undo: Tensor, parameter: Tensor, offset: int) -> bool:
         """Tell whether a parameter can be kept where it was kept last: in its own place now, or outside of this room."""
-        if undo.dtype != parameter.dtype or undo.size() != parameter.size() or not may_leave(parameter):
+        if undo.dtype != parameter.dtype or undo.size() != parameter.size():
             return False
-        is_outside = undo.untyped_storage().data_ptr() != self._storage.data_ptr()
-        return is_outside or undo.data_ptr() == self._storage.data_ptr() + offset
+        is_outside = undo.untyped_storage().data_ptr() != self._address
+        return is_outside or undo.data_ptr() == self._address + offset
 
     def _over(self, parameter: Tensor, offset: int) -> Tensor:
         if not may_leave(parameter) or offset + parameter.nbytes > self._storage.nbytes():
@@ -118,7 +135,7 @@ class DeviceSteps:
         if layout is None:
             self._slots.claim(piece)
         else:
-            with label(f"fetch states ({piece.names})"):
+            with label("fetch states", piece):
                 self._slots.fetch(piece, layout.span or self.disk.span_of(piece))
 
     def follow(self, pieces: Iterable[Piece]) -> None:
@@ -137,16 +154,21 @@ class DeviceSteps:
         moves = not piece.plan.is_resident
         if moves and piece.layout is not None:
             self._slots.await_arrived(piece)
-        self._keep(piece)
-        assert piece.residency not in WRITTEN, piece.names
-        piece.residency = Residency.STEPPING
-        with label(f"step ({piece.names})"):
-            stepped, written = self._step_due(piece, run)
-            self._round(piece, stepped)
+        with label("step", piece):
+            with torch.no_grad():
+                known = piece.states_in(self._optimizer)
+                self._keep(piece, known)
+                assert piece.residency not in WRITTEN, piece.names
+                piece.residency = Residency.STEPPING
+                keys, state = self._given(piece, known)
+            written = run.step(run.prepare(piece.due, keys, state))
+            stepped = _stepped(piece, keys, state)
+            with torch.no_grad():
+                self._round(piece, stepped)
         before = piece.copies if piece.plan.is_on_disk else ()
         layout = self._lay_out(piece, stepped) if moves else None
         made = ((record, entries) for record, _, entries in stepped)
-        piece.entered = piece.new_entries(piece.states_in(self._optimizer), layout, made)
+        piece.entered = piece.new_entries(known, layout, made)
         marks = piece.marks(self._optimizer, layout)
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(written))
         self.finish(piece)
@@ -166,7 +188,7 @@ class DeviceSteps:
                 record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
         span = piece.layout.span
-        with label(f"write states back ({piece.names})"):
+        with label("write states back", piece):
             if span is None:
                 self.disk.note_coming(piece)
             self._slots.write_back(piece, span or self.disk.span_of(piece))
@@ -184,27 +206,21 @@ class DeviceSteps:
         if piece.plan.is_on_disk:
             self.disk.release(piece)
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: Piece, state: Mapping[Any, Any]) -> None:
         """Note what a step that fails must find again."""
-        with torch.no_grad():
-            self._undo.keep(piece)
-            state = piece.states_in(self._optimizer)
-            for record in piece.due:
-                entries = state.get(record.parameter, {})
-                staying = [
-                    value for name, value in entries.items() if isinstance(value, Tensor) and self._stays(piece, name, value)
-                ]
-                known = record.numbers
-                is_known = len(known) == len(staying) and all(map(is_, (one for one, _ in known), staying))
-                if piece.plan.is_resident or not is_known:
-                    record.numbers = [(value, value.clone()) for value in staying]
-                else:
-                    for value, before in known:
-                        before.copy_(value)
-
-    @staticmethod
-    def _stays(piece: Piece, name: object, value: Tensor) -> bool:
-        return piece.plan.is_resident or not may_leave(value)
+        self._undo.keep(piece)
+        kept, values = [], []
+        for record in piece.due:
+            entries = state.get(record.parameter)
+            staying = piece.staying(record, entries) if entries else []
+            known = record.numbers
+            if piece.plan.is_resident or len(known) != len(staying) or any(map(is_not, map(_FIRST, known), staying)):
+                record.numbers = [(value, value.clone()) for value in staying]
+            else:
+                for value, before in known:
+                    kept.append(before)
+                    values.append(value)
+        copy_each(kept, values)
 
     def undo(self, piece: Piece) -> None:
         """A step of a piece was broken off: have its parameters and states be as they were."""
@@ -226,65 +242,53 @@ class DeviceSteps:
             self._release(piece)
         piece.residency = piece.rest
 
-    def _step_due(self, piece: Piece, run: OneStep) -> tuple[list[Stepped], Written]:
-        """Run the optimizer's step. Return what was stepped, by which parameter, and its states on the device."""
+    def _given(self, piece: Piece, known: Mapping[Any, Any]) -> tuple[list[Tensor], dict[Any, Any]]:
+        """Return what the optimizer's step is given: what stands for each parameter that is due, and their states."""
         state: dict[Any, Any] = defaultdict(dict)
-        known = piece.states_in(self._optimizer)
-        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        is_in_slot = not piece.plan.is_resident and piece.layout is not None
         keys = []
         for record in piece.due:
-            index = index_of[id(record)]
-            entries = known.get(record.parameter)
-            bound = dict(entries) if entries else {}
-            if not piece.plan.is_resident and piece.layout is not None:
-                bound.update(piece.views[index])
+            bound = dict(known.get(record.parameter) or ())
+            if is_in_slot:
+                bound.update(piece.views[record.index])
             key: Tensor = record.parameter
             if record.has_master:
-                key = self._stand_in(piece, index, bound)
+                key = self._stand_in(record, piece.stand_ins[record.index] if is_in_slot else None, bound)
                 bound.pop(MASTER, None)
             if bound:
                 state[key] = bound
             keys.append(key)
-        written = run.step(run.prepare(piece.due, keys, state))
-        stepped = []
-        for record, key in zip(piece.due, keys, strict=True):
-            entries = dict(state[key]) if key in state else {}
-            if record.has_master:
-                entries[MASTER] = key.data
-            stepped.append((record, key, entries))
-        return stepped, written
+        return keys, state
 
-    def _stand_in(self, piece: Piece, index: int, entries: Mapping[Any, Any]) -> nn.Parameter:
+    @staticmethod
+    def _stand_in(record: StateRecord, found: nn.Parameter | None, entries: Mapping[Any, Any]) -> nn.Parameter:
         """Return the float32 copy of a parameter, with the gradient of that."""
-        record = piece.records[index]
         parameter = record.parameter
-        found = piece.stand_ins[index] if piece.layout is not None and not piece.plan.is_resident else None
-        with torch.no_grad():
-            if found is None:
-                known = entries.get(MASTER)
-                found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
-            if vars(parameter):  # of most there are none
-                follow_attributes(found, parameter)
-            follow(*((local_of(found.data), local_of(parameter)) if record.is_shard else (found.data, parameter)))
-            assert parameter.grad is not None
-            found.grad = parameter.grad.to(torch.float32)
+        if found is None:
+            known = entries.get(MASTER)
+            found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
+        if vars(parameter):  # of most there are none
+            follow_attributes(found, parameter)
+        follow(*((local_of(found.data), local_of(parameter)) if record.is_shard else (found.data, parameter)))
+        assert parameter.grad is not None
+        found.grad = parameter.grad.to(torch.float32)
         return found
 
-    def _round(self, piece: Piece, stepped: list[Stepped]) -> None:
+    @staticmethod
+    def _round(piece: Piece, stepped: list[Stepped]) -> None:
         """Have parameters be what was stepped: their float32 copies, rounded."""
-        with torch.no_grad():
-            for record, key, _ in stepped:
-                if record.has_master:
-                    record.parameter.copy_(key)
-                    key.grad = None
-            piece.put_parameters()
+        for record, key, _ in stepped:
+            if record.has_master:
+                record.parameter.copy_(key)
+                key.grad = None
+        piece.put_parameters()
 
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
         """Have all states of a piece lie in its slot. Return how; None if there are none."""
-        made = {id(record): entries for record, _, entries in stepped}
         layout = piece.layout
-        if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, made):
+        if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
             return layout
+        made = {id(record): entries for record, _, entries in stepped}
         states: list[dict[str, Tensor]] = []
         for index, record in enumerate(piece.records):
             entries = made.get(id(record))
@@ -306,38 +310,46 @@ class DeviceSteps:
                     copy_state(tensor.over(slot.storage), values[tensor.name])
         return laid_out
 
-    def _is_as_laid_out(self, piece: Piece, layout: Layout, made: Mapping[int, Mapping[Any, Any]]) -> bool:
+    def _is_as_laid_out(self, piece: Piece, layout: Layout, stepped: Iterable[Stepped]) -> bool:
         """Tell whether the states lie in the slot as before. What was put in the place of one goes there."""
         new: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[nn.Parameter, Tensor]] = []
-        slot_address = self._slots.of(piece).storage.data_ptr()
-        for index, record in enumerate(piece.records):
-            entries = made.get(id(record))
-            if entries is None:
-                continue
-            views = piece.views[index]
-            num_leaving = 0
-            for tensor in layout.tensors[index]:
+        slot = self._slots.of(piece)
+        for record, _, entries in stepped:
+            views = piece.views[record.index]
+            for tensor in layout.tensors[record.index]:
                 value = entries.get(tensor.name)
                 view = views[tensor.name]
-                num_leaving += 1
                 if value is view:
                     continue
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
                 if tensor.name == MASTER and (are_one(value, view) if record.is_shard else value.data_ptr() == view.data_ptr()):
                     continue
-                if any(part.untyped_storage().data_ptr() == slot_address for part in parts_of(value)):
+                if any(part.untyped_storage().data_ptr() == slot.storage.data_ptr() for part in parts_of(value)):
                     return False  # they have changed places: one would be written over before it is read
                 new.append((view, value))
-                stand_in = piece.stand_ins[index]
+                stand_in = piece.stand_ins[record.index]
                 if tensor.name == MASTER and stand_in is not None:
                     replaced.append((stand_in, view))
-            if num_leaving != len(entries) and num_leaving != sum(map(may_leave, entries.values())):
+            others = [value for name, value in entries.items() if name not in views] if len(views) != len(entries) else []
+            if any(map(may_leave, others)):
                 return False
-        with torch.no_grad():
-            for view, value in new:
-                copy_state(view, value)
+        if new:
+            with torch.no_grad():
+                for view, value in new:
+                    copy_state(view, value)
         for stand_in, view in replaced:
             stand_in.data = view
         return True
+
+
+def _stepped(piece: Piece, keys: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Stepped]:
+    """Return what was stepped, by which parameter, and its states on the device."""
+    stepped = []
+    for record, key in zip(piece.due, keys, strict=True):
+        entries = dict(state.get(key, ()))
+        if record.has_master:
+            entries[MASTER] = key.data
+        stepped.append((record, key, entries))
+    return stepped

@@ -170,7 +170,7 @@ class DiskRing:
         assert buffer.part is not None
         assert buffer.copy is not None
         left = buffer.part.left
-        self.store.write(buffer.copy, buffer.span, after=() if left is None else (left.done,))
+        self.store.write(buffer.copy, buffer.span, after=() if left is None else (left,))
         buffer.number, buffer.holds = next(self._writes), Holds.WRITTEN
 
     def grow(self, buffer: Buffer, num_bytes: int) -> None:

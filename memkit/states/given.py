@@ -12,7 +12,8 @@ from torch import Tensor
 
 from memkit.states.masters import follow
 from memkit.states.packing import MASTER, may_leave
-from memkit.states.pieces import Layout, StateRecord, follow_attributes
+from memkit.states.pieces import Layout, follow_attributes
+from memkit.states.records import StateRecord
 from memkit.states.shards import are_one, shard_like
 from memkit.torch_state import local_of
 

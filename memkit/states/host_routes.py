@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from memkit.plan import aligned
 from memkit.states.fingerprints import WORD_BYTES, take_fingerprint
 from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
-from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of
-from memkit.states.shards import local_gradient, version_of
+from memkit.states.pieces import Layout, Piece, stand_in_of
+from memkit.states.records import StateRecord, version_of
+from memkit.states.shards import local_gradient
 from memkit.storages import byte_view, tensor_over
 from memkit.torch_state import local_of
 from memkit.transfer.spans import Span, rounded

@@ -134,7 +134,8 @@ class HostSteps:
         route.has_parameters, route.brought_bytes = self._runs_ahead or not route.is_known, 0
         leg, lanes = route.down(), self._lanes
         span, after = leg.span, (slot.freed, *leg.span.free_events)
-        slot.left = self._out[piece] = lanes.copy(lanes.out, slot.storage, span, is_out=True, after=after, parts=leg.parts)
+        self._out[piece] = lanes.copy(lanes.out, slot.storage, span, is_out=True, after=after, parts=leg.parts)
+        slot.left = self._out[piece].done
         self._slots.d2h_bytes += leg.span.num_bytes
         if self._runs_ahead:
             slot.piece = None  # others come there behind the copy
@@ -157,7 +158,7 @@ class HostSteps:
 
     def join(self, piece: Piece) -> None:
         """Wait for the step of a piece, and have the parameters come back."""
-        with label(f"step on the host ({piece.names})"):
+        with label("step on the host", piece):
             running = self._running[piece]
             self._await([running], self._begun_behind(piece))
             running.result()
@@ -319,11 +320,11 @@ class HostSteps:
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
         """Have what was stepped come to the slot."""
-        lanes, after = self._lanes, [slot.freed, *([slot.left.done] if slot.left is not None else [])]
+        lanes, after = self._lanes, slot.users()
         for leg in route.up(piece.layout):
             slot.arrived = piece.left = lanes.copy(
                 lanes.back, route.storage, leg.span, is_out=False, after=after, parts=leg.parts, start=leg.start
-            )
+            ).done
             self._slots.h2d_bytes += leg.span.num_bytes
 
     def drop(self, piece: Piece) -> None:

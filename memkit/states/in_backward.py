@@ -20,7 +20,8 @@ from memkit.plan import Update
 from memkit.plan.chunks import Residency
 from memkit.states.one_step import OneStep
 from memkit.states.opened import weakly
-from memkit.states.pieces import Piece, StateRecord
+from memkit.states.pieces import Piece
+from memkit.states.records import StateRecord
 from memkit.states.shells import changes_of_group, versions_in
 from memkit.states.stepped import ConsumedGradient
 

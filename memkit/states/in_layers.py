@@ -24,7 +24,8 @@ from memkit.plan.chunks import Residency
 from memkit.stand_ins import GradientStandIn
 from memkit.states.asked import refuse_gradients
 from memkit.states.in_backward import BackwardSteps
-from memkit.states.pieces import Piece, StateRecord
+from memkit.states.pieces import Piece
+from memkit.states.records import StateRecord
 from memkit.states.shells import hollow_shell, step_of
 from memkit.steppers import LayerStepper, stepper_of
 

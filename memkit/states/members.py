@@ -12,7 +12,8 @@ from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
 from memkit.states.kept_states import Kept, KeptState
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import Piece, StateRecord
+from memkit.states.pieces import Piece
+from memkit.states.records import StateRecord
 from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import needs_master, try_out
 from memkit.states.windows import piece_of

@@ -141,7 +141,7 @@ class DiskStates:
                 buffer.holds = Holds.NOTHING
                 raise
         if part.left is not None:
-            self._device.synchronize(part.left.done)
+            self._device.synchronize(part.left)
 
     def span_of(self, part: Piece) -> Span:
         """Return the host memory that a part goes from and comes back to."""
@@ -181,7 +181,7 @@ class DiskStates:
         """
         buffer = self.ring.find(part)
         assert buffer is not None
-        with label(f"write states to the disk ({part.names})"):
+        with label("write states to the disk", part):
             self.ring.write(buffer)
 
     def forget(self, copies: Sequence[DiskCopy], piece: Piece) -> None:

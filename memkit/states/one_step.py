@@ -22,10 +22,11 @@ from memkit.states.shells import (
     hooks_of,
     shell_of,
     step_of,
+    tensors_in,
 )
 
 if TYPE_CHECKING:
-    from memkit.states.pieces import StateRecord
+    from memkit.states.records import StateRecord
 
 Written = tuple[dict[int, Changes], Changes]
 """What a part of a step has written: to groups, by their numbers, and to the optimizer's attributes."""
@@ -69,6 +70,8 @@ class OneStep:
             self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
             self._attributes = _with_copies(vars(optimizer))
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
+        self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
+        """Which tensors are in a group, by its number."""
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self.awaited: set[int] = set()
@@ -78,6 +81,7 @@ class OneStep:
         """Go on with what groups and attributes have now, whatever is set meanwhile."""
         self._groups = [{**group, **_copied(group)} for group in self._groups]
         self._attributes = _with_copies({**vars(self._optimizer), **self._attributes})
+        self._tensors.clear()
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
         """Return what is given to the optimizer's step, to step some parameters.
@@ -100,13 +104,16 @@ class OneStep:
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
             group = self._groups[number]
+            if number not in self._tensors:
+                self._tensors[number] = tensors_in(group)
             cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
             if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
         shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state, hooks=self._hooks)
         vars(shell).update(self._attributes)
         before = {number: dict(cut) for number, cut in cuts.items()}
-        return Prepared(shell, dict(vars(shell)), cuts, before, Watched.of(cuts.values()), local)
+        watched = Watched.of([found for number in cuts for found in self._tensors[number]])
+        return Prepared(shell, dict(vars(shell)), cuts, before, watched, local)
 
     def step(self, prepared: Prepared) -> Written:
         """Step some parameters. Return what that has written to groups and attributes.

@@ -27,6 +27,14 @@ class ForwardOverlap:
     Pieces are stepped in the order in which the forward before has come to them: a model that has a head waits for that at
     once, since it might read what is in it.
 
+    [Note: all at once] Those stepped on the device are all given out before `step()` returns, though the host launches no
+    forward until then. Given out by the hooks of the forward, a piece would be stepped under what is on around that: autocast,
+    inference mode, a transform of `torch.func`, a graph that is captured. It would need its gradient back in `grad`, where that
+    of another backward may be by then, and draw its random numbers between the forward's. What a class counts in its groups
+    would be written over what a scheduler has set since, and a failure would be raised when nobody can step again. Worst, the
+    link would have nothing to do for as long as the loop does anything else between the step and the forward. A thread beside
+    the forward has most of these in common, and the lanes, the slots and each gradient would be two threads' at once.
+
     Args:
         optimizer: whose step it is.
         device: where the parameters are.

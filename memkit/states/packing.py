@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -21,6 +21,9 @@ from memkit.wrappers import parts_of
 
 MASTER = "master"
 """The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
+
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,15 @@ def copy_state(target: Tensor, source: Tensor) -> None:
     """Copy a state to one that is packed like it."""
     for mine, other in zip(parts_of(target), parts_of(source), strict=True):
         mine.copy_(other)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others of the same sizes and precisions: plain ones in one call."""
+    if len(targets) > 1 and {*map(type, sources)} <= _PLAIN:
+        torch_private.foreach_copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.device.base import Event
 from memkit.errors import StateOffloadError
 from memkit.owners import owner_of
 from memkit.plan import StatePiece, Update, aligned
 from memkit.plan.chunks import Residency
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
-from memkit.states.shards import version_of
-from memkit.torch_state import is_dtensor
+from memkit.states.records import StateRecord, mark_of
+from memkit.storages import byte_view
 from memkit.transfer.disk_store import DiskCopy
-from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
 
 Rows = Sequence[Mapping[str, Tensor]]
@@ -75,41 +73,6 @@ class Place(Protocol):
         """
 
 
-class StateRecord:
-    """What is known of one parameter.
-
-    Args:
-        name: what to call it.
-        parameter: the user's.
-        has_master: whether a copy of higher precision is stepped in its place.
-    """
-
-    __slots__ = ("__weakref__", "done", "group", "has_master", "is_shard", "name", "numbers", "parameter", "position", "undo")
-
-    def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.has_master = has_master
-        self.is_shard = is_dtensor(parameter)
-        """Whether the part of the parameter that this rank has is what is stepped: see `memkit.states.shards`."""
-        self.group = self.position = -1
-        """Where the optimizer has it: which group, and which parameter there; -1 where it has it no more."""
-        self.undo: Tensor | None = None
-        """The parameter as it was, while it is stepped."""
-        self.numbers: list[tuple[Tensor, Tensor]] = []
-        """States that do not leave, each with what it was before the step."""
-        self.done: tuple[weakref.ref[Tensor], int] | None = None
-        """With which gradient it was stepped in a step that was broken off."""
-
-    def is_done(self) -> bool:
-        """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
-        grad = self.parameter.grad
-        if self.done is None or grad is None:
-            return False
-        ref, version = self.done
-        return ref() is grad and version == (version_of(grad) if self.is_shard else torch_private.version_of(grad))
-
-
 class Piece:
     """Parameters whose states move together.
 
@@ -121,6 +84,8 @@ class Piece:
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
         self.records = records
+        for index, record in enumerate(records):
+            record.index = index
         self._is_cut = False
         """Whether the step under way, or the last one, is made in windows."""
         self.slot = plan.slot
@@ -129,14 +94,16 @@ class Piece:
         self.room: Span | None = None
         """Host memory that was set aside ahead."""
         self.layout: Layout | None = None
-        self.left: Transfer | None = None
-        """The last copy to host memory, or from there where states stay in it: nobody may write to them before it is done."""
+        self.left: Event | None = None
+        """Behind the last copy to host memory, or from there where states stay in it: nobody may write to them before."""
         self.views: list[dict[str, Tensor]] = []
         """The states of each record in the slot."""
         self.stand_ins: list[nn.Parameter | None] = []
         """What is stepped in a slot instead of each record's parameter."""
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
         """In which slot, and how, the views lie."""
+        self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
+        """The bytes in a slot, cut as those of the span are."""
         self.due: list[StateRecord] = []
         """Which records the step that is under way steps."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
@@ -167,6 +134,28 @@ class Piece:
                 for record, views in zip(self.records, self.views, strict=True)
             ]
         self._bound = storage, layout
+
+    def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
+        """Return the bytes in a slot of what is in a span, cut as these are: where the span is the piece's own the same ones in
+        each step."""
+        known = self._cut_bytes
+        if known is not None and known[0] is storage and known[1] is span:
+            return known[2]
+        with torch.inference_mode(False):
+            whole = byte_view(storage).narrow(0, 0, span.num_bytes)
+            found: Sequence[Tensor] = torch.split(whole, [part.numel() for part in span.pieces])
+        if self.layout is not None and span is self.layout.span:
+            self._cut_bytes = storage, span, found
+        return found
+
+    def staying(self, record: StateRecord, entries: Mapping[Any, Any]) -> list[Tensor]:
+        """Return those states of one of its parameters, as `optimizer.state` has them, that do not leave with it."""
+        if self.plan.is_resident:
+            return [value for value in entries.values() if isinstance(value, Tensor)]
+        # those that were put there are known: to ask what a tensor that wraps others is made of takes the host long
+        host = self.layout.host[record.index] if self.layout is not None else {}
+        others = [value for name, value in entries.items() if value is not host.get(name)]
+        return [value for value in others if isinstance(value, Tensor) and not may_leave(value)]
 
     @property
     def parts(self) -> Sequence[Piece]:
@@ -249,9 +238,9 @@ class Piece:
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
         state = self.states_in(optimizer)
         for record in self.records:
-            entries = state.get(record.parameter) or {}
-            tensors = [value for value in entries.values() if isinstance(value, Tensor)]
-            found += tensors if self.plan.is_resident else [value for value in tensors if not may_leave(value)]
+            entries = state.get(record.parameter)
+            if entries:
+                found += self.staying(record, entries)
         return gradients + found
 
     def let_gradients_go(self) -> None:
@@ -313,13 +302,12 @@ class Piece:
             layout: where the states are from now on.
             made: what was stepped, with its new entries.
         """
-        index_of = {id(record): index for index, record in enumerate(self.records)}
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:
             stepped.add(id(record))
             if entries or state.get(record.parameter):
-                host = layout.host[index_of[id(record)]] if layout is not None else {}
+                host = layout.host[record.index] if layout is not None else {}
                 entered.append((record.parameter, {name: host.get(name, value) for name, value in entries.items()}))
         if layout is not self.layout and layout is not None:
             for record, host in zip(self.records, layout.host, strict=True):
@@ -340,7 +328,7 @@ class Piece:
 
     def let_go(self) -> None:
         """Hold nothing of a slot any more."""
-        self.views, self.stand_ins, self._bound = [], [], None
+        self.views, self.stand_ins, self._bound, self._cut_bytes = [], [], None, None
 
 
 def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
@@ -359,11 +347,3 @@ def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[di
     """Return what `optimizer.state` has of states that are on a disk."""
     rows = zip(piece.records, tensors, strict=True)
     return tuple({tensor.name: OnDisk(tensor.name, record.name, record) for tensor in row} for record, row in rows)
-
-
-def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
-    """Return what tells the gradient of a parameter, as it is now, from others."""
-    grad = record.parameter.grad
-    if grad is None:
-        return None
-    return weakref.ref(grad), version_of(grad) if record.is_shard else torch_private.version_of(grad)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.errors import StateOffloadError
 from memkit.torch_state import is_dtensor, local_of
 
 if TYPE_CHECKING:
-    from memkit.states.pieces import StateRecord
+    from memkit.states.records import StateRecord
     from memkit.states.shells import StateDict
 
 
@@ -53,12 +52,6 @@ def note_written(parameter: Tensor) -> None:
     """The part of a parameter that this rank has was written to: in a shard that counts there alone."""
     if is_dtensor(parameter):
         torch.autograd.graph.increment_version(parameter)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to. In a shard, an op on it counts there, and one on its local tensor there."""
-    version = torch_private.version_of(tensor)
-    return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version
 
 
 def are_one(one: Tensor, other: Tensor) -> bool:

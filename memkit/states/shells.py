@@ -99,11 +99,12 @@ class Changes:
 
 def versions_in(group: Group) -> list[tuple[str, int]]:
     """Return how often each tensor in a group was written to in place."""
-    return [
-        (name, torch_private.version_of(value))
-        for name, value in group.items()
-        if isinstance(value, Tensor) and not value.is_inference()
-    ]
+    return [(name, torch_private.version_of(value)) for name, value in tensors_in(group)]
+
+
+def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
+    """Return the tensors in a group, such as a learning rate, that count how often they were written to."""
+    return [(name, value) for name, value in group.items() if isinstance(value, Tensor) and not value.is_inference()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +118,9 @@ class Watched:
     tensors: tuple[tuple[str, Tensor, int], ...]
 
     @classmethod
-    def of(cls, groups: Iterable[Group]) -> Watched:
+    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Watched:
         """Watch the tensors that groups have."""
-        return cls(
-            tuple(
-                (name, value, torch_private.version_of(value))
-                for group in groups
-                for name, value in group.items()
-                if isinstance(value, Tensor) and not value.is_inference()
-            )
-        )
+        return cls(tuple([(name, value, torch_private.version_of(value)) for name, value in tensors]))
 
     def written(self) -> str | None:
         """Return the name of one that was written to since; None if none was."""

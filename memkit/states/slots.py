@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,8 @@ from memkit.device.base import Device, Event
 from memkit.plan import StatePlan, Update, in_slots
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.pieces import Piece
-from memkit.transfer.lanes import Lanes, Transfer
+from memkit.transfer.device_memory import device_memory_of
+from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import Span
 
 
@@ -23,14 +24,20 @@ class StateSlot:
     `memkit.interrupts`.
     """
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self.storage = device.allocate(num_bytes)
-        self.num_bytes = num_bytes
+    def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.num_bytes = storage.nbytes()
         self.piece: Piece | None = None
-        self.freed: Event = device.record_event(timed=False)
-        """Behind the last work on the computing stream that uses the slot."""
-        self.arrived: Transfer | None = None
-        self.left: Transfer | None = None
+        self.freed: Event | None = device.record_event(timed=False)
+        """Behind the last work on the computing stream that uses the slot; None where `left` comes behind that."""
+        self.arrived: Event | None = None
+        """Behind the last copy to the slot."""
+        self.left: Event | None = None
+        """Behind the last copy from it to the host."""
+
+    def users(self) -> list[Event]:
+        """Return what a copy to the slot waits for."""
+        return [event for event in (self.freed, self.left) if event is not None]
 
 
 class StateSlots:
@@ -42,12 +49,15 @@ class StateSlots:
         plan: says how many, and how large.
     """
 
+    holder = "StateOffload's slots"
+
     def __init__(self, device: Device, lanes: Lanes, plan: StatePlan) -> None:
         self._device = device
         self._lanes = lanes
         self._plan = plan
-        with torch.inference_mode(False):
-            self.slots = [StateSlot(device, max(1, num_bytes)) for num_bytes in plan.slot_bytes]
+        self._memory = device_memory_of(device)
+        self.slots = [self._new(num_bytes) for num_bytes in plan.slot_bytes]
+        self._memory.join(self)
         self.h2d_bytes = self.d2h_bytes = 0
         self.host_step_s = 0.0
         """How long pieces were stepped on the host, without waiting for their gradients."""
@@ -76,9 +86,11 @@ class StateSlots:
         """Return which slot stands for one of a plan, with one made where none does yet."""
         if slot not in own:
             own[slot] = len(self.slots)
-            with torch.inference_mode(False):
-                self.slots.append(StateSlot(self._device, max(1, plan.slot_bytes[slot])))
+            self.slots.append(self._new(plan.slot_bytes[slot]))
         return own[slot]
+
+    def _new(self, num_bytes: int) -> StateSlot:
+        return StateSlot(self._device, self._memory.allocate(self, max(1, num_bytes)))
 
     @property
     def num_bytes(self) -> int:
@@ -106,46 +118,55 @@ class StateSlots:
 
     def is_free_for(self, piece: Piece) -> bool:
         """Tell whether the slot of a piece is free."""
-        return self.of(piece).piece is None
+        return self.slots[piece.slot].piece is None
 
     def claim(self, piece: Piece) -> StateSlot:
         """Have a piece come to its slot without bytes: there are no states yet."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         slot.piece = piece
         self.await_copies(slot)
         return slot
 
     def fetch(self, piece: Piece, span: Span) -> None:
         """Put a copy of a piece, which is in a span, to its slot on the lane, behind all that uses the slot."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
         slot.piece = piece
         assert piece.residency not in WRITTEN, piece.names
         piece.residency = Residency.IN_FLIGHT
-        after = [slot.freed]
-        after += [transfer.done for transfer in (slot.left, piece.left) if transfer is not None]
-        slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
+        after = slot.users()
+        if piece.left is not None:
+            after.append(piece.left)
+        slot.arrived = self._copy(piece, slot, span, is_out=False, after=after)
         self.h2d_bytes += span.num_bytes
 
     def await_arrived(self, piece: Piece) -> StateSlot:
         """Let the current stream wait until a piece is in its slot."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         assert slot.arrived is not None
-        self._device.wait_event(self._device.current_stream(), slot.arrived.done)
+        self._device.wait_event(self._device.current_stream(), slot.arrived)
         self._device.note_read(slot.storage)
         piece.bind(slot.storage)
         return slot
 
     def write_back(self, piece: Piece, span: Span) -> None:
         """Put a copy of a piece to a span on the lane, behind what the current stream has done with it."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         self.note_written(slot.storage)
-        slot.freed = self._device.record_event(timed=False)
-        slot.left = piece.left = self._lanes.copy_out(slot.storage, span, after=slot.freed)
+        slot.freed = freed = self._device.record_event(timed=False)
+        slot.left = piece.left = self._copy(piece, slot, span, is_out=True, after=(freed, *span.free_events))
+        slot.freed = None  # the copy waits for that
         piece.residency = piece.rest
         slot.piece = None
         self.d2h_bytes += span.num_bytes
+
+    def _copy(self, piece: Piece, slot: StateSlot, span: Span, *, is_out: bool, after: Sequence[Event]) -> Event:
+        """Put a copy of a piece between its slot and a span on the lane. Return what is reached when it is done."""
+        lanes, storage = self._lanes, slot.storage
+        if span.staging is None:
+            return lanes.copy_parts(span, piece.bytes_in(storage, span), after=after, is_out=is_out)
+        return lanes.copy(lanes.out if is_out else lanes.back, storage, span, is_out=is_out, after=after).done
 
     def note_written(self, storage: torch.UntypedStorage) -> None:
         """Work on the current stream has written to the storage of a slot."""
@@ -154,7 +175,7 @@ class StateSlots:
 
     def release(self, piece: Piece) -> None:
         """What a slot has of a piece counts for nothing."""
-        slot = self.of(piece)
+        slot = self.slots[piece.slot]
         if slot.piece is piece:
             slot.freed = self._device.record_event(timed=False)
             slot.piece = None
@@ -162,22 +183,21 @@ class StateSlots:
     def grow(self, slot: StateSlot, num_bytes: int) -> None:
         """Give a slot that no copy is under way from or to more room. It waits for the device, whose streams may use it."""
         self._device.synchronize()
-        with torch.inference_mode(False):
-            larger = self._device.allocate(num_bytes)
-        slot.storage, slot.num_bytes, slot.freed = larger, num_bytes, self._device.record_event(timed=False)
+        slot.storage, slot.num_bytes = self._memory.allocate(self, num_bytes), num_bytes
+        slot.freed = self._device.record_event(timed=False)
 
     def await_copies(self, slot: StateSlot) -> None:
         """Let the current stream wait for the last copies from and to a slot, so that it may write there or let it go."""
-        for transfer in (slot.arrived, slot.left):
-            if transfer is not None:
-                self._device.wait_event(self._device.current_stream(), transfer.done)
+        for copied in (slot.arrived, slot.left):
+            if copied is not None:
+                self._device.wait_event(self._device.current_stream(), copied)
 
     def wait(self) -> None:
         """Wait until what left is in host memory, and nothing is read there any more: the host may write to it."""
         for slot in self.slots:
-            for transfer in (slot.left, slot.arrived):
-                if transfer is not None:
-                    self._device.synchronize(transfer.done)
+            for copied in (slot.left, slot.arrived):
+                if copied is not None:
+                    self._device.synchronize(copied)
 
     def close(self) -> None:
         """Give all memory back. The host has waited for all copies."""

@@ -37,7 +37,8 @@ from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
 from memkit.states.opened import claim, release, weakly
 from memkit.states.overlap import ForwardOverlap
-from memkit.states.pieces import Piece, StateRecord
+from memkit.states.pieces import Piece
+from memkit.states.records import StateRecord
 from memkit.states.saving import Saving
 from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
@@ -226,7 +227,7 @@ class StateOffload:
         if self._overlap is not None:
             self._overlap.run(stepping, due, run)
         else:
-            stepping.run(due, run)
+            stepping.run(due, run, in_order=members.draws)
             self._wait()
         stepping.num_steps += self._in_backward is None or not self._in_backward.is_whole_step
         self._hollow = hollow_shell(optimizer)
@@ -292,8 +293,7 @@ class StateOffload:
         update = "device" if self.update == "both" else self.update
         members, before = self._members, self._members.pieces
         kept = {name: self._limits[name] for name in ("has_disk", "runs_ahead")}
-        planned = plan_states(costs, update=update, apart=self.when == "backward", **kept)
-        plan = self._slots.add(planned)
+        plan = self._slots.add(plan_states(costs, update=update, apart=self.when == "backward", **kept))
         try:
             self._open(members.add(plan, records))
         except BaseException:

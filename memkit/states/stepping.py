@@ -9,7 +9,7 @@ import torch
 
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError, note_on
-from memkit.plan import Update
+from memkit.plan import Update, interleaved
 from memkit.plan.chunks import Residency
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
@@ -49,6 +49,7 @@ class Stepping:
         pieces: Sequence[Piece],
         run: OneStep,
         *,
+        in_order: bool = True,
         note_stepped: Callable[[Piece], object] = lambda _: None,
         note_left: Callable[[Piece], object] | None = None,
     ) -> None:
@@ -57,6 +58,8 @@ class Stepping:
         Args:
             pieces: in which something is due.
             run: the step.
+            in_order: whether parameters are stepped in the order of the pieces: where somebody waits for the first, or steps
+                draw random numbers. Else what stays on the device comes between what moves.
             note_stepped: called behind each piece that was stepped on the device.
             note_left: called behind each piece whose gradients are on their way to be stepped on the host. Where it is given,
                 nobody waits for these: see `join`.
@@ -72,6 +75,8 @@ class Stepping:
             for piece in pieces:
                 piece.prepare(self._optimizer.state)
             parts = [part for piece in pieces for part in piece.parts]
+            if not in_order:
+                parts = [parts[index] for index in interleaved([part.plan for part in parts])]
             if note_left is not None:
                 leaving = [part for part in parts if part.plan.update is Update.HOST]
                 parts = [part for part in parts if part.plan.update is Update.DEVICE]
@@ -129,6 +134,9 @@ class Stepping:
     def _run(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object] = lambda _: None) -> None:
         on_host = [part for part in parts if part.plan.update is Update.HOST]
         on_device = [part for part in parts if part.plan.update is Update.DEVICE]
+        if not on_host:
+            self._step_on_device(on_device, run, note_stepped)
+            return
         num_started = num_begun = num_stepped = 0
         for part, share in zip(on_host, _shares(on_host, on_device), strict=True):
             num_begun = self._begin(self._on_host, on_host, num_begun)

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit.device.base import Event
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
 from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
-from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, follow_attributes, mark_of, stand_in_of, stand_ins_for
-from memkit.states.shards import note_written, shard_like, version_of
+from memkit.states.pieces import Layout, Piece, Place, Rows, follow_attributes, stand_in_of, stand_ins_for
+from memkit.states.records import StateRecord, mark_of, version_of
+from memkit.states.shards import note_written, shard_like
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
 from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk_store import DiskCopy
-from memkit.transfer.lanes import Transfer
 
 
 class Window(Piece):
@@ -37,7 +38,7 @@ class Window(Piece):
 
     def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
         self._whole = whole
-        self._left: Transfer | None = None
+        self._left: Event | None = None
         self.elements = slice(start, start + plan.numel)
         self.is_stepped = False
         """Whether a step has stepped it that has not stepped all of the parameter yet."""
@@ -48,12 +49,12 @@ class Window(Piece):
         super().__init__(plan, [StateRecord(record.name, stand_in, has_master=record.has_master)])
 
     @property
-    def left(self) -> Transfer | None:
+    def left(self) -> Event | None:
         return self._left
 
     @left.setter
-    def left(self, transfer: Transfer | None) -> None:
-        self._left = self._whole.left = transfer
+    def left(self, done: Event | None) -> None:
+        self._left = self._whole.left = done
 
     @property
     def whole(self) -> CutPiece:

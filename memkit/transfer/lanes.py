@@ -141,16 +141,19 @@ class Lanes:
                 device.copy(destination, source, lane)
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
-    def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
-        """Copy a pinned span into a storage, as `copy` does with `parts`; return what is reached then.
+    def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
+        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return what is reached then.
 
         It costs the host less, since it cannot be timed.
         """
-        device, lane = self._device, self.back
+        device, lane = self._device, self.out if is_out else self.back
         for event in after:
             device.wait_event(lane, event)
         for piece, part in zip(span.pieces, parts, strict=True):
-            device.copy(part, piece, lane)
+            if is_out:
+                device.copy(piece, part, lane)
+            else:
+                device.copy(part, piece, lane)
         return device.record_event(lane, timed=False)
 
 

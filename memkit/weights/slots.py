@@ -19,6 +19,7 @@ from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
 from memkit.plan.chunks import Residency
 from memkit.storages import Geometry, storage_key
+from memkit.transfer.device_memory import device_memory_of
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
 from memkit.weights.binding import without_modes
@@ -52,10 +53,10 @@ class Slot:
         "users",
     )
 
-    def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
-        self.storage = device.allocate(num_bytes)
-        self.key = storage_key(self.storage)
-        self.num_bytes = num_bytes
+    def __init__(self, device: Device, storage: torch.UntypedStorage, *, is_overflow: bool = False) -> None:
+        self.storage = storage
+        self.key = storage_key(storage)
+        self.num_bytes = storage.nbytes()
         self.tensors: dict[Geometry, Tensor] = {}
         """Views of the storage, made once. Nobody else is given these: what is given out is counted by the storage."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
@@ -263,10 +264,13 @@ class SlotRing:
         owner: who lends them out.
     """
 
+    holder = "LayerOffload's slots"
+
     def __init__(self, device: Device, slot_bytes: Sequence[int], owner: Owner) -> None:
         self._device = device
         self._owner = owner
         self._slot_bytes = tuple(slot_bytes)
+        self._memory = device_memory_of(device)
         self.slots: dict[int, Slot] = {}
         """By what tells their storages apart."""
         self._sizes: dict[int, int] = {}
@@ -277,10 +281,11 @@ class SlotRing:
         """How often there was no slot."""
         try:
             for num_bytes in slot_bytes:
-                self._add(Slot(device, num_bytes))
+                self._add(Slot(device, self._memory.allocate(self, num_bytes)))
         except BaseException:
             self.close()
             raise
+        self._memory.join(self)
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots.values())
@@ -343,7 +348,7 @@ class SlotRing:
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
-        slot = Slot(self._device, chunk.num_bytes, is_overflow=True)
+        slot = Slot(self._device, self._memory.allocate(self, chunk.num_bytes), is_overflow=True)
         self._add(slot)
         self.num_overflows += 1
         return slot

@@ -63,6 +63,7 @@ def _compiled_by(compile_block: Callable[[nn.Module], nn.Module], name: str) -> 
     return pytest.param(name, compile_block, marks=() if is_core else pytest.mark.full)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
     ("name", "compile_block"), [_compiled_by(by, name) for name in BLOCKS for by in (compiled_forward, compiled_module)]
 )

@@ -55,7 +55,7 @@ def stepping(net: nn.Module, context: Callable[[], AbstractContextManager[Any]])
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [pytest.param(False, marks=pytest.mark.full), True])
 def test_next_step_has_the_bits_of_the_plain_run(nested: bool, count: int) -> None:
     plain, net = build(), build()
     wanted = stepping(plain, nullcontext)()

@@ -43,6 +43,7 @@ def _step(context: Any) -> None:
     y.sum().backward()
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_what_is_made_of_a_context_does_the_same(name: str, way: str) -> None:

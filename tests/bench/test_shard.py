@@ -15,7 +15,11 @@ from tests.bench.cases import BENCHES
 def test_parts_run() -> None:
     pytest.importorskip("transformers")
     done = subprocess.run(
-        [sys.executable, BENCHES / "bench_shard.py", "--tiny"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, BENCHES / "bench_shard.py", "--tiny", "--steps", "3"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,8 @@ NOTHING_TO_GAIN = {
 ALL_GOES = ("offload all", "remat plan of nothing", "remat dtr of nothing")
 
 
+@pytest.mark.core(2)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_computations(name: str, any_context: Context) -> None:
     computation, device = COMPUTATIONS[name], any_context.torch_device
@@ -55,13 +57,12 @@ def _model_step(model: nn.Module, inputs: list[Tensor], context: AbstractContext
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, context: Context) -> None:
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)  # some have operators that are not
     case, device = CASES[name], context.torch_device
     is_planned = context.name == "budget"
-    if (is_planned or name in LARGE) and device.type == "cpu" and not context.lands_late:
-        pytest.skip("it takes seconds, and small models have copies that land at any time")
     if is_planned and name in LARGE:  # within 4 KiB nearly each of hundreds of values is made from the input again: minutes
         context = replace(context, kind=MORE_KINDS["budget half"])
     model, inputs = case.model().to(device), [x.to(device) for x in case.inputs()]

@@ -159,6 +159,7 @@ def _held(context: Context) -> dict[str, object]:
 
 
 @pytest.mark.full
+@pytest.mark.covering(2)
 @each_step
 def test_thirty_steps(train: Train, context: Context) -> None:
     x = leaf_on(context.torch_device)
@@ -173,6 +174,7 @@ def test_thirty_steps(train: Train, context: Context) -> None:
     assert context.num_acts > 0 or train is two_shapes  # of which the last may just fit
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("without_collector")
 @each_step
 def test_tensors_are_freed_without_the_collector(train: Train, context: Context) -> None:

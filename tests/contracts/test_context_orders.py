@@ -164,6 +164,8 @@ ORDERS: dict[str, Order] = {
 LIKE_OTHERS = ("several (1, 2, 0)", "several (2, 1, 0)", "interleaved", "partial", "double_backward_outside", "dropped_unused")
 
 
+@pytest.mark.core(1, 2)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LIKE_OTHERS else name for name in ORDERS]
 )
@@ -232,6 +234,7 @@ def _autocast_inside(context: Context, make: Callable[[], object]) -> list[Tenso
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("train", [_accumulated, _scaled, _autocast_inside], ids=lambda train: train.__name__.strip("_"))
 def test_optimizer_steps(train: Callable[[Context, Callable[[], object]], list[Tensor]], context: Context) -> None:
     plain = train(context, nullcontext)

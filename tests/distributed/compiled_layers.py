@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import memkit
 from tests.compiling import FORMS, Backend, in_form
 from tests.distributed.cases import Model, assert_same, make, train
 from tests.distributed.composing import CONTEXTS, TAG
-from tests.distributed.groups import Work
 from tests.distributed.hosting import on_host
 
 SHARDS: dict[str, Callable[..., Model]] = {"on the device": memkit.shard, "on the host": on_host}
@@ -66,7 +64,9 @@ def check_whole(form: str, order: str) -> None:
     assert_same(*found)
 
 
-WORKS: dict[str, Work] = {
-    f"compiled {order}, {form}, {where}, {context}": functools.partial(check_same, form, order, where, context)
-    for form, order, where, context in itertools.product(FORMS, ORDERS, SHARDS, ACTING)
-}
+RUNS = list(itertools.product(FORMS, ORDERS, SHARDS, ACTING))
+"""What `check_same` is given."""
+
+
+def name_of(form: str, order: str, where: str, context: str) -> str:
+    return f"compiled {order}, {form}, {where}, {context}"

@@ -15,7 +15,7 @@ from tests.distributed.cases import make, optimizer_of, step
 
 def main() -> None:
     how = sys.argv[1]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     rank = dist.get_rank()
     if how == "before" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

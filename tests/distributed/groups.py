@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Work = Callable[[str], object]
 """Is given a folder that all ranks share; raises where something is wrong, and may return what torch saves."""
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=120)
+"""For one rank to wait for another, which may compile meanwhile, beside other tests on the same two cores."""
 
 
 @contextmanager

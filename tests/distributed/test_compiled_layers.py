@@ -10,9 +10,10 @@ from tests.distributed import compiled_layers
 pytestmark = WITH_COMPILED
 
 
-@pytest.mark.parametrize("name", compiled_layers.WORKS)
-def test_contexts_within_compiled_layers(one: None, name: str) -> None:
-    compiled_layers.WORKS[name]("")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("form", "order", "where", "context"), compiled_layers.RUNS)
+def test_contexts_within_compiled_layers(one: None, form: str, order: str, where: str, context: str) -> None:
+    compiled_layers.check_same(form, order, where, context)
 
 
 @pytest.mark.parametrize("order", compiled_layers.ORDERS)

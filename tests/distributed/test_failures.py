@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     starting = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(starting, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
+    return subprocess.run(starting, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900, check=False)
 
 
 @pytest.mark.full
@@ -33,7 +33,7 @@ def test_no_rank_hangs_where_another_fails(how: str, last_step: int, expected: s
     done = _torchrun("-m", "tests.distributed.failing", how)
 
     assert done.returncode != 0
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300  # and not the 600 s that ranks would wait for each other
     assert done.stdout.count("has made step") == 2 * (last_step + 1)
     assert expected in done.stderr
     assert "rank      : 1 (local_rank: 1)" in done.stderr  # the first failure, as torchrun reports it

@@ -42,6 +42,7 @@ from tests.distributed.composing import (
     check_whole_layers,
 )
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
+from tests.thinning import Case, covering
 
 pytestmark = pytest.mark.full  # two processes take both cores of a small machine for a quarter of a minute
 
@@ -188,27 +189,48 @@ WORKS: dict[str, Work] = {
     "ends as layers, LoRA": functools.partial(hosting.check_ends, lora=True),
 }
 
+COMPOSED: dict[str, tuple[Work, Case]] = {
+    f"{name}, {case}": (functools.partial(_composed, name, case), {"context": name, "case": case})
+    for name, case in itertools.product(CONTEXTS, ("plain", "LoRA"))
+}
+COMPILED: dict[str, tuple[Work, Case]] = {
+    compiled_layers.name_of(*run): (functools.partial(compiled_layers.check_same, *run), dict(enumerate(map(str, run))))
+    for run in compiled_layers.RUNS
+    if run[2:] in (("on the device", "both"), ("on the host", "MemoryBudget, least"))
+}
+OF_THOSE_BY_HAND: dict[str, tuple[Work, Case]] = {
+    f"by hand: {how}, {context}, {reshards}": (
+        functools.partial(_sharded_by_hand, how, context, reshards),
+        {"how": how, "context": context, "reshards": reshards},
+    )
+    for how, context, reshards in itertools.product(BY_HAND, CONTEXTS, ("", "always"))
+}
+"""By name, what is done, and what of all it is of."""
+
 MORE: dict[str, Work] = {
     "frozen in bfloat16": _low_lora,
     "micro-batches": _micro_batches,
     "two forwards": check_two_forwards,
     **{f"whole layers, {case}": functools.partial(check_whole_layers, case=case) for case in LAYER_CASES},
-    **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
+    **{name: work for name, (work, _) in COMPOSED.items()},
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
     **{name: work for name, work in (hosting.WORKS | hosting.MORE).items() if name not in hosting.OFTEN},
-    **{
-        name: work
-        for name, work in compiled_layers.WORKS.items()
-        if name.endswith(("device, both", "host, MemoryBudget, least"))
-    },
-    **{
-        f"by hand: {how}, {context}, {reshards}": functools.partial(_sharded_by_hand, how, context, reshards)
-        for how, context, reshards in itertools.product(BY_HAND, CONTEXTS, ("", "always"))
-    },
+    **{name: work for name, (work, _) in COMPILED.items()},
+    **{name: work for name, (work, _) in OF_THOSE_BY_HAND.items()},
 }
-"""What is done as well in a run of all tests."""
+"""What is done as well with `-m full`, or with `-m ""` alone where it is in `REPEATS`."""
 for often in ("Rematerialize(0.5), plain", "by hand: root, Rematerialize(0.1), always"):
     WORKS[often] = MORE.pop(often)
+
+
+def _repeats(works: dict[str, tuple[Work, Case]], num_together: int) -> set[str]:
+    """Return those that have no values together that are not so in another one."""
+    needed = {list(works)[index] for index in covering([case for _, case in works.values()], num_together)}
+    return works.keys() - needed
+
+
+REPEATS = _repeats(COMPOSED, 1) | _repeats(COMPILED, 2) | _repeats(OF_THOSE_BY_HAND, 2)
+"""One process does all of what these are in test_composing and test_compiled_layers."""
 
 # Checkpoints
 
@@ -252,8 +274,14 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[torch.Te
 
 
 @pytest.fixture(scope="module")
-def found_more(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(2, str(tmp_path_factory.mktemp("more")), MORE)
+def found_more(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Do all that is looked at, and no more."""
+    looked_at = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_more_on_every_rank
+    }
+    return run_ranks(2, str(tmp_path_factory.mktemp("more")), {name: MORE[name] for name in MORE if name in looked_at})
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +294,7 @@ def test_on_every_rank(found: Found, name: str) -> None:
     _check(found, name)
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.repeats] * (name in REPEATS)) for name in MORE])
 def test_more_on_every_rank(found_more: Found, name: str) -> None:
     _check(found_more, name)
 

@@ -64,7 +64,7 @@ def test_meta_saves_what_cuda_saves(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "googlenet", "transformer_encoder"])
+@pytest.mark.parametrize("name", ["resnet18", "vision_transformer", "googlenet", "transformer_encoder"])
 def test_meta_saves_what_cuda_saves_in_eval_mode(name: str, mode: str) -> None:
     dtype, autocast = MODES[mode]
     model, inputs = _on_cuda(CASES[name].model().eval(), CASES[name].inputs(), dtype)

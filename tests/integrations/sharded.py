@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,12 @@ FEATURES: dict[str, Make] = {
 
 def _as_torchrun() -> None:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        ports = [found.getsockname()[1]]
+    dist.broadcast_object_list(ports)  # another run of the tests beside this one has another port
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     warnings.simplefilter("ignore")  # of budgets that can't be kept to, and the trainers' own
 
 

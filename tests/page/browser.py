@@ -78,7 +78,7 @@ def opened(page: Path, actions: str = "", *, width: int = 1400, height: int = 10
         f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
         copy.as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     told = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.DOTALL)
     assert told is not None, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(html.unescape(told[1]))

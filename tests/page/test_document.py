@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -29,7 +30,13 @@ from tests.page.test_timeline import memory_of_ops
 
 MOST_BYTES = 8 * 10**6
 _START_S = 10
-"""What a browser takes to start on a busy machine."""
+"""What a browser takes to start."""
+
+
+def _taken_s() -> float:
+    """Return what the processor has spent on this process and on those it has started: others on a busy machine don't count."""
+    taken = os.times()
+    return taken.user + taken.system + taken.children_user + taken.children_system
 
 
 class _Parts(HTMLParser):
@@ -186,11 +193,11 @@ def test_extra_has_what_the_page_needs() -> None:
 
 def test_page_of_fifty_thousand_ops_is_small_and_soon_there() -> None:
     report = replace(report_of_blocks(1), step_memory=memory_of_ops(50_000))
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
 
     page = page_of(report)
 
-    assert time.perf_counter() - begin_s < 5
+    assert time.process_time() - begin_s < 5
     assert len(page) < MOST_BYTES
 
 
@@ -221,11 +228,11 @@ def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s
     problem = problem_of(trace_of(report), find_gpu("RTX 3090"), "adamw")
     plan = plan_budget_jointly(problem, int(0.9 * problem.plain_peak_bytes), actions={Action.OFFLOAD})  # the soonest made
     plans = [replace(plan, budget_bytes=plan.budget_bytes + number) for number in range(8)]
-    begin_s = time.perf_counter()
+    begin_s = _taken_s()
 
     report.to_html(tmp_path / "step.html", plans=plans)
 
-    written_s = time.perf_counter() - begin_s
+    written_s = _taken_s() - begin_s
     told = opened(
         tmp_path / "step.html",
         "get('unfold').click(); result.rows = document.querySelectorAll('#modules tbody tr').length;",
@@ -233,5 +240,5 @@ def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s
     assert told["errors"] == []
     assert told["rows"] == len(report.modules)
     assert written_s < most_s
-    assert time.perf_counter() - begin_s < most_s + _START_S
+    assert _taken_s() - begin_s < most_s + _START_S
     assert (tmp_path / "step.html").stat().st_size < MOST_BYTES

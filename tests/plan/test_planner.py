@@ -323,6 +323,7 @@ def test_budget_of_all_that_is_saved_keeps_all(step: Step) -> None:
         assert (plan.predicted_replay_s, plan.num_replayed_ops) == (0.0, 0)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize(("name", "every"), [("transformer", 5), ("convnet", 13)])
 def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:

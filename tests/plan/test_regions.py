@@ -190,6 +190,7 @@ def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs:
         assert planner.seconds(found) <= planner.seconds(choice)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.full)])
 @pytest.mark.parametrize("costs", [ON_HOST, pytest.param(ON_DEVICE, marks=pytest.mark.full)])
 @pytest.mark.parametrize("uneven", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import HostMemoryError
 from memkit.plan import ParameterCosts, StatePlan, plan_states
-from memkit.plan.state_places import BLOCK_BYTES, HOST_PAGE_BYTES, NUM_BUFFERS, held_bytes, side_by_side
+from memkit.plan.state_places import BLOCK_BYTES, HOST_PAGE_BYTES, NUM_BUFFERS, held_bytes, interleaved, side_by_side
 
 MIB = 2**20
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)
@@ -108,3 +108,38 @@ def test_what_is_explained() -> None:
 def test_a_budget_without_room_for_the_buffers() -> None:
     with pytest.raises(HostMemoryError, match=r"at least 8\.00 MiB, for the buffers .*; found 1\.00 MiB"):
         plan_states(_costs([1024] * 16), has_disk=True, host_budget_bytes=MIB)
+
+
+@given(SIZES, st.integers(0, 10**7))
+def test_what_stays_comes_evenly_between_what_moves(sizes: list[int], budget: int) -> None:
+    costs = _costs(sizes)
+    pieces = plan_states(costs, device_budget_bytes=max(budget, 1024 * max(sizes))).pieces
+    order = interleaved(pieces)
+    moving, staying = ([n for n, piece in enumerate(pieces) if piece.is_resident is stays] for stays in (False, True))
+
+    assert [n for n in order if n in set(moving)] == moving
+    assert [n for n in order if n in set(staying)] == staying
+    if not moving or not staying:
+        return
+    moving_numel, staying_numel = (sum(pieces[n].numel for n in those) for those in (moving, staying))
+    done = {False: 0, True: 0}
+    for n in order:
+        if not pieces[n].is_resident:  # what stays is ahead of its share, or behind it, by no more than half a piece
+            before = max((pieces[m].numel for m in staying), default=0)
+            assert abs(done[True] * moving_numel - done[False] * staying_numel) <= before * moving_numel / 2
+        done[pieces[n].is_resident] += pieces[n].numel
+
+
+def test_what_is_stepped_in_windows_is_the_last_to_stay() -> None:
+    """It is stepped at once where it stays. Who waits for parameters in their order takes it as readily as others."""
+    sizes = [2**26, *[2**22] * 48]
+    costs = [
+        ParameterCosts(name=str(i), numel=n, parameter_bytes=4 * n, state_bytes=8 * n, is_elementwise=True)
+        for i, n in enumerate(sizes)
+    ]
+    for budget, stays_large, runs_ahead in ((2, False, False), (2, True, True), (4, True, False)):
+        plan = plan_states(costs, device_budget_bytes=budget * 2**29, runs_ahead=runs_ahead)
+
+        assert plan.pieces[0].windows
+        assert plan.pieces[0].is_resident is stays_large
+        assert plan.resident_bytes >= budget * 2**29 * 0.98

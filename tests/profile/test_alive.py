@@ -63,6 +63,7 @@ def memory_of(report: MemoryReport) -> StepMemory:
     return report.step_memory
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", STEPS)
 def test_categories_add_up_to_the_trace_at_each_moment(name: str, target: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from memkit.plan import StatePiece, StatePlan, StateRates, Update
+from memkit.plan import StatePiece, StatePlan, StateRates, Update, interleaved
 from memkit.states.stepping import Stepping
 
 
@@ -29,9 +30,11 @@ class Slot:
 
 @dataclass
 class Clock:
-    """When each of what works side by side has done what it was given, in order. A kernel takes no time."""
+    """When each of what works side by side has done what it was given, in order."""
 
     rates: StateRates
+    device_numel_per_s: float = math.inf
+    """Elements that the device steps."""
     host_s: float = 0.0
     """The thread that gives out work: it only waits where it joins."""
     down_s: float = 0.0
@@ -49,7 +52,7 @@ class Clock:
         return num_bytes / self.rates.link_bytes_per_s
 
     def is_free_for(self, part: Part) -> bool:
-        return self.slot(part).part is None
+        return part.plan.is_resident or self.slot(part).part is None
 
     @property
     def end_s(self) -> float:
@@ -66,12 +69,17 @@ class OnDevice:
 
     def begin(self, part: Part) -> None:
         clock, slot = self._clock, self._clock.slot(part)
+        if part.plan.is_resident:
+            return
         slot.part = part
         clock.up_s = part.out_s = max(clock.host_s, clock.up_s, slot.busy_s) + clock.copy_s(part.plan.state_bytes)
 
     def step(self, part: Part, _: Any) -> None:
         clock, slot = self._clock, self._clock.slot(part)
-        clock.compute_s = max(clock.host_s, clock.compute_s, part.out_s)
+        begin_s = max(clock.host_s, clock.compute_s, part.out_s)
+        clock.compute_s = begin_s + part.plan.numel / clock.device_numel_per_s
+        if part.plan.is_resident:
+            return
         clock.down_s = slot.busy_s = max(clock.compute_s, clock.down_s) + clock.copy_s(part.plan.state_bytes)
         slot.part = None
 
@@ -105,13 +113,14 @@ class OnHost:
         slot.part = None
 
 
-def clocked(plan: StatePlan, rates: StateRates) -> Clock:
+def clocked(plan: StatePlan, rates: StateRates, *, device_numel_per_s: float = math.inf, in_order: bool = True) -> Clock:
     """Return when all is over of a step in which `Stepping` gives out the pieces of a plan."""
-    clock = Clock(rates)
+    clock = Clock(rates, device_numel_per_s)
     on_device: Any = OnDevice(clock)
     on_host: Any = OnHost(clock)
     nothing: Any = None
-    parts: Any = [Part(part) for piece in plan.pieces for part in piece.parts]
+    plans = [part for piece in plan.pieces for part in piece.parts]
+    parts: Any = [Part(plans[index]) for index in (range(len(plans)) if in_order else interleaved(plans))]
     Stepping(nothing, nothing, on_device, on_host)._run(parts, nothing)
     return clock
 

@@ -14,7 +14,8 @@ from memkit.plan import StatePiece, Update, state_pieces
 from memkit.states import cut_trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.host_memory import HostStates
-from memkit.states.pieces import Piece, StateRecord
+from memkit.states.pieces import Piece
+from memkit.states.records import StateRecord
 from tests.states.cases import Odd, Rebinding, assert_same, offload, split_evenly
 
 pytestmark = [

@@ -99,6 +99,7 @@ def _is_core(case: Case, options: dict[str, Any]) -> bool:
     return case.name == USUAL[0] or (case.name in USUAL and number % 3 == USUAL.index(case.name) % 3)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("case", "options"),
     [

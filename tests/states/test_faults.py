@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, split_evenly, train
+from tests.threads import num_own_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -275,6 +275,7 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("num_lines", [16, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("overlaps", [pytest.param(False, marks=pytest.mark.full), True])
@@ -294,7 +295,7 @@ def test_interrupts_at_any_line(
     _give_gradients(plain, device, 5)
     plain_optimizer.step()
     new = _snapshot(plain, plain_optimizer)
-    threads = threading.active_count()
+    threads = num_own_threads()
 
     with memkit.StateOffload(optimizer, device=device, update=update, overlap_forward=overlaps) as states:
 
@@ -318,7 +319,7 @@ def test_interrupts_at_any_line(
             assert_same(_snapshot(model, optimizer), new, str(place))
     device.synchronize()
     assert not device.races
-    assert threading.active_count() == threads
+    assert num_own_threads() == threads
 
 
 def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:

@@ -43,6 +43,7 @@ from tests.states.cases import (
     often,
     train,
 )
+from tests.threads import num_own_threads
 
 MIB = 2**20
 
@@ -91,14 +92,14 @@ def test_the_same_bits_on_a_real_disk(
         _cut(monkeypatch)
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    threads = threading.active_count()
+    threads = num_own_threads()
     with offload(optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
         train(plain, plain_optimizer, device, range(4), accumulate=2)
         train(model, optimizer, device, range(4), accumulate=2)
         assert_same_training(plain, plain_optimizer, model, optimizer)
         assert (states.plan.resident_bytes > 0) == (budget != 0)
     assert_same_training(plain, plain_optimizer, model, optimizer)
-    assert threading.active_count() == threads
+    assert num_own_threads() == threads
     assert list(tmp_path.iterdir()) == []
 
 
@@ -340,13 +341,13 @@ def test_a_disk_without_room(make: Callable[[], memkit.Disk], has_states: bool) 
     optimizer = _adamw(model)
     if has_states:
         train(model, optimizer, device, range(2))
-    before, threads = copy.deepcopy(optimizer.state_dict()), threading.active_count()
+    before, threads = copy.deepcopy(optimizer.state_dict()), num_own_threads()
 
     with pytest.raises(DiskError):
         offload(optimizer, device, disk=make())
 
     assert_same(before, optimizer.state_dict())
-    assert threading.active_count() == threads
+    assert num_own_threads() == threads
     train(model, optimizer, device, range(2, 3))
 
 
@@ -774,14 +775,14 @@ def test_a_long_run_takes_no_more_than_a_short_one() -> None:
                 gc.collect()
                 disk: Any = states._disk
                 taken = disk.ring.store.file.num_bytes, len(disk.ring.store.sizes), disk.ring.store.in_use_bytes > 0
-                found.append((states.stats().host_bytes, threading.active_count(), *taken))
+                found.append((states.stats().host_bytes, num_own_threads(), *taken))
 
     assert len(set(found)) == 1
 
 
 def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
-    threads = threading.active_count()
+    threads = num_own_threads()
     model = make_net(device)
     optimizer = _adamw(model)
     offload(optimizer, device, disk=_real_disk(tmp_path))
@@ -789,5 +790,5 @@ def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     del optimizer
     gc.collect()
 
-    assert threading.active_count() == threads
+    assert num_own_threads() == threads
     assert list(tmp_path.iterdir()) == []

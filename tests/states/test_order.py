@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from memkit.device import ReferenceDevice
 from memkit.plan import ParameterCosts, StateRates, Update, plan_states
+from memkit.states import device_steps
+from tests.states.cases import offload
 from tests.states.clocked import bound_s, clocked
+from tests.states.test_overlap import Drawing
 
 
 def _costs(numels: list[int]) -> list[ParameterCosts]:
@@ -62,3 +68,41 @@ def test_one_side_alone_is_busy(model: str, update: str) -> None:
 
     assert clock.end_s <= 1.01 * max(bound_s(plan, rates))
     assert not clock.idle_s
+
+
+UNTIED = [128256 * WIDTH, *LAYER * 28, 128256 * WIDTH]
+DEVICE_NUMEL_PER_S = 28e9
+"""About what 90 bytes of each parameter take on an H100: casts, the step, and what a failing one needs."""
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.25, 1.02), (0.5, 1.04), (0.75, 1.07)])
+@pytest.mark.parametrize("model", [*MODELS.values(), UNTIED], ids=[*MODELS, "a Llama with a head"])
+def test_what_stays_is_stepped_while_others_move(model: list[int], share: float, most: float) -> None:
+    rates = StateRates(link_bytes_per_s=48e9, host_numel_per_s=3.7e9)
+    plan = plan_states(_costs(model), device_budget_bytes=int(share * 12 * sum(model)))
+    clock = clocked(plan, rates, device_numel_per_s=DEVICE_NUMEL_PER_S, in_order=False)
+
+    assert clock.end_s <= most * max(bound_s(plan, rates))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_stays_comes_between_what_moves_unless_steps_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, sizes = ReferenceDevice(), [8, 8, 8, 8, 64]
+    rows = [[nn.Parameter(torch.ones(size, 32)) for size in sizes] for _ in range(2)]
+    optimizers = [Drawing(row, lr=0.1, momentum=0.9) if draws else torch.optim.AdamW(row) for row in rows]
+    stepped, step = list[str](), device_steps.DeviceSteps.step
+    monkeypatch.setattr(
+        device_steps.DeviceSteps, "step", lambda self, piece, run: (stepped.append(piece.names), step(self, piece, run))[1]
+    )
+    with offload(optimizers[1], device, device_budget=64 * 32 * (4 if draws else 8)) as states:
+        assert [piece.is_resident for piece in states.plan.pieces] == [False, False, False, False, True]
+        for number in range(3):
+            for row, optimizer in zip(rows, optimizers, strict=True):
+                torch.manual_seed(number)
+                for parameter in row:
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+
+        order = (0, 1, 2, 3, 4) if draws else (0, 1, 4, 2, 3)
+        assert stepped[-5:] == [f"parameter 0.{index}" for index in order]
+        assert all(map(torch.equal, *rows))

@@ -36,6 +36,8 @@ def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     split_evenly(monkeypatch)
 
 
+@pytest.mark.core(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", False), ("both", True)])
 @pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, update: str, set_to_none: bool) -> None:

@@ -152,6 +152,7 @@ def _every_other_on_disk(pieces: Sequence[StatePiece], _: int | None) -> list[St
     return [other if number % 2 else one for number, (one, other) in enumerate(zip(pieces, all_on_disk, strict=True))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("update", ["device", "host", "both", "disk"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from tests.states.cases import batch, make_net, offload, train
+from tests.threads import num_own_threads
 
 ROOT = str(Path(memkit.__file__).parent) + "/"
 
@@ -33,7 +33,7 @@ def test_holds_after_200_steps_what_it_did_after_three(device: Device, update: s
     def held() -> tuple[int, int, int]:
         gc.collect()
         device.synchronize()
-        return counter.allocated_bytes(), states.stats().host_bytes, threading.active_count()
+        return counter.allocated_bytes(), states.stats().host_bytes, num_own_threads()
 
     with offload(optimizer, device, update=update) as states:
         found = []

@@ -6,8 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from memkit.device import Device
+from memkit.states.packing import copy_each
+from memkit.wrappers import parts_of
 from tests.states.cases import Case, EightBit, assert_same_training, batch, make_net, offload, train
 from tests.weights.wrapped import Int8
 
@@ -51,3 +55,18 @@ def test_steps_as_the_plain_optimizer(device: Device, options: dict[str, Any]) -
     for net, own in zip(nets, optimizers, strict=True):
         train(net, own, device, range(6, 8))
     assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_tensors_are_copied_whatever_they_are_made_of() -> None:
+    sources = [torch.randn(4, 3), nn.Parameter(torch.randn(5)), torch.randn(3, 4).t(), torch.tensor(2.0)]
+    wrapped = [Int8.quantized(torch.randn(4, 4)), Int8.quantized(torch.randn(2, 2))]
+    for each in (sources, sources[:1], [], [*sources, *wrapped]):
+        targets = [
+            Int8.quantized(torch.ones(source.size())) if isinstance(source, Int8) else torch.empty_like(source)
+            for source in each
+        ]
+        with torch.no_grad():
+            copy_each(targets, each)
+
+        for target, source in zip(targets, each, strict=True):
+            assert all(map(torch.equal, parts_of(target), parts_of(source)))

@@ -184,6 +184,7 @@ def _saving_more(model: nn.Module) -> None:
     model[1][3].norm.weight.requires_grad_(False)  # type: ignore[index,union-attr]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("deviate", [_reversed, _hooked, _scaled, _replaced, _saving_more])
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_step_unlike_those_before_is_exact(train: str, deviate: Callable[[nn.Module], object]) -> None:

@@ -137,6 +137,7 @@ STEPS: dict[str, Step] = {
 }
 
 
+@pytest.mark.core(1)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", STEPS)

@@ -6,7 +6,6 @@ import copy
 import errno
 import gc
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from memkit.errors import DiskError, HostMemoryError
 from memkit.transfer import ReferenceDisk
 from tests.interrupts import interrupts
 from tests.refusing import PinLimit
+from tests.threads import num_own_threads
 from tests.weights.cases import RUNS, WIDTH, Stack, only_lora
 
 
@@ -80,7 +80,7 @@ def test_the_same_bits_on_a_late_disk(device: Device, run: str, seed: int | None
 def test_on_a_real_disk(tmp_path: Path) -> None:
     device = ReferenceDevice()
     plain, model = _model(), _model()
-    x, threads = torch.randn(3, WIDTH), threading.active_count()
+    x, threads = torch.randn(3, WIDTH), num_own_threads()
     with _offload(model, device, _Quiet(tmp_path)):
         for _ in range(3):
             _assert_same(_results(plain, x), _results(model, x))
@@ -96,7 +96,7 @@ def test_on_a_real_disk(tmp_path: Path) -> None:
     assert all(map(torch.equal, plain.state_dict().values(), held.values()))
     del held
     _assert_same(_results(plain, x), _results(model, x))
-    assert threading.active_count() == threads
+    assert num_own_threads() == threads
     assert list(tmp_path.iterdir()) == []
     gc.collect()
     maps = Path("/proc/self/maps")
@@ -250,11 +250,11 @@ def test_host_memory_is_a_few_buffers() -> None:
 )
 def test_what_does_not_go(options: dict[str, Any], error: type[Exception], text: str) -> None:
     model = _model()
-    before, threads = copy.deepcopy(model.state_dict()), threading.active_count()
+    before, threads = copy.deepcopy(model.state_dict()), num_own_threads()
 
     with pytest.raises(error) as caught:
         _offload(model, ReferenceDevice(), **{"disk": ReferenceDisk(), **options})
 
     assert text in str(caught.value)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    assert threading.active_count() == threads
+    assert num_own_threads() == threads

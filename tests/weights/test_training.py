@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients(run: str, slots: int, device: Device) -> None:
@@ -68,6 +69,7 @@ def _streamed_names(model: nn.Module, offload: memkit.LayerOffload) -> set[str]:
 
 
 @pytest.mark.full
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("num_batches", [1, 3])
 @pytest.mark.parametrize("make", OPTIMIZERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -14,10 +15,9 @@ from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.learned import LearnedStep, Planned
 from memkit.activations.budgeting.observed import is_other_link, measured_s, observed_trace
 from memkit.activations.budgeting.schedule import schedule_of
+from memkit.activations.budgeting.searching import search
 from memkit.activations.budgeting.ways import Ways, ways_within
-from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
-from memkit.sizes import format_bytes
 from memkit.transfer import measure_link
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Learning:
                 learned.planner = self._planner(trace.ops, learned, limits, device)
             if learned.planner is None:
                 return None
-            found = self._plan(trace.ops, learned.planner, learned, limits, base_bytes + coming_bytes)
+            found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes + coming_bytes)
         self._last = found
         return found
 
@@ -161,7 +161,9 @@ class Learning:
         self._first = None
         return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
 
-    def _plan(self, ops: OpTrace, planner: JointPlanner, learned: LearnedStep, limits: Limits, base_bytes: int) -> Planned:
+    def _plan(
+        self, ops: OpTrace, planner: JointPlanner, learned: LearnedStep, limits: Limits, device: Device, base_bytes: int
+    ) -> Planned:
         problem = planner.problem
         budget_bytes = limits.budget_bytes(problem.plain_peak_bytes)
         assert budget_bytes is not None
@@ -173,7 +175,8 @@ class Learning:
         allowed_bytes = max(whole_bytes - headroom_bytes - learned.over_bytes - more_bytes, 1)
         found = learned.plans.get(allowed_bytes)
         if found is None:
-            plan = self._search(planner, allowed_bytes, headroom_bytes, budget_bytes, limits)
+            warn = None if limits.raises else partial(self._warn, f"budget {budget_bytes}")
+            plan = search(planner, allowed_bytes, headroom_bytes, budget_bytes, device, warn)
             plan = replace(plan, budget_bytes=budget_bytes)
             schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
             found = learned.plans[allowed_bytes] = Planned(
@@ -184,24 +187,6 @@ class Learning:
             self.num_plans += 1
             _LOGGER.debug("MemoryBudget: for %d bytes, by %s: %s", allowed_bytes, problem.gpu, plan)
         return found
-
-    def _search(
-        self, planner: JointPlanner, allowed_bytes: int, headroom_bytes: int, budget_bytes: int, limits: Limits
-    ) -> MemoryPlan:
-        """Return a plan; the headroom is given up where there is none with it."""
-        try:
-            is_roomy = planner.least().peak_bytes <= allowed_bytes
-            return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
-        except BudgetInfeasible as error:
-            free_bytes = budget_bytes - allowed_bytes - headroom_bytes
-            told = str(error)
-            if free_bytes:
-                asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
-                told = f"{asked} are left free, or are there beside the step: {error}"
-            if limits.raises:
-                raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
-            self._warn(f"budget {budget_bytes}", f"{told}. It is exceeded by as little as can be.")
-            return planner.plan(planner.least().peak_bytes)
 
     def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
         """Return what a step like a trace is known to save by a plan; None if that is to be noted yet, or changes."""

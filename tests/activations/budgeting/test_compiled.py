@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -18,6 +17,7 @@ from tests.activations.budgeting.plans import planner_of, random_plan
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.test_interrupts import OF_DYNAMO, compiled_blocks
+from tests.clock import set_clock
 
 pytestmark = [
     pytest.mark.filterwarnings(NO_PLAN_FITS, *OF_DYNAMO),
@@ -57,10 +57,11 @@ def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.M
     def wait_and_make_room(forward: PlannedForward) -> bool:
         if next(calls) % 4 == 0:  # each block waits more often than that
             waits.append(0.05)
-            time.sleep(0.05)
+            clock.sleep(0.05)
         return make_room(forward)
 
     monkeypatch.setattr(PlannedForward, "make_room", wait_and_make_room)
+    clock = set_clock(monkeypatch, tick_s=1e-5)
     device, model = ReferenceDevice(), compiled_blocks()
     _step(model, nullcontext())  # it compiles
     for _ in range(3):

@@ -369,6 +369,7 @@ FIRST = (_runs_another_op, _maps, _writes_to_the_data_of_a_buffer)
 """Those of a short test run."""
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("where", [1, pytest.param(NUM_BLOCKS - 1, marks=_IN_FULL)])
 @pytest.mark.parametrize("act", [pytest.param(act, id=act.__name__, marks=() if act in FIRST else _IN_FULL) for act in ACTS])
 def test_call_that_does_something_else_is_exact(act: Act, where: int, device: Device) -> None:

@@ -200,7 +200,7 @@ def _budget(
     "how",
     [
         "call",
-        "own call",
+        pytest.param("own call", marks=pytest.mark.full),
         pytest.param("forward", marks=pytest.mark.full),
         pytest.param("module", marks=pytest.mark.full),
     ],

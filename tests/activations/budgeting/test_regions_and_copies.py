@@ -128,7 +128,7 @@ def test_other_steps_are_exact_and_leave_nothing(
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("is_in_backward", [False, True])
+@pytest.mark.parametrize("is_in_backward", [pytest.param(False, marks=pytest.mark.full), True])
 def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
     torch.manual_seed(0)

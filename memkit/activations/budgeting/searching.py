@@ -1,0 +1,53 @@
+"""Looks for a plan within what a step may take, and says what is in the way where there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memkit.errors import BudgetInfeasible
+from memkit.sizes import format_bytes
+from memkit.transfer.device_memory import device_memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memkit.device import Device
+    from memkit.plan import JointPlanner, MemoryPlan
+
+
+def search(
+    planner: JointPlanner,
+    allowed_bytes: int,
+    headroom_bytes: int,
+    budget_bytes: int,
+    device: Device,
+    warn: Callable[[str], None] | None,
+) -> MemoryPlan:
+    """Return a plan; the headroom is given up where there is none with it.
+
+    Args:
+        planner: knows the step.
+        allowed_bytes: what the step may take, without the headroom.
+        headroom_bytes: what is left free, if that can be.
+        budget_bytes: what the user has asked for, of the whole device.
+        device: whose memory it is.
+        warn: is told where there is none, and the least plan is returned. None to raise.
+
+    Raises:
+        BudgetInfeasible: there is none.
+    """
+    try:
+        is_roomy = planner.least().peak_bytes <= allowed_bytes
+        return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
+    except BudgetInfeasible as error:
+        free_bytes = budget_bytes - allowed_bytes - headroom_bytes
+        told, held = str(error), device_memory_of(device).describe()
+        if free_bytes:
+            asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
+            told = f"{asked} are left free, or are there beside the step: {error}"
+        if held:
+            told = f"{told}. Of what is there, {held}"
+        if warn is None:
+            raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
+        warn(f"{told}. It is exceeded by as little as can be.")
+        return planner.plan(planner.least().peak_bytes)

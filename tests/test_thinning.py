@@ -1,0 +1,138 @@
+"""What `-m full` leaves out of many combinations of parameters: no pair of values, or no value."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests import thinning
+from tests.thinning import covering
+
+pytest_plugins = ["pytester"]
+
+
+def _pairs(cases: list[dict[str, object]]) -> set[tuple[object, ...]]:
+    return {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+
+
+def _product(*sizes: int) -> list[dict[str, object]]:
+    return [dict(zip("abcdef", values, strict=False)) for values in itertools.product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 4, 5), (2, 2, 2, 2, 2), (7, 6, 2, 2), (5,)])
+def test_each_pair_is_there_in_few_cases(sizes: tuple[int, ...]) -> None:
+    cases = _product(*sizes)
+    drawn = random.Random(0)
+    some = [case for case in cases if drawn.random() < 0.7]  # products are not always whole
+    for given in (cases, some):
+        chosen = [given[index] for index in covering(given, 2)]
+
+        assert _pairs(chosen) == _pairs(given)
+    largest, second, *_ = (*sorted(sizes, reverse=True), 1)
+    assert len(covering(cases, 2)) <= 1.7 * largest * second
+
+
+def test_each_value_is_there() -> None:
+    chosen = covering(_product(4, 3, 2), 1)
+
+    assert len(chosen) == 4
+    assert {value for index in chosen for value in _product(4, 3, 2)[index].items()} == {
+        *(("a", number) for number in range(4)),
+        *(("b", number) for number in range(3)),
+        *(("c", number) for number in range(2)),
+    }
+
+
+def test_what_runs_anyway_counts() -> None:
+    cases = _product(2, 2, 2)
+
+    assert len(covering(cases[1:], 2, cases[:1])) < len(covering(cases, 2))
+    assert covering(cases, 2, cases) == []
+
+
+def test_values_are_told_apart_by_type_and_need_no_hash() -> None:
+    shared: list[int] = []
+    cases = [{"a": True}, {"a": 1}, {"a": 1.0}, {"a": shared}, {"a": shared}, {"a": []}]
+
+    assert covering(cases, 1) == [0, 1, 2, 3, 5]
+
+
+_TESTS = """
+import pytest
+
+full = pytest.mark.full
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("a", [0, pytest.param(1, marks=full), pytest.param(2, marks=full)])
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_pairs(a, b, c):
+    pass
+
+@full
+@pytest.mark.covering(1, 2)
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(5))
+def test_values(a, b):
+    pass
+
+@full
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("a", [(number, name) for number in range(3) for name in "xyz"])
+@pytest.mark.parametrize("b", range(3))
+def test_tuples(a, b):
+    pass
+
+@full
+@pytest.mark.parametrize("a", [0, 1, pytest.param(2, marks=pytest.mark.repeats)])
+def test_repeats(a):
+    pass
+
+@full
+@pytest.mark.parametrize("a", range(4))
+def test_all(a):
+    pass
+
+@pytest.mark.core(1, 2)
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("a", [*range(4), pytest.param(4, marks=full)])
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_core(a, b, c):
+    pass
+"""
+
+
+def test_marks_say_what_is_left_out(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    covering\n    repeats")
+    found = pytester.getitems(_TESTS)
+    thinning.mark_full(found)
+    left_out = thinning.leave_out(found)
+    kept = [item for item in found if item not in left_out]
+
+    def params(name: str, among: list[pytest.Item]) -> list[dict[str, object]]:
+        return [item.callspec.params for item in among if isinstance(item, pytest.Function) and item.originalname == name]
+
+    assert all("full" in item.keywords for item in left_out)
+    assert len(params("test_pairs", kept)) < len(params("test_pairs", found))
+    assert _pairs(params("test_pairs", kept)) == _pairs(params("test_pairs", found))
+    values = [value for case in params("test_values", kept) for value in case.items()]
+    assert len(params("test_values", kept)) == 10
+    assert all(values.count(value) >= 2 for value in values)
+    apart = [{"a": case["a"][0], "b": case["a"][1], "c": case["b"]} for case in params("test_tuples", kept)]
+    assert len(apart) < 15
+    assert _pairs(apart) == _pairs(
+        [dict(zip("abc", each, strict=True)) for each in itertools.product(range(3), "xyz", range(3))]
+    )
+    assert params("test_repeats", kept) == [{"a": 0}, {"a": 1}]
+    assert params("test_all", kept) == params("test_all", found)
+    short = params("test_core", [item for item in found if "full" not in item.keywords])
+    assert len(short) == 8
+    assert {value for case in short for value in case.items()} == {
+        *(("a", number) for number in range(4)),
+        *((name, number) for name in "bc" for number in range(3)),
+    }
+    assert len(params("test_core", kept)) < 22
+    assert _pairs(params("test_core", kept)) == _pairs(params("test_core", found))
