@@ -41,6 +41,7 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.disk_copies import DiskCopies
 from memkit.weights.handles import StreamedHandle
 from memkit.weights.order import LayerOrder, Phase
+from memkit.weights.saving import Lying
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
 
@@ -88,8 +89,8 @@ class Streamer:
         self._ahead: Mapping[int, int] = {}
         """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
-        self.lying: tuple[LayerChunk, Slot, int] | None = None
-        """The layer whose backward is going on, the slot that it lies in, and the stream that has waited for that."""
+        self.lying: Lying | None = None
+        """The layer whose backward is going on."""
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
@@ -200,7 +201,8 @@ class Streamer:
             slot = self.use(chunk)
             self._in_backward = chunk
             slot.lend(chunk, use=self)
-            self.lying = chunk, slot, self.device.stream_number()
+            state = slot.state if chunk.has_own_counters else object()
+            self.lying = Lying(chunk, slot, self.device.stream_number(), state)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
@@ -211,7 +213,7 @@ class Streamer:
         with torch_private.without_python_dispatch(), self.lock:
             chunk, lying, self.lying = self._in_backward, self.lying, None
             if chunk is not None:
-                is_there = lying is not None and lying[1].state == (chunk.num_changes, *chunk.binding.versions())
+                is_there = lying is not None and lying.slot.state == (chunk.num_changes, *chunk.binding.versions())
                 if not is_there and chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
                     chunk.write_back()
                 self.leave(chunk, use=self)
