@@ -224,12 +224,13 @@ class Binding:
     def is_unchanged(self) -> bool:
         """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
         this says no: what wraps other tensors is not looked into."""
+        held = map(dict.get, map(torch_private.parameters_of, self._holders), self._keys)
+        return all(map(is_, held, self._expected)) and self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Tell the same whatever the modules have: a backward is of the parameters that its forward had."""
         tensors = self.tensors
-        if (
-            self.wrappers
-            or not all(map(is_, map(dict.get, map(torch_private.parameters_of, self._holders), self._keys), self._expected))
-            or tuple(map(Tensor.data_ptr, tensors)) != self._addresses
-        ):
+        if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
             return False
         for guard, is_frozen in self._guards:
             if guard(*tensors):
