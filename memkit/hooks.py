@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -273,7 +274,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             above.append(pair)
             self._pop()
         if pair is not None:  # above it are those that were set after an interrupt has left it there
-            do_at_once(*self._take_off)  # no interrupt comes between the two
+            deque(map(partial.__call__, self._take_off), maxlen=0)  # as `do_at_once`: no interrupt comes between the two
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:

@@ -83,7 +83,8 @@ class LayerChunk:
                     lying.append(part)
             self._regions.append((region, lying))
         self.num_bytes = layout.num_bytes
-        self._are_apart = len(groups) == len(parts)
+        self.are_apart = len(groups) == len(parts)
+        """Whether none of the tensors overlaps another, whose version counter says nothing of writes to it."""
 
     @property
     def parameters(self) -> tuple[StreamedParameter, ...]:
@@ -92,11 +93,6 @@ class LayerChunk:
 
     def _parts(self) -> Iterator[BoundTensor]:
         return (part for streamed in self.parameters for part in streamed.parts)
-
-    @property
-    def has_own_counters(self) -> bool:
-        """Whether each plain tensor counts all writes to its bytes: none overlaps another, or is a part of a wrapper."""
-        return self._are_apart and not self.binding.wrappers
 
     def become(self, residency: Residency) -> None:
         """Its bytes are there from now on."""

@@ -114,10 +114,11 @@ class LayerBuffers:
             return None
         if [*map(Tensor.stride, gradients)] != self._strides:
             return None
-        storages = self._filled_by(gradients)
-        if storages is not None:
-            for make in torch_private.known("TensorGuards"):
-                self._is_as_before = make(*gradients, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        storages = [*map(Tensor.untyped_storage, gradients)]
+        if [*map(torch.UntypedStorage.nbytes, storages)] != self._sizes_bytes:
+            return None
+        for make in torch_private.known("TensorGuards"):
+            self._is_as_before = make(*gradients, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return storages
 
     def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
@@ -125,10 +126,7 @@ class LayerBuffers:
         last time; None where that is to be looked at."""
         if self._is_as_before is None or not self._is_as_before(*gradients):
             return None
-        return self._filled_by(gradients)  # type: ignore[arg-type]  # each is a tensor, as those before
-
-    def _filled_by(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
-        storages = [*map(Tensor.untyped_storage, gradients)]
+        storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
         return storages if [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes else None
 
 

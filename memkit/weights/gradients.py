@@ -267,7 +267,7 @@ class HostGradients(LayerAccumulation):
 
     def _note_made(self, gradients: Sequence[Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
         """Tell the device what fills storages that are about to be copied."""
-        for gradient, storage in zip(gradients, storages, strict=True) if self._device.takes_notes else ():
+        for gradient, storage in zip(gradients, storages, strict=True):
             self._device.note_written(storage, torch_private.version_of(gradient))
 
     def _send(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor]) -> None:
@@ -290,7 +290,8 @@ class HostGradients(LayerAccumulation):
         totals: Sequence[Tensor],
     ) -> None:
         """Put copies of gradients on the lane, from their storages to where the totals lie."""
-        self._note_made(gradients, storages)
+        if self._device.takes_notes:
+            self._note_made(gradients, storages)
         if target.copies is not None:
             self._fly(storages, target.num_bytes, partial(self._lanes.start_out, target.copies, storages))
         else:
@@ -343,7 +344,8 @@ class HostGradients(LayerAccumulation):
 
     def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
         storage = self._packed(streamed, made)
-        self._note_made([made], [storage])
+        if self._device.takes_notes:
+            self._note_made([made], [storage])
         return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
 
     def _make_room(self, num_bytes: int) -> None:
