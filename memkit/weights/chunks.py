@@ -83,8 +83,6 @@ class LayerChunk:
                     lying.append(part)
             self._regions.append((region, lying))
         self.num_bytes = layout.num_bytes
-        self.are_apart = len(groups) == len(parts)
-        """Whether none of the tensors overlaps another, whose version counter says nothing of writes to it."""
 
     @property
     def parameters(self) -> tuple[StreamedParameter, ...]:

@@ -46,8 +46,8 @@ class Lying(NamedTuple):
     stream_number: int
     """The stream that has waited for the slot."""
     state: object
-    """What the slot's `state` was. As long as it is this very object, and a parameter's counter is what it was when that was
-    saved, the slot has the parameter as it was saved. An object of its own where others count writes to the same bytes."""
+    """What the slot's `state` was. As long as it is this very object, the slot has what was brought there, and what was written
+    to the parameters since, which lie there: whether one was written to since it was saved is asked of its own counter."""
 
 
 class _HandedOn(tuple[Any, ...]):

@@ -201,8 +201,7 @@ class Streamer:
             slot = self.use(chunk)
             self._in_backward = chunk
             slot.lend(chunk, use=self)
-            state = slot.state if chunk.are_apart and not chunk.binding.wrappers else object()
-            self.lying = Lying(chunk, slot, self.device.stream_number(), state)
+            self.lying = Lying(chunk, slot, self.device.stream_number(), slot.state)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
