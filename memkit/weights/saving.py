@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class _Saves:
 
     def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
         self._streamer = streamer
-        self._slots = streamer.ring.slots
+        self._ring = streamer.ring
         self._outer = outer
         self._hands_on_weights = outer is not None and hands_on_weights
         self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
@@ -76,7 +77,9 @@ class _Saves:
         """Take a tensor that autograd saves."""
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
-        slot = self._slots.get(torch_private.storage_address(tensor.untyped_storage()))
+        address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
+        if not address or bisect(self._ring.bounds, address) % 2:
+            slot = self._ring.slots.get(torch_private.storage_address(tensor.untyped_storage()))
         if slot is None:
             if self._outer is None:
                 return tensor.detach(), torch_private.version_of(tensor)
