@@ -76,8 +76,7 @@ class Streamer:
         self.num_fetches = 0
         self.num_demand_fetches = 0
         """Fetches that began no sooner than the layer was needed."""
-        self._disk = disk
-        self._lanes = lanes_of(device)
+        self._disk, self._lanes = disk, lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
         self._orders = {
