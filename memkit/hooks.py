@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -251,12 +252,14 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
+        self._take_off = partial(self._pop), partial(self._was_taken_off.append, True)
         """What `__exit__` needs: looked up before anything is on."""
 
     def __enter__(self) -> SavedTensorHooks:
         if _stacked.hooks:
             end_left()
-        self.outer, self._was_taken_off = torch_private.top_saved_tensor_hooks(True), []
+        self.outer = torch_private.top_saved_tensor_hooks(True)
+        self._was_taken_off.clear()
         try:
             _stacked.hooks.append(self)
             self._hooks.__enter__()
@@ -277,8 +280,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             above.append(pair)
             self._pop()
         if pair is not None:  # above it are those that were set after an interrupt has left it there
-            steps = partial(self._pop), partial(self._was_taken_off.append, True)
-            do_at_once(*steps)  # no interrupt comes between the two
+            deque(map(partial.__call__, self._take_off), maxlen=0)  # as `do_at_once`: no interrupt comes between the two
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:

@@ -225,7 +225,7 @@ def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> N
 _FILL = "_fetch", "fill", "copy_parts"
 _COPIES = {
     "frozen": _FILL,
-    "host": (*_FILL, "start", "_open", "_collect", "_take", "_send", "_fly", "_await_oldest", "lend"),
+    "host": (*_FILL, "start", "_open", "_collect", "_take_whole", "_start", "_fly", "_await_oldest", "lend"),
     "fused": (*_FILL, "copy", "copy_out", "_take", "claim", "note_written", "write_back", "_write_back"),
 }
 
