@@ -240,6 +240,11 @@ def fsdp_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def is_there_in_backward(module: nn.Module) -> bool:
+    """Tell whether FSDP2 gathers the own parameters of a module that it has sharded for the backward of its forward as well."""
+    return all(group.unshard_in_backward for group in fsdp_groups(module))
+
+
 def has_gathered(modules: Iterable[nn.Module]) -> bool:
     """Tell whether FSDP2 gathers the parameters of one of them, for its own forward or for that of a module that it is in."""
     return any(torch_private.GATHERED_MARK in vars(module) for module in modules)

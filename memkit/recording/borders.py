@@ -2,7 +2,8 @@
 
 A module that FSDP2 shards lets go of its parameters when its forward is over, and gathers them again for its own backward. What
 it has returned is asked for before that, by the backward of what comes next; all else that it has made, within its own. So what
-it returns is a root, and needs no gathering of which the other ranks don't know.
+it returns is a root, and needs no gathering of which the other ranks don't know. Where it is not gathered for its backward
+(`set_unshard_in_backward(False)`), nothing in it can be made again: the recorder looks away until its forward is over.
 
 `mark_sharded` finds these modules by themselves, so that it doesn't matter who has sharded them, or when.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.hooks import HookSet
 from memkit.recording.recorded import tensors_in
-from memkit.torch_state import fsdp_groups
+from memkit.torch_state import fsdp_groups, is_there_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,33 +90,35 @@ def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [shards.get(id(parameter), parameter) for parameter in parameters]
 
 
-def _mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
+def _mark_border(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
     """A hook behind the forward of a module: a border runs through what it has returned."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         tensors = tensors_in(torch_private.tree_leaves(output))
-        if tensors:
-            with torch.no_grad():
+        with torch.no_grad():
+            if not is_there_in_backward(module):
+                _op()[0](tensors, False)
+            elif tensors:
                 _op()[0](tensors)
 
 
-def _mark_gather(begins: bool, *_: Any) -> None:
-    """Ahead of what FSDP2 does before a forward, and behind it: the recorder looks away meanwhile.
+def _mark_gather(begins: bool, module: nn.Module, *_: Any) -> None:
+    """Ahead of what FSDP2 does before a forward, and behind it: the recorder looks away meanwhile, and until the forward is
+    over if nothing of that can run again.
 
     What is gathered is the caller's, as a parameter that was there all the time, and the same value as when it was there last:
     to write it back is no write.
     """
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
-        _op()[0]([], begins)
+        _op()[0]([], begins or not is_there_in_backward(module))
 
 
 def run_border(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """What there is of a value that was made here is a root from now on."""
-    recording = recorder.recording
-    if len(args) > 1:
+    recording, was_unseen = recorder.recording, len(args) > 1
+    if was_unseen:
         recording.is_gathering = args[1]
-        return
-    for tensor in tensors_in(args):
+    for tensor in tensors_in(args[:1]):
         storage = tensor.untyped_storage()
         value = recording.find(storage)
-        if value is not None and value not in recording.roots:
+        if was_unseen if value is None else value not in recording.roots:
             recording.add_root(tensor, storage, is_inside=True)

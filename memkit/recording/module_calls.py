@@ -98,6 +98,8 @@ class NotedCall:
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
         self._given = frozenset(self._values_in(given, recording))
+        if recording.is_gathering:
+            self.why_no_part = self.why_not = "it is in a module that FSDP2 does not gather for its backward"
         if self.why_not:
             self._drawn = ()
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.distributed.composing import (
     LAYER_CASES,
     RESHARDS,
     TAG,
+    Make,
     check_by_hand,
     check_regions,
     check_same,
@@ -221,6 +223,44 @@ def test_sharded_module_that_is_not_gathered_for_its_backward_is_no_region() -> 
     block.set_unshard_in_backward(False)
 
     assert why_not_region(block) == "FSDP2 does not gather it for its backward"
+
+
+class _Ends(nn.Module):
+    """A model whose first layer, which is sharded by itself, computes further with what its embedding gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Sequential(nn.Embedding(17, 8), nn.Dropout(0.1), nn.GELU(), nn.Tanh()), nn.Sigmoid())
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Take [batch], return [batch, 8]."""
+        output: Tensor = self.layers(self.first(tokens))
+        return output
+
+
+@pytest.mark.parametrize("context", ["Rematerialize(0.1)", "MemoryBudget, least"])
+def test_what_is_not_gathered_for_its_backward_is_kept(context: str) -> None:
+    def run(make_context: Make) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, found = memkit.shard(_Ends(), layers=["first", *(f"layers.{number}" for number in range(3))]), []
+        model.first.set_unshard_in_backward(False)  # type: ignore[operator]  # it is one of FSDP2's by now
+        for number in range(8):
+            torch.manual_seed(number)
+            with make_context():
+                loss = model(torch.arange(17)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(local(item.grad) for item in model.parameters() if item.grad is not None)]
+            model.zero_grad()
+        return found
+
+    plain = run(nullcontext)
+    found = run(CONTEXTS[context])
+    stats = memkit.stats(TAG)
+
+    assert_same(found, plain)
+    assert context != "Rematerialize(0.1)" or stats.num_replays > 0
+    memkit.reset(TAG)
 
 
 def test_sharded_module_with_hooks_of_the_user_is_no_region() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
 from memkit.compiled import is_compiled
-from memkit.torch_state import fsdp_groups, is_sharded_by_fsdp, is_sharded_by_fsdp2, local_of
+from memkit.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, local_of
 
 _OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
 """Where hooks are defined that a recompute may run again, or not."""
@@ -69,7 +69,7 @@ def _why_not_sharded(module: nn.Module) -> str:
     for which FSDP2 has gathered it."""
     if is_compiled(module):
         return "its forward talks to other processes or devices, and is compiled"
-    if not all(group.unshard_in_backward for group in fsdp_groups(module)):
+    if not is_there_in_backward(module):
         return "FSDP2 does not gather it for its backward"
     return ""
 
