@@ -18,7 +18,7 @@ from memkit.plan import Update, aligned
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
-from memkit.states.packing import MASTER, copy_each, copy_state, may_leave, moved_state, pack
+from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, follow_attributes, stand_in_of
 from memkit.states.records import StateRecord
 from memkit.states.shards import are_one, write_local
@@ -315,18 +315,26 @@ class DeviceSteps:
         new: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[nn.Parameter, Tensor]] = []
         slot = self._slots.of(piece)
+        address = slot.storage.data_ptr()
         for record, _, entries in stepped:
             views = piece.views[record.index]
             for tensor in layout.tensors[record.index]:
                 value = entries.get(tensor.name)
                 view = views[tensor.name]
                 if value is view:
+                    is_there = (
+                        view.data_ptr() == address + tensor.offset
+                        if type(tensor) is PackedTensor
+                        else tensor.is_at(view, address)
+                    )
+                    if not is_there:
+                        return False  # the class has set other data
                     continue
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
                 if tensor.name == MASTER and (are_one(value, view) if record.is_shard else value.data_ptr() == view.data_ptr()):
                     continue
-                if any(part.untyped_storage().data_ptr() == slot.storage.data_ptr() for part in parts_of(value)):
+                if any(part.untyped_storage().data_ptr() == address for part in parts_of(value)):
                     return False  # they have changed places: one would be written over before it is read
                 new.append((view, value))
                 stand_in = piece.stand_ins[record.index]

@@ -223,7 +223,7 @@ class StateOffload:
         due = members.find_due(leaves_done=is_rest)
         for piece in due:
             refuse_gradients(piece.due)
-            self._rest.adopt(piece, warns=True)
+        self._rest.adopt_due(due, members.pieces)
         if self._overlap is not None:
             self._overlap.run(stepping, due, run)
         else:
