@@ -60,6 +60,10 @@ class Undo:
         """Bytes of the device that it takes."""
         return self._storage.nbytes()
 
+    def close(self) -> None:
+        """Give the memory back. Nobody has views of it any more."""
+        self._storage = torch.UntypedStorage(0)
+
     def keep(self, piece: Piece) -> None:
         """Note the parameters of a piece that are due."""
         offset = 0
@@ -178,14 +182,11 @@ class DeviceSteps:
     def finish(self, piece: Piece) -> None:
         """Have what was stepped go to where it stays. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
-        if piece.plan.is_resident:  # these are copies of all its states
-            for record in piece.due:
-                record.numbers = []
+        for record in piece.due if piece.plan.is_resident else ():
+            record.numbers = []  # all its states, as they were: they would take as much again until the next step
         if piece.plan.is_resident or piece.layout is None:
             self._release(piece)
             piece.residency = piece.rest
-            for record in piece.due if piece.plan.is_resident else ():
-                record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
         span = piece.layout.span
         with label("write states back", piece):
@@ -198,6 +199,12 @@ class DeviceSteps:
     def wait(self) -> None:
         """Have the host wait until what was stepped is where it stays."""
         self._slots.wait()
+
+    def close(self, pieces: Iterable[Piece]) -> None:
+        """Let go of what a step of pieces that failed would have to find again."""
+        for record in [record for piece in pieces for record in piece.records]:
+            record.undo, record.numbers = None, []
+        self._undo.close()
 
     def _release(self, piece: Piece) -> None:
         """Have the slot of a piece be free, and what it came through."""
