@@ -103,13 +103,13 @@ class Stepping:
             self._note_drawn()
 
     def _note_drawn(self) -> None:
-        """A step that was taken for one that draws nothing has drawn: keep to the order of the groups from now on."""
+        """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
         self._has_drawn = True
         warn_user(
-            f"StateOffload: a step of {type(self._optimizer).__name__} has drawn random numbers, which small steps at the "
-            "beginning had not. What stays on the device was stepped between what moves, so some numbers of this step went to "
-            "other parameters than without memkit. Later steps keep to the order of the groups. Make the StateOffload when "
-            "steps draw already, or leave out device_budget"
+            f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at the "
+            "beginning had drawn none. If it was the step that drew them, some went to other parameters than without memkit: "
+            "what stays on the device was stepped between what moves. Later steps keep to the order of the groups. Make the "
+            "StateOffload when steps draw already, or leave out device_budget"
         )
 
     def _send(self, parts: Sequence[Piece], run: OneStep, note_left: Callable[[Piece], object]) -> None:

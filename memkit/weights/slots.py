@@ -293,7 +293,7 @@ class SlotRing:
     @property
     def num_bytes(self) -> int:
         """Bytes of the device that they take now."""
-        return sum(slot.num_bytes for slot in self)
+        return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""

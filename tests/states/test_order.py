@@ -180,7 +180,7 @@ def test_steps_that_draw_later_are_told_of_and_keep_the_order_from_then_on() -> 
         _step_alike(rows, optimizers, 0)
         for optimizer in optimizers:
             optimizer.draws = True
-        with pytest.warns(UserWarning, match="_DrawsLate has drawn random numbers.*keep to the order of the groups"):
+        with pytest.warns(UserWarning, match="drawn during a step of _DrawsLate.*keep to the order of the groups"):
             _step_alike(rows, optimizers, 1)
         with torch.no_grad():
             for mine, others in zip(*rows, strict=True):
