@@ -106,8 +106,8 @@ class Stepping:
         """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
         self._has_drawn = True
         warn_user(
-            f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at the "
-            "beginning had drawn none. If it was the step that drew them, some went to other parameters than without memkit: "
+            f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at "
+            "the beginning had drawn none. If the step drew them, some went to other parameters than without memkit: "
             "what stays on the device was stepped between what moves. Later steps keep to the order of the groups. Make the "
             "StateOffload when steps draw already, or leave out device_budget"
         )
