@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -102,6 +103,12 @@ class HookSet:
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
+
+    def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before(module, args, kwargs)` behind a module's other pre-hooks, and `after(module, args, output)` ahead of its
+        other hooks, or when the forward raises; else as `around_forward` does."""
+        self._handles.append(module.register_forward_pre_hook(_Untraced(before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
 
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(True, module, args)` just ahead of the pre-hook that a library has set on a module, and
@@ -245,12 +252,14 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
+        self._take_off = partial(self._pop), partial(self._was_taken_off.append, True)
         """What `__exit__` needs: looked up before anything is on."""
 
     def __enter__(self) -> SavedTensorHooks:
         if _stacked.hooks:
             end_left()
-        self.outer, self._was_taken_off = torch_private.top_saved_tensor_hooks(True), []
+        self.outer = torch_private.top_saved_tensor_hooks(True)
+        self._was_taken_off.clear()
         try:
             _stacked.hooks.append(self)
             self._hooks.__enter__()
@@ -271,8 +280,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             above.append(pair)
             self._pop()
         if pair is not None:  # above it are those that were set after an interrupt has left it there
-            steps = partial(self._pop), partial(self._was_taken_off.append, True)
-            do_at_once(*steps)  # no interrupt comes between the two
+            deque(map(partial.__call__, self._take_off), maxlen=0)  # as `do_at_once`: no interrupt comes between the two
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:

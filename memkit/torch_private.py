@@ -372,7 +372,7 @@ _VIEWS = "T Transpose View UnsafeView ReshapeAlias Permute Expand Slice Select U
 VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
 """Those of views, which are looked through for the other two."""
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
-GATHERED_MARK = "_is_fsdp_managed_module"  # what FSDP2 sets on all modules whose parameters it gathers: they are no regions
+GATHERED_MARK, COMPOSED_MARK = "_is_fsdp_managed_module", "__composable_api_state_key_"  # on what FSDP2 gathers; of its state
 FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to what FSDP2 gathers together, which has all of these:
 FSDP_GATHER, FSDP_PHASE, FSDP_BEGIN, FSDP_CONTEXT = "_all_gather_result", "_training_state", "_lazy_init", "_state_ctx"
 FSDP_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")

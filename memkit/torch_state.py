@@ -225,6 +225,12 @@ def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
     return [part for part in found if isinstance(part, fsdp.FSDPModule)]
 
 
+def is_sharded_by_fsdp2(module: nn.Module) -> bool:
+    """Tell whether FSDP2 has sharded a module, and gathers for its forward and for the backward of that."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def fsdp_groups(module: Any) -> list[Any]:
     """Return what FSDP2 gathers together of the own parameters of a module that it has sharded: mostly one group, or none."""
     to_state, to_group = torch_private.FSDP_GROUP

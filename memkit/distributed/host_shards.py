@@ -7,168 +7,25 @@ gathered where FSDP2 gathers it. Only how its shard comes to the device is done 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memkit import torch_private
 from memkit.backwards import BackwardEnd, on_end
 from memkit.device import Device
 from memkit.device.base import Event, Stream
-from memkit.errors import MissingTorchNameError
-from memkit.storages import tensor_over
+from memkit.distributed.host_layers import Buffer, HostLayer, Layout, data_of, group_of
+from memkit.labels import NO_LABEL, label
 from memkit.torch_state import leave_untraced
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
-from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Where the shard of one parameter is in its layer's chunk."""
-
-    start: int
-    numel: int
-    dtype: torch.dtype
-
-    def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the shard, [numel], in a storage that has the bytes of the chunk."""
-        offset = self.start // self.dtype.itemsize
-        return tensor_over(storage, self.dtype, offset=offset, size=(self.numel,), stride=(1,))
-
-
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """A layer's chunk on the device, or on its way there."""
-
-    storage: torch.UntypedStorage
-    """Goes back to `home`."""
-    home: Stream
-    done: Event
-    """The bytes are there."""
-
-
-class HostLayer:
-    """What FSDP2 gathers as one, whose shards on this rank lie side by side in pinned host memory.
-
-    Args:
-        group: FSDP2's parameters that are gathered together.
-        arena: has the memory.
-    """
-
-    def __init__(self, group: Any, arena: Arena) -> None:
-        self.group = group
-        self.brought: _Brought | None = None
-        self._arena = arena
-        self._regions: list[_Region] = []
-        self._span: Span | None = None
-        self._memories: list[tuple[Span, weakref.ref[Any]]] = []
-        """Chunks that it has had, each with its memory, which is there as long as a tensor is in it."""
-        self.last_read: Event | None = None
-        """Behind the last copy of its chunk."""
-        self._addresses: list[tuple[int, int]] = []
-        """Where each shard was put: what is gathered, and what is this rank's own of it, which may be nothing."""
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether FSDP2 has gathered it, or has begun to."""
-        return self.group.is_unsharded or getattr(self.group, torch_private.FSDP_GATHER) is not None
-
-    def chunk(self) -> Span:
-        """Return its host memory, in which all shards are.
-
-        A shard may have come to lie elsewhere: what had no data when it was sharded, and what was loaded with `assign=True`,
-        moved or cast since.
-        """
-        if self._addresses != [(flat.data_ptr(), own.data_ptr()) for flat, own in self._shards()]:
-            self._move_in()
-        assert self._span is not None
-        return self._span
-
-    def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """Return of each parameter what FSDP2 gathers, filled up to the length of all ranks, as [numel], and what is the rank's
-        own of that, in the shape that it has: what the optimizer steps."""
-        parts = []
-        for parameter in self.group.fsdp_params:
-            own = getattr(parameter.sharded_param, torch_private.LOCAL_TENSOR)
-            parts.append((getattr(parameter, torch_private.FSDP_SHARD), own))
-        return parts
-
-    @torch.no_grad()
-    def _move_in(self) -> None:
-        """Have the shards lie in the chunk. What the caller has kept of those that lay elsewhere stays what it was."""
-        shards, regions, end = self._shards(), [], 0
-        for flat, _ in shards:
-            regions.append(_Region(end, flat.numel(), flat.dtype))
-            end += rounded(flat.nbytes, ALIGNMENT_BYTES)
-        with torch.inference_mode(False):
-            if self._span is None or regions != self._regions:
-                self._span = None
-                self._give_left()
-                (self._span,) = self._arena.take_pinned_as_one([end])
-                self._regions, self._addresses = regions, [(0, 0)] * len(regions)
-            assert self._span.whole is not None
-            memory = self._span.whole.numpy()
-            self._memories.append((self._span, weakref.ref(memory)))
-            for number, (region, (flat, own)) in enumerate(zip(regions, shards, strict=True)):
-                if (flat.data_ptr(), own.data_ptr()) == self._addresses[number]:
-                    continue
-                # A storage of its own, so that saving a shard writes no more than its bytes.
-                num_bytes = region.numel * region.dtype.itemsize
-                moved = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=region.start).view(region.dtype)
-                moved.copy_(flat)
-                moved_own = moved[: own.numel()].view(own.shape)
-                moved_own.copy_(own)  # which torch may have put elsewhere by itself, to pin it
-                parameter = self.group.fsdp_params[number]
-                setattr(parameter, torch_private.FSDP_SHARD, moved)
-                setattr(parameter.sharded_param, torch_private.LOCAL_TENSOR, moved_own)
-                self._addresses[number] = moved.data_ptr(), moved_own.data_ptr()
-
-    def _give_left(self) -> None:
-        """Give back the chunks that it has had and in which no tensor is any more, also none that the caller has kept."""
-        self._memories, before = [each for each in self._memories if each[1]() is not None], self._memories
-        for span in dict.fromkeys(span for span, _ in before):
-            if all(span is not held for held, _ in self._memories):
-                self._arena.give(span, self.last_read)
-        self._arena.trim_gaps()
-
-    def views(self, brought: _Brought) -> list[Tensor]:
-        """Return the shards on the device, each as [numel]."""
-        return [region.over(brought.storage) for region in self._regions]
-
-
-def _group_of(module: Any) -> Any:
-    """Return what FSDP2 gathers as one for a module, None for one without parameters of its own.
-
-    Raises:
-        MissingTorchNameError: a name of FSDP2's is not there.
-    """
-    to_state, to_group = torch_private.FSDP_GROUP
-    group = _named(_named(module, to_state)(), to_group)
-    if group is not None:
-        for name in (*torch_private.FSDP_PARTS, torch_private.FSDP_GATHER, torch_private.FSDP_PHASE):
-            _named(group, name)
-        _named(group.comm_ctx, "get_all_gather_streams")
-        for parameter in group.fsdp_params:
-            _named(parameter, torch_private.FSDP_SHARD)
-            _named(parameter.sharded_param, torch_private.LOCAL_TENSOR)
-    return group
-
-
-def _named(owner: object, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        symbol = f"{type(owner).__qualname__}.{name}"
-        raise MissingTorchNameError(f"found torch {torch.__version__} without {symbol}", symbol=symbol) from None
 
 
 class HostShards:
@@ -177,7 +34,9 @@ class HostShards:
     [Note: ahead of the gather] Where FSDP2 begins to gather a layer, that layer's bytes are on their way already: they were put
     on the lane where it began to gather the one before, so that two chunks at most are on the device beside what is gathered.
     The lane starts when the work that FSDP2's stream for packing has then is done, which keeps it one layer ahead of compute.
-    A chunk belongs to the stream that packs. It is let go of as soon as it is packed.
+    A chunk's memory belongs to the stream that packs. As soon as it is packed, the layer but one behind it has that memory, if
+    its shards lie alike: so a forward makes two buffers, with a view of each shard. They are gone when nothing more is to be
+    brought, before the loss and its gradients take most memory.
 
     [Note: writes to the host's shards] Nothing is brought ahead outside of a forward of the model and of a backward, nor from
     one into the next: `optimizer.step()`, `load_state_dict` or a write to `data` in between is seen by the next gather. At the
@@ -195,6 +54,11 @@ class HostShards:
         self._num_shards = num_shards
         self._lanes = lanes_of(device)
         self._arena = Arena(device)
+        self._layouts: dict[Layout, Layout] = {}
+        self._spare: list[Buffer] = []
+        """What layers that are yet to be brought in this forward or backward will need."""
+        self._packing: tuple[object, Stream] | None = None
+        """FSDP2's stream for packing, and the same one as the device has it: to ask for that takes as long as a copy."""
         self._is_in_forward = False
         self._last: Event | None = None
         """Behind the copy that was put on the lane last, until the host has waited for it."""
@@ -213,10 +77,10 @@ class HostShards:
         Raises:
             MissingTorchNameError: FSDP2 does not gather as it did. The layer is left to its own policy.
         """
-        group = _group_of(module)
+        group = group_of(module)
         if group is None:  # without parameters
             return
-        layer = HostLayer(group, self._arena)
+        layer = HostLayer(group, self._arena, self._layouts)
         if not any(item.sharded_param.is_meta for item in group.fsdp_params):
             layer.chunk()
         group.unshard = functools.partial(self._unshard, layer, group.unshard)
@@ -251,9 +115,8 @@ class HostShards:
         if not is_read or self._num_shards == 1:
             unshard(async_op)
             return
-        context, state = layer.group.comm_ctx, getattr(layer.group, torch_private.FSDP_PHASE)
-        stream, _ = context.get_all_gather_streams(async_op, state)
-        self._read(layer, lambda: unshard(async_op), functools.partial(layer.group.device_handle.stream, stream))
+        stream, _ = layer.group.comm_ctx.get_all_gather_streams(async_op, getattr(layer.group, torch_private.FSDP_PHASE))
+        self._read(layer, functools.partial(unshard, async_op), stream)
 
     def _wait_for_unshard(self, layer: HostLayer, wait: Callable[[], None]) -> None:
         """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank."""
@@ -261,27 +124,31 @@ class HostShards:
             wait()
             return
         self._bring(layer)
-        self._read(layer, wait, nullcontext)
+        self._read(layer, wait)
 
-    def _read(self, layer: HostLayer, read: Callable[[], None], on_stream: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Have FSDP2 read the shards of a layer on the device, on a stream that has waited for them."""
+    def _read(self, layer: HostLayer, read: Callable[[], None], packing: object = None) -> None:
+        """Have FSDP2 read the shards of a layer on the device, on a stream that has waited for them: by default the current
+        one."""
         brought, layer.brought = layer.brought, None
         assert brought is not None
-        parameters, device = layer.group.fsdp_params, self._device
-        shards = [getattr(item, torch_private.FSDP_SHARD) for item in parameters]
-        with on_stream():
-            stream = device.current_stream()
-            device.wait_event(stream, brought.done)
-            device.note_read(brought.storage)
+        parameters, device, name = layer.group.fsdp_params, self._device, torch_private.FSDP_SHARD
+        shards = [*map(data_of, parameters)]
+        stream = self._stream_of(layer, packing)
+        device.wait_event(stream, brought.done)
+        if device.takes_notes:
+            with device.on_stream(stream):
+                device.note_read(brought.storage)
         try:
-            for parameter, view in zip(parameters, layer.views(brought), strict=True):
-                setattr(parameter, torch_private.FSDP_SHARD, view)
+            for parameter, shard in zip(parameters, brought.shards, strict=True):
+                setattr(parameter, name, shard)
             read()
         finally:
             for parameter, shard in zip(parameters, shards, strict=True):
-                setattr(parameter, torch_private.FSDP_SHARD, shard)
+                setattr(parameter, name, shard)
             if stream != brought.home:
-                device.wait_event(brought.home, device.record_event(stream))
+                device.wait_event(brought.home, device.record_event(stream, timed=False))
+        if self._has_heir(layer, brought):
+            self._spare.append(brought)
 
     # What comes to the device
 
@@ -289,15 +156,43 @@ class HostShards:
         """Put a layer's bytes on the lane, if they are not there or on the device."""
         if layer.brought is not None:
             return
-        chunk, group = layer.chunk(), layer.group
-        packing = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)  # none before the first forward
-        with group.device_handle.stream(packing) if packing is not None else nullcontext():
-            home = self._device.current_stream()
-            storage = self._device.allocate(chunk.num_bytes)
-            ready = self._device.record_event()
-        done = self._lanes.copy_back(chunk, storage, after=(ready,)).done
-        layer.brought = _Brought(storage, home, done)
-        layer.last_read = self._last = done
+        chunk, device = layer.chunk(), self._device
+        buffer = self._buffer_for(layer, chunk.num_bytes)
+        with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
+            ready = device.record_event(buffer.home, timed=False)
+            buffer.done = self._lanes.copy_parts(chunk, buffer.parts, after=(ready,))
+        layer.brought, layer.last_read = buffer, buffer.done
+        self._last = buffer.done
+
+    def _buffer_for(self, layer: HostLayer, num_bytes: int) -> Buffer:
+        """Return memory for a layer's chunk that the stream for packing is done with when it comes to what it is given next."""
+        for number, buffer in enumerate(self._spare):
+            if buffer.layout is layer.layout:
+                return self._spare.pop(number)
+        packing = getattr(layer.group.comm_ctx, "all_gather_copy_in_stream", None)  # none before the first forward
+        with layer.group.device_handle.stream(packing) if packing is not None else nullcontext():
+            return Buffer(self._device.allocate(num_bytes), layer.layout, self._device.current_stream())
+
+    def _stream_of(self, layer: HostLayer, stream: object) -> Stream:
+        """Return one of FSDP2's streams as the device has it; for None the current one."""
+        if stream is None:
+            return self._device.current_stream()
+        known = self._packing
+        if known is None or known[0] is not stream:
+            with layer.group.device_handle.stream(stream):
+                known = self._packing = stream, self._device.current_stream()
+        return known[1]
+
+    def _has_heir(self, layer: HostLayer, buffer: Buffer) -> bool:
+        """Tell whether the memory of a layer that was read is for the next but one: see [Note: ahead of the gather]."""
+        is_forward = torch_private.backward_task() == -1
+        if is_forward and not self._is_in_forward:
+            return False
+        number = self._numbers.get(id(layer))
+        if number is None:
+            return False
+        number += 2 if is_forward else -2
+        return 0 <= number < len(self._numbers) and self.layers[number].layout is buffer.layout
 
     def _bring_next(self, layer: HostLayer) -> None:
         """Bring what FSDP2 will gather after a layer: see [Note: ahead of the gather]."""
@@ -310,11 +205,14 @@ class HostShards:
         number += 1 if task == -1 else -1
         if 0 <= number < len(self._numbers):
             following = self.layers[number]
-            if not following.is_gathered and (task == -1 or following.group.unshard_in_backward):
+            if following.brought is not None or following.is_gathered:
+                return
+            if task == -1 or following.group.unshard_in_backward:
                 self._bring(following)
 
     def _drop_all(self) -> None:
-        """Let go of what was brought and not gathered."""
+        """Let go of what was brought and not gathered, and of the memory that waits for more."""
+        self._spare.clear()
         for layer in self.layers:
             brought, layer.brought = layer.brought, None
             if brought is not None:

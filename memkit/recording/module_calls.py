@@ -20,10 +20,11 @@ from memkit.plan import ModuleCall
 from memkit.recording.aftermath import Aftermath
 from memkit.recording.recording import Recording
 from memkit.storages import is_range_of_bytes
-from memkit.torch_state import has_gathered
+from memkit.torch_state import has_gathered, is_sharded_by_fsdp2
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
 _CONSTANTS = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, type(...))
+_OF_GATHERS = (torch_private.MODULE_STATE[0], *torch_private.MODULE_HOOKS)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _MOST_NESTED = 4
 NO_GRAD = "gradients are off"
@@ -47,6 +48,7 @@ class NotedCall:
         "_first",
         "_given",
         "_is_rewritten",
+        "_is_sharded",
         "_made",
         "_state",
         "_weights",
@@ -66,7 +68,9 @@ class NotedCall:
         self.module = weakref.ref(module)
         self.name, self.number, self.parent = name, number, parent
         self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
-        self._state: list[Any] | None = list(_state_of(module))
+        self._is_sharded = is_sharded_by_fsdp2(module)
+        """Whether its parameters are gathered within the call."""
+        self._state: list[Any] | None = list(_state_of(module, is_sharded=self._is_sharded))
         self._drawn = _python_generators()
         self._given = frozenset[int]()
         self._made: tuple[int, frozenset[int]] = (0, frozenset())
@@ -104,7 +108,7 @@ class NotedCall:
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         self.needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output))
-        if not _are_same(before or (), list(_state_of(module))):
+        if not _are_same(before or (), list(_state_of(module, is_sharded=self._is_sharded))):
             self.why_no_part = "its forward changes an attribute"
         elif self._drawn != _python_generators():
             self.why_no_part = "it draws random numbers of Python's or NumPy's"
@@ -290,12 +294,18 @@ def _python_generators() -> tuple[Any, ...]:
     return random.getstate(), keys.tobytes(), place, *others
 
 
-def _state_of(module: nn.Module) -> Iterator[Any]:
-    """Yield all that a module's attributes hold, and those of the modules in it, as far as can be seen."""
+def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
+    """Yield all that a module's attributes hold, and those of the modules in it, as far as can be seen.
+
+    Args:
+        is_sharded: whether hooks of it, which know how far FSDP2 is, gather parameters: what they do is done around a region.
+    """
+    left = _OF_GATHERS if is_sharded else ()
+    left_with = torch_private.COMPOSED_MARK if is_sharded else ()
     for part in module.modules():
         for name, attribute in list(vars(part).items()):
             yield name
-            yield from _parts_of(attribute, _MOST_NESTED)
+            yield from () if name in left or name.startswith(left_with) else _parts_of(attribute, _MOST_NESTED)
 
 
 def _parts_of(attribute: Any, most_nested: int) -> Iterator[Any]:

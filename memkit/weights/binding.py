@@ -221,16 +221,21 @@ class Binding:
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
         self._sample = next(floating, 0)
 
-    def is_unchanged(self) -> bool:
+    def is_unchanged(self, *, in_modules: bool = True) -> bool:
         """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
-        this says no: what wraps other tensors is not looked into."""
+        this says no: what wraps other tensors is not looked into.
+
+        Args:
+            in_modules: whether it matters what the modules have. It does not to a backward, which is of the parameters that
+                its forward had.
+        """
         tensors = self.tensors
-        if (
-            self.wrappers
-            or not all(map(is_, map(dict.get, map(torch_private.parameters_of, self._holders), self._keys), self._expected))
-            or tuple(map(Tensor.data_ptr, tensors)) != self._addresses
-        ):
+        if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
             return False
+        if in_modules:
+            held = map(dict.get, map(torch_private.parameters_of, self._holders), self._keys)
+            if not all(map(is_, held, self._expected)):
+                return False
         for guard, is_frozen in self._guards:
             if guard(*tensors):
                 self.is_frozen = is_frozen

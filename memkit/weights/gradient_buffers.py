@@ -1,8 +1,8 @@
-"""Host memory that the gradients of streamed parameters lie in."""
+"""Host memory that the gradients of streamed parameters lie in, and what is on its way there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.device.base import CopyBatch
+from memkit.device.base import CopyBatch, Event, Stream
 from memkit.torch_state import num_users
 from memkit.transfer.spans import Span
 from memkit.weights.binding import StreamedParameter, without_modes
@@ -68,7 +68,19 @@ class LayerBuffers:
         copies: copy a storage to each.
     """
 
-    __slots__ = ("_addresses", "_keys", "_parameters", "_sizes_bytes", "_storages", "_strides", "_views", "buffers", "copies")
+    __slots__ = (
+        "_addresses",
+        "_is_as_before",
+        "_keys",
+        "_parameters",
+        "_sizes_bytes",
+        "_storages",
+        "_strides",
+        "_views",
+        "buffers",
+        "copies",
+        "num_bytes",
+    )
 
     def __init__(
         self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
@@ -80,14 +92,17 @@ class LayerBuffers:
         self._views = [buffer.view for buffer in buffers]
         self._strides = [view.stride() for view in self._views]
         self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
+        self.num_bytes = sum(self._sizes_bytes)
+        self._is_as_before: Callable[..., bool] | None = None
+        """What tells in one call that gradients lie as those that were sent before. Without it they are looked at each time."""
 
     def lend(self) -> list[Tensor] | None:
         """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
         if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
             return None
-        if [*map(_storage_of, self.buffers)] != self._storages or [*map(_stride_of, self._parameters)] != self._strides:
+        if [*map(_stride_of, self._parameters)] != self._strides:
             return None
-        if [*map(torch.UntypedStorage.data_ptr, self._storages)] != self._addresses:
+        if [*map(torch.UntypedStorage.data_ptr, self._storages)] != self._addresses:  # one was moved in place
             return None
         if {*map(torch_private.num_storage_users, self._keys)} != _IDLE:
             return None
@@ -97,29 +112,49 @@ class LayerBuffers:
         """Return the storages of gradients, each of which fills its own, as it is to lie here; None if that is not so."""
         if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
             return None
+        if [*map(Tensor.stride, gradients)] != self._strides:
+            return None
         storages = [*map(Tensor.untyped_storage, gradients)]
-        are_packed = [*map(Tensor.stride, gradients)] == self._strides and (
-            [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes
-        )
-        return storages if are_packed else None
+        if [*map(torch.UntypedStorage.nbytes, storages)] != self._sizes_bytes:
+            return None
+        for make in torch_private.known("TensorGuards"):
+            self._is_as_before = make(*gradients, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return storages
+
+    def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
+        """Return the same where there is a gradient of each parameter, and each has the dtype, the strides and no graph, as the
+        last time; None where that is to be looked at."""
+        if self._is_as_before is None or not self._is_as_before(*gradients):
+            return None
+        storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
+        return storages if [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes else None
 
 
 class HostGradient:
-    """The gradient of one parameter, in host memory."""
+    """Where the gradient of one parameter may lie in host memory."""
 
-    __slots__ = ("buffers", "kept", "num_bytes", "total")
+    __slots__ = ("buffers", "num_bytes")
 
     def __init__(self, buffer: GradientBuffer) -> None:
         self.num_bytes = buffer.span.num_bytes
         self.buffers = [buffer]
-        self.kept: Tensor | None = None
-        """What was in `grad` before."""
-        self.total: Tensor | None = None
-        """All that was brought, or is on its way."""
+
+
+class Flight:
+    """Gradients that copies read, or are about to: their storages, which are held until then."""
+
+    __slots__ = ("done", "num_bytes", "storages", "stream")
+
+    def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage], num_bytes: int) -> None:
+        self.stream = stream
+        """Where they were made, and go back to."""
+        self.storages = storages
+        self.num_bytes = num_bytes
+        self.done: Event | None = None
+        """None until it is known: an interrupt may come in between."""
 
 
 _IDLE = {2}
 """How many users each storage has that nobody is given: the buffer, and the view of it."""
 _data_of = attrgetter("data")
-_storage_of = attrgetter("storage")
 _stride_of = attrgetter("gradient_stride")

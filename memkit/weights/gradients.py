@@ -17,10 +17,10 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
-from memkit.device.base import Device, Event, Stream
+from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.storages import byte_view
 from memkit.transfer.arena import Arena
@@ -29,25 +29,11 @@ from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 from memkit.weights.accumulation import Made, sum_of
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.gradient_buffers import GradientBuffer, HostGradient, LayerBuffers
+from memkit.weights.gradient_buffers import Flight, GradientBuffer, HostGradient, LayerBuffers
 from memkit.weights.layer_accumulation import LayerAccumulation
 
 _MOST_TARGETS = 8
 """How many sets of parameters whose gradients come together are remembered, for each layer."""
-
-
-class _Flight:
-    """Gradients that copies read, or are about to: their storages, which are held until then."""
-
-    __slots__ = ("done", "num_bytes", "storages", "stream")
-
-    def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage]) -> None:
-        self.stream = stream
-        """Where they were made, and go back to."""
-        self.storages = storages
-        self.num_bytes = sum(map(torch.UntypedStorage.nbytes, storages))
-        self.done: Event | None = None
-        """None until it is known: an interrupt may come in between."""
 
 
 class HostGradients(LayerAccumulation):
@@ -76,7 +62,11 @@ class HostGradients(LayerAccumulation):
         self._arena = arena
         self._lanes = lanes_of(device)
         self._gradients: dict[StreamedParameter, HostGradient] = {}
-        self._in_flight: deque[_Flight] = deque()
+        self._before: dict[StreamedParameter, Tensor] = {}
+        """While a backward runs: what was in `grad` before."""
+        self._totals: dict[StreamedParameter, Tensor] = {}
+        """And all that was brought to the host, or is on its way, behind that."""
+        self._in_flight: deque[Flight] = deque()
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
@@ -152,7 +142,7 @@ class HostGradients(LayerAccumulation):
             self._take_memory([unknown])
 
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
-        self._gradients[streamed].kept = grad
+        self._before[streamed] = grad
 
     def _finish(self, has_failed: bool) -> None:
         """Let `grad` be the sum, in host memory."""
@@ -183,22 +173,19 @@ class HostGradients(LayerAccumulation):
             with suppress(Exception):
                 addition.result()
         self._additions.clear()
-        for gradient in self._gradients.values():
-            gradient.total = None
+        self._totals.clear()
 
     def _put_back(self) -> None:
         self._rest()
-        for streamed, gradient in self._gradients.items():
-            found = gradient.total if gradient.total is not None else gradient.kept
-            if found is not None:
-                streamed.parameter.grad = found
-                gradient.total = gradient.kept = None
+        for streamed, found in {**self._before, **self._totals}.items():
+            streamed.parameter.grad = found
+        self._before.clear()  # last: an interrupt has all be put back again
+        self._totals.clear()
 
     def _reset(self) -> None:
         self._lose()
         self._give_lost()
-        for gradient in self._gradients.values():
-            gradient.kept = None  # the user may have cleared `grad` since
+        self._before.clear()  # the user may have cleared `grad` since
 
     def _prepare(self, chunk: LayerChunk) -> None:
         self._make_room(min(chunk.num_bytes, self._window_bytes))
@@ -210,33 +197,44 @@ class HostGradients(LayerAccumulation):
             LayerOffloadError: it is of another dtype than the parameter (`Tensor.grad_dtype`).
         """
         first = list[Made]()
-        known, strided = self._gradients, torch.strided
+        before, totals = self._before, self._totals
         for one in made:
             streamed, grad = one
-            gradient, is_dense = known[streamed], grad.layout is strided
+            is_dense = grad.layout is torch.strided
             if is_dense and grad.dtype != streamed.dtype:
                 raise LayerOffloadError(
                     f'"{streamed.name}" streams as {streamed.dtype}, and its gradient is {grad.dtype}: was its grad_dtype set? '
                     "Leave that as it was, or have this layer stay on the device: name the others by layers="
                 )
-            if gradient.total is None and gradient.kept is not None:
-                gradient.total, gradient.kept = gradient.kept, None
-            if is_dense and gradient.total is None:
+            if streamed in before and streamed not in totals:
+                totals[streamed] = before[streamed]
+            if is_dense and streamed not in totals:
                 first.append(one)
             else:
-                self._take_more(streamed, gradient, grad)
+                self._take_more(streamed, grad)
         if first:
-            self._send(first)
+            parameters, gradients = zip(*first, strict=True)
+            self._send(parameters, gradients)
 
-    def _take_more(self, streamed: StreamedParameter, gradient: HostGradient, made: Tensor) -> None:
+    def _take_whole(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor | None]) -> bool:
+        target = self._targets.get(parameters)
+        storages = None if target is None else target.packed_as_before(gradients)
+        is_first = self._before.keys().isdisjoint(parameters) and self._totals.keys().isdisjoint(parameters)
+        totals = target.lend() if target is not None and storages is not None and is_first else None
+        if target is None or storages is None or totals is None:
+            return False
+        self._start(target, parameters, gradients, storages, totals)  # type: ignore[arg-type]  # each is there, as before
+        return True
+
+    def _take_more(self, streamed: StreamedParameter, made: Tensor) -> None:
         """Take a gradient that is added to what was there before, or that is sparse."""
-        total = gradient.total
+        total = self._totals.get(streamed)
         if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
             # Added where it is made, as in the plain run: the host's kernels add entries in another order.
-            gradient.total = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
+            self._totals[streamed] = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
             return
-        span = self._arena.take(gradient.num_bytes)
+        span = self._arena.take(self._gradients[streamed].num_bytes)
         try:
             landed = self._copy_out(streamed, made, span)
         except BaseException:
@@ -267,31 +265,39 @@ class HostGradients(LayerAccumulation):
             storage = packed.untyped_storage()
         return storage
 
-    def _note_made(self, made: Sequence[Made], storages: Sequence[torch.UntypedStorage]) -> None:
+    def _note_made(self, gradients: Sequence[Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
         """Tell the device what fills storages that are about to be copied."""
-        if self._device.takes_notes:
-            for one, storage in zip(made, storages, strict=True):
-                self._device.note_written(storage, torch_private.version_of(one.gradient))
+        for gradient, storage in zip(gradients, storages, strict=True):
+            self._device.note_written(storage, torch_private.version_of(gradient))
 
-    def _send(self, made: Sequence[Made]) -> None:
+    def _send(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor]) -> None:
         """Send gradients to where nothing is yet, all together."""
-        parameters = tuple([one.streamed for one in made])
         target = self._targets.get(parameters)
         totals = None if target is None else target.lend()
         if target is None or totals is None:
             target, totals = self._claim(parameters)
-        gradients = [one.gradient for one in made]
         storages = target.packed(gradients)
         if storages is None:
-            storages = [self._packed(*one) for one in made]
-        self._note_made(made, storages)
+            storages = [self._packed(*one) for one in zip(parameters, gradients, strict=True)]
+        self._start(target, parameters, gradients, storages, totals)
+
+    def _start(
+        self,
+        target: LayerBuffers,
+        parameters: tuple[StreamedParameter, ...],
+        gradients: Sequence[Tensor],
+        storages: Sequence[torch.UntypedStorage],
+        totals: Sequence[Tensor],
+    ) -> None:
+        """Put copies of gradients on the lane, from their storages to where the totals lie."""
+        if self._device.takes_notes:
+            self._note_made(gradients, storages)
         if target.copies is not None:
-            self._fly(storages, partial(self._lanes.start_out, target.copies, storages))
+            self._fly(storages, target.num_bytes, partial(self._lanes.start_out, target.copies, storages))
         else:
             for storage, buffer in zip(storages, target.buffers, strict=True):
-                self._fly([storage], partial(self._copy_to, storage, buffer.span))
-        for one, total in zip(parameters, totals, strict=True):
-            self._gradients[one].total = total
+                self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, buffer.span))
+        self._totals.update(zip(parameters, totals, strict=True))
 
     def _claim(self, parameters: tuple[StreamedParameter, ...]) -> tuple[LayerBuffers, list[Tensor]]:
         """Return buffers for gradients that nobody holds, and the gradients as they are to lie there."""
@@ -318,14 +324,19 @@ class HostGradients(LayerAccumulation):
         target = self._targets[parameters] = LayerBuffers(parameters, buffers, copies)
         return target, totals
 
-    def _fly(self, storages: Sequence[torch.UntypedStorage], copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until these are done; return what is reached then."""
-        flight = _Flight(self._device.current_stream(), storages)
-        self._make_room(flight.num_bytes)
+    def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
+        """Put copies of storages on the lane, which are held until these are done; return what is reached then.
+
+        Args:
+            num_bytes: the size of all of them.
+            copy: puts the copies there.
+        """
+        flight = Flight(self._device.current_stream(), storages, num_bytes)
+        self._make_room(num_bytes)
         self._in_flight.append(flight)
-        self._in_flight_bytes += flight.num_bytes
+        self._in_flight_bytes += num_bytes
         flight.done = self._last = copy()
-        self.d2h_bytes += flight.num_bytes
+        self.d2h_bytes += num_bytes
         return flight.done
 
     def _copy_to(self, storage: torch.UntypedStorage, span: Span) -> Event:
@@ -333,8 +344,9 @@ class HostGradients(LayerAccumulation):
 
     def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
         storage = self._packed(streamed, made)
-        self._note_made([Made(streamed, made)], [storage])
-        return self._fly([storage], partial(self._copy_to, storage, span))
+        if self._device.takes_notes:
+            self._note_made([made], [storage])
+        return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
 
     def _make_room(self, num_bytes: int) -> None:
         """Have what copies read, and as many bytes beside that, take no more of the device than it may."""
@@ -361,20 +373,6 @@ class HostGradients(LayerAccumulation):
         for addition in self._additions:
             addition.result()
         self._additions.clear()
-
-
-def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
-    wanted = set(map(id, parameters))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in wanted:
-                continue
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                is_moved = isinstance(value, Tensor) and value.device != parameter.device
-                if is_moved and (name != "step" or group.get("fused") or group.get("capturable")):
-                    state[name] = value.to(parameter.device)
 
 
 def _have_own_gradient(streamed: StreamedParameter) -> None:

@@ -61,9 +61,11 @@ class InnerHooks(HookSet):
     def set_aside(self) -> None:
         """Leave the hooks out of calls until `put_back`: torch then sees none there, and Dynamo neither breaks a graph because
         of one nor guards it."""
-        if not self._aside:  # ahead: an interrupt loses none
-            self._aside[:] = map(dict.get, self._dicts, self._numbers)
-        deque(map(OrderedDict.pop, self._dicts, self._numbers, repeat(None)), maxlen=0)
+        taken = map(OrderedDict.pop, self._dicts, self._numbers, repeat(None))
+        if not self._aside:  # in one call of C, so that an interrupt loses none
+            self._aside[:] = taken
+        else:
+            deque(taken, maxlen=0)
         while self._due:
             hooks, number = self._due[-1]
             hooks.pop(number, None)

@@ -23,7 +23,7 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import NoReturn
 
 import torch
@@ -42,7 +42,7 @@ _NOT_WAITING = -2
 
 
 class _Alive:
-    """Lives as long as what brings gradients: the graph behind a layer's outputs, or one node."""
+    """Stands for what brings gradients: one node, or, by its weak references, all graphs behind a layer's outputs."""
 
     __slots__ = ("__weakref__",)
 
@@ -68,8 +68,8 @@ class _Layer:
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
         """Those of which something was made on another one."""
-        self.calls = weakref.WeakSet[_Alive]()
-        """The calls of the layer whose graphs are alive."""
+        self.calls = _Alive()
+        """What the graph behind each of the layer's calls has a weak reference of its own to, for as long as it is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
         """Of other calls, the nodes."""
         self.waits_in = _NOT_WAITING
@@ -85,11 +85,13 @@ class _Layer:
 
     def has_several_graphs(self) -> bool:
         """Tell whether several graphs may bring gradients of a parameter."""
-        return len(self.calls) > 1 or any(self.num_alive(streamed) > 1 for streamed in self.nodes)
+        if weakref.getweakrefcount(self.calls) > 1:
+            return True
+        return bool(self.nodes) and any(self.num_alive(streamed) > 1 for streamed in self.nodes)
 
     def num_alive(self, streamed: StreamedParameter) -> int:
         """Return how many nodes may bring a parameter's gradient."""
-        return len(self.calls) + len(self.nodes.get(streamed, ()))
+        return weakref.getweakrefcount(self.calls) + len(self.nodes.get(streamed, ()))
 
     def add_part(self, task: int, streamed: StreamedParameter, made: Tensor) -> None:
         """Hold what a backward has made, added to what is held of it."""
@@ -133,6 +135,19 @@ class LayerAccumulation(Accumulation):
     @abstractmethod
     def _take(self, made: Sequence[Made]) -> None:
         """Gradients of a layer are complete that a backward has made, on the current stream."""
+
+    def _take_whole(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor | None]) -> bool:
+        """The same, of all parameters of a layer that are watched, and they are complete. This may leave them to `_take`, and
+        does where they are not as they were the last time: then nothing was done.
+
+        Args:
+            parameters: the same tuple each time.
+            gradients: of each; None where nothing has come.
+
+        Returns:
+            Whether they were taken.
+        """
+        return False
 
     def watch(self, chunk: LayerChunk) -> None:
         binding, layer = chunk.binding, self._watched.get(chunk)
@@ -186,9 +201,7 @@ class LayerAccumulation(Accumulation):
         layer = self._watched.get(chunk)
         if layer is None or not self._has_new_nodes or layer.has_nodes_counted:
             return None
-        call = _Alive()
-        layer.calls.add(call)
-        return call
+        return weakref.ref(layer.calls, _nothing)  # torn down with the graph, without a call of a Python function
 
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
         layer = self._watched.get(chunk)
@@ -240,10 +253,11 @@ class LayerAccumulation(Accumulation):
         if self._layer is not None:
             self._collect(self._layer)
         self._prepare(layer.chunk)
-        for streamed, grad in zip(layer.streamed, map(_grad_of, layer.parameters), strict=True):
-            if grad is not None:
-                self._set_aside(streamed, grad)
-                streamed.parameter.grad = None
+        if any(map(is_not, map(_grad_of, layer.parameters), repeat(None))):
+            for streamed, grad in zip(layer.streamed, map(_grad_of, layer.parameters), strict=True):
+                if grad is not None:
+                    self._set_aside(streamed, grad)
+                    streamed.parameter.grad = None
         layer.is_shared = layer.has_several_graphs()
         layer.stream_number, layer.stream = self._device.stream_number(), self._device.current_stream()
         self._layer = layer
@@ -254,12 +268,14 @@ class LayerAccumulation(Accumulation):
         task, self._layer = layer.task, None
         if task == -1:
             return
-        found = zip(layer.streamed, map(_grad_of, layer.parameters), strict=True)
-        made = [Made(streamed, grad) for streamed, grad in found if grad is not None]
+        gradients = [*map(_grad_of, layer.parameters)]
         deque(map(setattr, layer.parameters, repeat("grad"), repeat(None)), maxlen=0)
         layer.task = -1
-        elsewhere = layer.elsewhere
-        if not elsewhere and layer.stream_number == self._device.stream_number():
+        elsewhere, is_here = layer.elsewhere, layer.stream_number == self._device.stream_number()
+        if is_here and not (elsewhere or layer.is_shared or layer.parts) and self._take_whole(layer.streamed, gradients):
+            return
+        made = [Made(one, grad) for one, grad in zip(layer.streamed, gradients, strict=True) if grad is not None]
+        if is_here and not elsewhere:
             self._hand_over(layer, task, made)
             return
         layer.elsewhere = {}
@@ -313,6 +329,6 @@ def _refuse_host(streamed: StreamedParameter) -> NoReturn:
     )
 
 
-_never = ().__contains__
-"""Says no, without a frame of its own."""
+_never, _nothing = ().__contains__, callable
+"""Says no, or is called for nothing, without a frame of its own."""
 _grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradient"), attrgetter("requires_grad")

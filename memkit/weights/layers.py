@@ -26,9 +26,9 @@ from memkit.weights.claims import claim, is_streamed, refuse_streamed
 from memkit.weights.forwards import Forwards
 from memkit.weights.from_files import FileWeights, Path
 from memkit.weights.fused import FusedSteps
-from memkit.weights.gradients import HostGradients, bring_state
+from memkit.weights.gradients import HostGradients
 from memkit.weights.host_copies import HostCopies
-from memkit.weights.optimizers import MakeOptimizer, state_bytes_per_byte
+from memkit.weights.optimizers import MakeOptimizer, bring_state, state_bytes_per_byte
 from memkit.weights.placement import Placement
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,3 +62,17 @@ def state_bytes_per_byte(make: MakeOptimizer) -> float:
     state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
     num_bytes: int = parameter.nbytes
     return storage_bytes(state) / num_bytes
+
+
+def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
+    wanted = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in wanted:
+                continue
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                is_moved = isinstance(value, Tensor) and value.device != parameter.device
+                if is_moved and (name != "step" or group.get("fused") or group.get("capturable")):
+                    state[name] = value.to(parameter.device)

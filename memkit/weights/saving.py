@@ -3,7 +3,8 @@ it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from bisect import bisect
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from memkit.torch_state import has_own_dispatch
 from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
+    from memkit.weights.chunks import LayerChunk
+    from memkit.weights.slots import Slot
     from memkit.weights.streaming import Streamer
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-
-
+_DIRTY = Residency.DIRTY
 _MOST_VIEWS = 1024
 """So many views of a slot are kept for the next time."""
 
@@ -35,6 +37,18 @@ class SavedWeight(tuple[Any, ...]):
     """
 
     __slots__ = ()
+
+
+class Lying(NamedTuple):
+    """Where a layer lies whose backward is going on."""
+
+    chunk: LayerChunk
+    slot: Slot
+    stream_number: int
+    """The stream that has waited for the slot."""
+    state: object
+    """What the slot's `state` was. As long as it is this very object, the slot has what was brought there, and what was written
+    to the parameters since, which lie there: whether one was written to since it was saved is asked of its own counter."""
 
 
 class _HandedOn(tuple[Any, ...]):
@@ -54,23 +68,28 @@ class _Saves:
 
     def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
         self._streamer = streamer
-        self._slots = streamer.ring.slots
+        self._ring = streamer.ring
         self._outer = outer
-        self._hands_on_weights = hands_on_weights
+        self._hands_on_weights = outer is not None and hands_on_weights
+        self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
-        slot, outer = self._slots.get(torch_private.storage_address(tensor.untyped_storage())), self._outer
+        address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
+        if not address or bisect(self._ring.bounds, address) % 2:
+            slot = self._ring.slots.get(torch_private.storage_address(tensor.untyped_storage()))
         if slot is None:
-            if outer is None:
+            if self._outer is None:
                 return tensor.detach(), torch_private.version_of(tensor)
-            return _HandedOn((outer[1], outer[0](tensor)))
-        chunk, base = slot.chunk, torch_private.base_of(tensor)
-        parameter = tensor if base is None else base
-        is_handed_on = outer is not None and self._hands_on_weights
-        if is_handed_on or chunk is None or id(parameter) not in chunk.binding.known or self._streamer.handles is not None:
+            pack, unpack = self._outer
+            return _HandedOn((unpack, pack(tensor)))
+        chunk, parameter = slot.chunk, torch_private.base_of(tensor)
+        if parameter is None:
+            parameter = tensor
+        is_any = self._hands_on_weights or self._streamer.handles is not None
+        if is_any or chunk is None or id(parameter) not in chunk.binding.known:
             return self._pack_any(tensor)
         version = torch_private.version_of(parameter) + chunk.num_changes
         place = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -99,14 +118,15 @@ class _Saves:
             raise modified_error(alias, version, lambda: place[0], version_now)
         with streamer.lock:
             lying = streamer.lying
-            if lying is not None and lying[0] is chunk and not torch_private.num_dispatch_modes():
-                _, slot, stream = lying
-                is_current = chunk.residency is Residency.DIRTY or slot.state == (chunk.num_changes, *chunk.binding.versions())
-                if is_current and stream == streamer.device.stream_number():
+            if lying is not None and lying.chunk is chunk and not torch_private.num_dispatch_modes():
+                slot = lying.slot
+                if lying.stream_number == self._stream_number() and (
+                    chunk.residency is _DIRTY or slot.state is lying.state or slot.state == chunk.state()
+                ):
                     view = slot.tensors.get(place)
                     if view is not None or len(slot.tensors) < _MOST_VIEWS:
-                        if slot.stepped is None or chunk.residency is Residency.DIRTY:  # else no step writes to what is read
-                            streamer.device.note_read(slot.storage)
+                        if self._takes_notes and (slot.stepped is None or chunk.residency is _DIRTY):
+                            streamer.device.note_read(slot.storage)  # else no step writes to what is read
                         return (slot.view(Geometry(*place)) if view is None else view).data
             return Geometry(*place).over(streamer.use(chunk).storage)
 
@@ -114,7 +134,7 @@ class _Saves:
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
         parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
         if any(map(self._is_in_slot, parts)):
-            if self._outer is None or not self._hands_on_weights:
+            if not self._hands_on_weights:
                 if not is_plain:
                     return FlattenedHandle(tensor, self._pack_any)
                 with torch_private.without_python_dispatch():  # it is no part of the forward

@@ -273,6 +273,9 @@ class SlotRing:
         self._memory = device_memory_of(device)
         self.slots: dict[int, Slot] = {}
         """By what tells their storages apart."""
+        self.bounds: list[int] = []
+        """The address where each begins, and ends, in ascending order: so that what lies elsewhere is told without an object of
+        Python for its storage, which would live as long as that."""
         self._sizes: dict[int, int] = {}
         """Which size of slots layers of a size take."""
         self.num_planned = len(self._slot_bytes)
@@ -375,9 +378,11 @@ class SlotRing:
             slot.leave()
             disown(slot.storage)
         self.slots.clear()
+        self._note_bounds()
 
     def _add(self, slot: Slot) -> None:
         self.slots[slot.key] = slot  # first: whose storage is owned is known here until it is not owned any more
+        self._note_bounds()
         own(slot.storage, self._owner)
 
     def _release(self, slot: Slot) -> None:
@@ -386,6 +391,11 @@ class SlotRing:
         slot.await_users(self._device.current_stream())
         disown(slot.storage)
         del self.slots[slot.key]
+        self._note_bounds()
+
+    def _note_bounds(self) -> None:
+        starts = sorted((slot.storage.data_ptr(), slot.num_bytes) for slot in self.slots.values())
+        self.bounds = [bound for start, num_bytes in starts for bound in (start, start + num_bytes)]
 
 
 _num_filled = count()

@@ -41,6 +41,7 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.disk_copies import DiskCopies
 from memkit.weights.handles import StreamedHandle
 from memkit.weights.order import LayerOrder, Phase
+from memkit.weights.saving import Lying
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
 
@@ -75,8 +76,7 @@ class Streamer:
         self.num_fetches = 0
         self.num_demand_fetches = 0
         """Fetches that began no sooner than the layer was needed."""
-        self._disk = disk
-        self._lanes = lanes_of(device)
+        self._disk, self._lanes = disk, lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
         self._orders = {
@@ -88,8 +88,8 @@ class Streamer:
         self._ahead: Mapping[int, int] = {}
         """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
-        self.lying: tuple[LayerChunk, Slot, int] | None = None
-        """The layer whose backward is going on, the slot that it lies in, and the stream that has waited for that."""
+        self.lying: Lying | None = None
+        """The layer whose backward is going on."""
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
@@ -200,7 +200,7 @@ class Streamer:
             slot = self.use(chunk)
             self._in_backward = chunk
             slot.lend(chunk, use=self)
-            self.lying = chunk, slot, self.device.stream_number()
+            self.lying = Lying(chunk, slot, self.device.stream_number(), slot.state)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
@@ -211,7 +211,7 @@ class Streamer:
         with torch_private.without_python_dispatch(), self.lock:
             chunk, lying, self.lying = self._in_backward, self.lying, None
             if chunk is not None:
-                is_there = lying is not None and lying[1].state == (chunk.num_changes, *chunk.binding.versions())
+                is_there = lying is not None and lying.slot.state == (chunk.num_changes, *chunk.binding.versions())
                 if not is_there and chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
                     chunk.write_back()
                 self.leave(chunk, use=self)

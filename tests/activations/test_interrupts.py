@@ -220,7 +220,13 @@ def test_steps_after_an_interrupt_are_exact(feature: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", MANY_LINES)
-@pytest.mark.parametrize("feature", ["offload half", "rematerialize", "offload around rematerialize", "budget of bytes"])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("offload half", "rematerialize")),
+        *("offload around rematerialize", "budget of bytes"),
+    ],
+)
 def test_steps_after_an_interrupt_of_the_first_step_are_exact(feature: str, count: int) -> None:
     loop = Loop(FEATURES[feature])
 

@@ -236,6 +236,7 @@ class Keeps(torch.autograd.Function):
         return grad, None, None
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kind", SAVED)
 def test_is_given_back_as_it_was(kind: str, context: Context) -> None:
     x, w = inputs_on(torch.device("cpu"))
@@ -386,6 +387,7 @@ COMPUTATIONS: dict[str, Computation] = {
 }
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("computation", COMPUTATIONS.values(), ids=COMPUTATIONS)
 def test_gradients_are_those_of_the_plain_run(computation: Computation, context: Context) -> None:
     plain = gradients(computation, torch.device("cpu"), nullcontext)

@@ -68,10 +68,12 @@ class Model(nn.Module):
         return self.head(x.to(self.head.weight.dtype))
 
 
-def make(*, lora: bool = False, tied: bool = False, frozen_dtype: torch.dtype | None = None) -> Model:
+def make(
+    *, lora: bool = False, tied: bool = False, frozen_dtype: torch.dtype | None = None, num_layers: int = NUM_LAYERS
+) -> Model:
     """Return the same model each time; with LoRA only the adaptors are trained."""
     torch.manual_seed(0)
-    model = Model(tied=tied)
+    model = Model(tied=tied, num_layers=num_layers)
     if lora:
         model.requires_grad_(False)
         for block in model.blocks:

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import memkit
 from memkit.activations.recomputing import region_plan
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.saved.counts import Counts
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import WIDTH, Model, assert_same, local, make, tokens_of, train
+from tests.distributed.cases import NUM_LAYERS, WIDTH, Model, assert_same, local, make, tokens_of, train
 
 Make = Callable[[], AbstractContextManager[Any]]
 
@@ -199,3 +201,40 @@ def check_regions(_: str = "", *, how: str = "shard", forwards: int = 1) -> None
         assert stats.num_replays > 0
         assert stats.num_deviations == 0
         memkit.reset(TAG)
+
+
+LAYER_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "LoRA": {"lora": True},
+    "low": {"mp_policy": LOW},
+    "whole": {"reshard_after_forward": False},
+    "two ahead": {"prefetch": 2},
+    "on the host": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+def check_whole_layers(_: str = "", *, case: str = "plain", forwards: int = 1) -> None:
+    """Compare steps in which sharded layers themselves are run again as a whole, within what gathers them, with those without.
+    On several ranks the last one recomputes nothing: that gathers nothing."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    options = dict(LAYER_CASES[case])
+    lora = options.pop("lora", False)
+
+    def run(counts: Counts | None) -> list[torch.Tensor]:
+        model, found = memkit.shard(make(lora=lora), **options), []
+        regions = None if counts is None else Regions({block: RegionSpec() for block in model.blocks}, counts=counts)
+        optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad])
+        for number in range(3):
+            torch.manual_seed(10 * rank + number)
+            with regions or nullcontext():
+                loss = sum(model(tokens_of(rank, forwards * number + part)).square().mean() for part in range(forwards))
+            assert regions is None or not regions.not_taken
+            loss.backward()
+            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters() if item.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    counts = Counts() if num_ranks == 1 or rank < num_ranks - 1 else None
+    assert_same(run(counts), run(None))
+    assert counts is None or counts.num_replays == 3 * forwards * NUM_LAYERS

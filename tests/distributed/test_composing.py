@@ -29,12 +29,14 @@ from tests.distributed.composing import (
     BY_HAND,
     CASES,
     CONTEXTS,
+    LAYER_CASES,
     RESHARDS,
     TAG,
     check_by_hand,
     check_regions,
     check_same,
     check_two_forwards,
+    check_whole_layers,
 )
 from tests.distributed.groups import group_of_one
 
@@ -200,11 +202,39 @@ def test_calls_inside_of_layers_are_recomputed_as_a_whole(how: str, forwards: in
     check_regions(how=how, forwards=forwards)
 
 
-def test_what_fsdp_gathers_by_itself_is_no_region() -> None:
-    model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("case", LAYER_CASES)
+def test_sharded_layers_are_recomputed_as_a_whole(case: str, forwards: int) -> None:
+    check_whole_layers(case=case, forwards=forwards)
+
+
+def test_what_has_sharded_modules_in_it_is_no_region() -> None:
+    model = by_hand(make(), init_device_mesh("cpu", (1,)))
 
     assert "its forward talks to other processes" in why_not_region(model)
     assert why_not_region(model.blocks[0]) == ""
+    assert why_not_region(model.blocks[0].up) == ""
+
+
+def test_sharded_module_that_is_not_gathered_for_its_backward_is_no_region() -> None:
+    block = fully_shard(make().blocks[0], mesh=init_device_mesh("cpu", (1,)))
+    block.set_unshard_in_backward(False)
+
+    assert why_not_region(block) == "FSDP2 does not gather it for its backward"
+
+
+def test_sharded_module_with_hooks_of_the_user_is_no_region() -> None:
+    block = fully_shard(make().blocks[0], mesh=init_device_mesh("cpu", (1,)))
+    block.register_forward_hook(lambda *_: None)
+
+    assert "it has hooks" in why_not_region(block)
+
+
+def test_sharded_module_that_is_compiled_is_no_region() -> None:
+    block = fully_shard(make().blocks[0], mesh=init_device_mesh("cpu", (1,)))
+    block.compile(backend="eager")
+
+    assert "and is compiled" in why_not_region(block)
 
 
 def test_what_gathers_tensors_made_of_others_is_no_region() -> None:

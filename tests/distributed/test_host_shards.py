@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import memkit
 from memkit import torch_private
+from memkit.device import ReferenceDevice, Stream
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import storage_bytes
@@ -23,10 +24,10 @@ from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
 from tests.distributed.cases import WIDTH, Model, assert_same, local, make, optimizer_of, step, train
-from tests.distributed.groups import fake_group
+from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import HOST, on_host, racing
 
-OFTEN = {*hosting.OFTEN, "on the host: LoRA", "on the host: low", "on the host, skipped"}
+OFTEN = {*hosting.OFTEN, "on the host: LoRA", "on the host, skipped"}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ class Log:
         self.lines: list[str] = []
         self.copied_bytes = 0
         self.names: dict[int, str] = {}
-        copy, read = Lanes.copy_back, HostShards._read
+        copy, read = Lanes.copy_parts, HostShards._read
 
         def note_copy(lanes: Lanes, span: Any, *args: Any, **kwargs: Any) -> Any:
             self.lines.append(f"{self.names[span.offset]} to device")
@@ -60,7 +61,7 @@ class Log:
             self.lines.append(f"gather {self.names[layer.chunk().offset]}")
             read(shards, layer, *args)
 
-        monkeypatch.setattr(Lanes, "copy_back", note_copy)
+        monkeypatch.setattr(Lanes, "copy_parts", note_copy)
         monkeypatch.setattr(HostShards, "_read", note_read)
         add = HostShards.add
 
@@ -115,6 +116,47 @@ def test_two_chunks_at_most_are_on_the_device() -> None:
         chunk, rest = _chunk_bytes(model.blocks[0]), _chunk_bytes(model.embedding) + _chunk_bytes(model.head)
 
     assert counter.peak_bytes() <= max(2 * chunk, chunk + rest)
+
+
+def test_no_chunk_waits_on_the_device_while_the_loss_is_computed() -> None:
+    """There is most in use then."""
+    with fake_group(8), racing() as device:
+        model, counter = memkit.shard(make(), offload_policy=HOST), device.memory_counter()
+        found: list[int] = []
+        model.head.register_forward_hook(lambda *_: found.append(counter.allocated_bytes()))
+        for number in range(2):
+            step(model, 0, number)
+
+    assert found == [0, 0]
+
+
+class _Apart:
+    """What FSDP2 asks its device by, and a stream of its own for packing, as on a GPU."""
+
+    def __init__(self, device: ReferenceDevice, packing: Stream, handle: Any) -> None:
+        self._device, self._packing, self._handle = device, packing, handle
+
+    def stream(self, _: object) -> Any:
+        return self._device.on_stream(self._packing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+@pytest.mark.parametrize("seed", hosting.SEEDS)
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_memory_of_chunks_is_handed_on_in_the_order_of_the_stream_that_packs(num_ranks: int, seed: int | None) -> None:
+    """With one rank, the current stream reads what belongs to that for packing."""
+    with group_of_one() if num_ranks == 1 else fake_group(num_ranks), racing(seed) as device:
+        model = memkit.shard(make(num_layers=7), offload_policy=HOST)
+        packing = device.new_stream("packing")
+        for module in (*model.blocks, model):
+            group = module._get_fsdp_state()._fsdp_param_group
+            group.device_handle = _Apart(device, packing, group.device_handle)
+        for number in range(3):
+            step(model, 0, number)
+        assert device.memory_counter().allocated_bytes() == 0
+        assert device.races == []
 
 
 def test_gradients_and_states_are_on_the_host(one: None) -> None:

@@ -30,7 +30,17 @@ from tests.distributed.cases import (
     step,
     train,
 )
-from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, check_by_hand, check_regions, check_same, check_two_forwards
+from tests.distributed.composing import (
+    BY_HAND,
+    CASES,
+    CONTEXTS,
+    LAYER_CASES,
+    check_by_hand,
+    check_regions,
+    check_same,
+    check_two_forwards,
+    check_whole_layers,
+)
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
 from tests.thinning import Case, covering
 
@@ -171,6 +181,7 @@ WORKS: dict[str, Work] = {
     "loaded": _load_own,
     "loaded of one": _load_of_one,
     "regions": check_regions,
+    "whole layers": functools.partial(check_whole_layers, forwards=2),
     **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
     **{name: hosting.WORKS[name] for name in hosting.OFTEN},
     **profiling.PROFILES,
@@ -200,6 +211,7 @@ MORE: dict[str, Work] = {
     "frozen in bfloat16": _low_lora,
     "micro-batches": _micro_batches,
     "two forwards": check_two_forwards,
+    **{f"whole layers, {case}": functools.partial(check_whole_layers, case=case) for case in LAYER_CASES},
     **{name: work for name, (work, _) in COMPOSED.items()},
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
     **{name: work for name, work in (hosting.WORKS | hosting.MORE).items() if name not in hosting.OFTEN},

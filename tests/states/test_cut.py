@@ -94,9 +94,9 @@ USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
 
 
 def _is_core(case: Case, options: dict[str, Any]) -> bool:
-    """Tell whether the plain run of pytest has it: one class under all options, the other usual ones under every third."""
+    """Tell whether the plain run of pytest has it: one class under all options, the other usual ones under every fifth."""
     number = OPTIONS.index(options)
-    return case.name == USUAL[0] or (case.name in USUAL and number % 3 == USUAL.index(case.name) % 3)
+    return case.name == USUAL[0] or (case.name in USUAL and number % 5 == USUAL.index(case.name) % 5)
 
 
 @pytest.mark.covering(2)

@@ -89,28 +89,16 @@ class ModuleState:
     """The parts of a module, its parameters and its buffers, as they are when this is made.
 
     Args:
-        module: the one. Parts that are added later are not seen.
+        module: the one. Parts that are added later are not seen. Parameters that FSDP2 gathers are not there yet: `look_again`.
         learned: what the last step has learned of its buffers; what this one learns is put there.
     """
 
     def __init__(self, module: nn.Module, learned: LearnedReads) -> None:
         self.parts = parts_of(module)
         self.of_parts = tuple(map(torch_private.parameters_of, self.parts))
-        all_parameters = tuple(chain.from_iterable(map(dict.values, self.of_parts)))
-        self.ids = tuple(map(id, all_parameters))
-        """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
-        by_id = dict(zip(self.ids, all_parameters, strict=True))
-        self.parameters = tuple([own for own in by_id.values() if own is not None])
         self.is_gathered = has_gathered(self.parts)
         """Whether FSDP2 puts its parameters in place for a forward and a backward: the same ones, with their data elsewhere."""
-        strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
-        self.with_data = tuple([own for own in strided if type(own) is _Parameter or _has_data(own)])
-        self.parameter_facts: tuple[partial[Any], ...] = (
-            partial(map, torch_private.version_of, self.parameters),
-            partial(map, Tensor.data_ptr, self.with_data),
-            partial(map, attrgetter("requires_grad"), self.parameters),
-        )
-        """What reads what must stay the same of each."""
+        self._note_parameters(() if self.is_gathered else self.of_parts)
         self._owned = tuple(map(torch_private.buffers_of, self.parts))
         norms = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, NORMS)]
         tracking = [index for index, part in norms if part.running_mean is not None]
@@ -150,6 +138,25 @@ class ModuleState:
         """Which places a forward writes to, by which parts train."""
         self._learned = learned
 
+    def look_again(self) -> None:
+        """See the parameters that the parts have by now."""
+        self._note_parameters(self.of_parts)
+
+    def _note_parameters(self, of_parts: Iterable[dict[str, nn.Parameter | None]]) -> None:
+        all_parameters = tuple(chain.from_iterable(map(dict.values, of_parts)))
+        self.ids = tuple(map(id, all_parameters))
+        """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
+        by_id = dict(zip(self.ids, all_parameters, strict=True))
+        self.parameters = tuple([own for own in by_id.values() if own is not None])
+        strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
+        self.with_data = tuple([own for own in strided if type(own) is _Parameter or _has_data(own)])
+        self.parameter_facts: tuple[partial[Any], ...] = (
+            partial(map, torch_private.version_of, self.parameters),
+            partial(map, Tensor.data_ptr, self.with_data),
+            partial(map, attrgetter("requires_grad"), self.parameters),
+        )
+        """What reads what must stay the same of each."""
+
     def is_current(self) -> bool:
         """Tell whether the parts still have these parameters."""
         return tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts)))) == self.ids
@@ -160,10 +167,9 @@ class ModuleState:
         buffers = chain.from_iterable(map(dict.values, self._owned)) if any(self._owned) else ()
         return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether a part has hooks."""
-        hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts) if own.get(name)]
+    def have_hooks(self, first: int = 0) -> bool:
+        """Tell whether a part has hooks, from one of them on."""
+        hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts[first:]) if own.get(name)]
         return bool(hooks)
 
     # Around the forward

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
-from memkit.torch_state import is_sharded_by_fsdp, local_of
+from memkit.compiled import is_compiled
+from memkit.torch_state import fsdp_groups, is_sharded_by_fsdp, is_sharded_by_fsdp2, local_of
 
 _OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
 """Where hooks are defined that a recompute may run again, or not."""
+_AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
+"""Where those are that stand around a module that FSDP2 has sharded: a region begins behind them, and ends ahead of them."""
 
 
 def why_not_region(module: nn.Module) -> str:
@@ -28,19 +31,23 @@ def why_not_region(module: nn.Module) -> str:
         if not _are_own(vars(nn.modules.module)[f"_global{name}"]):
             return "hooks of all modules are set (torch.nn.modules.module.register_module_forward_hook), which would run twice"
     for part in module.modules():
-        why = _why_not_inside(part)
+        why = _why_not_inside(part, is_region=part is module)
         if why:
             return why if part is module else f"a {type(part).__name__} in it: {why}"
     return ""
 
 
-def _why_not_inside(part: nn.Module) -> str:
-    """Return why a module that this one is a part of cannot be a region."""
+def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
+    """Return why a module that this one is a part of cannot be a region, or why this one cannot."""
     if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
         return "its parameters are made by its first call"
     if isinstance(part, torch.jit.ScriptModule):
         return "it is scripted, and what that saves depends on how often it has run"
-    if is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    is_gathering = is_region and is_sharded_by_fsdp2(part)
+    if is_gathering:
+        if why := _why_not_sharded(part):
+            return why
+    elif is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
     if torch_private.GATHERED_MARK in vars(part) and not all(map(_is_plain, torch_private.parameters_of(part).values())):
         return "FSDP2 gathers parameters of it that are made up of others, and may count that as writes"
@@ -51,19 +58,38 @@ def _why_not_inside(part: nn.Module) -> str:
     if "_hf_hook" in vars(part):
         return "accelerate moves its weights in its forward"
     for name in torch_private.MODULE_HOOKS:
-        if not _are_own(getattr(part, name)):
+        if not _are_own(getattr(part, name), _AROUND_SHARDED if is_gathering else ()):
             is_streamed = any(_home_of(hook).startswith("memkit.weights") for hook in getattr(part, name).values())
             return "LayerOffload streams its weights" if is_streamed else "it has hooks, which would run twice, or not at all"
     return ""
+
+
+def _why_not_sharded(module: nn.Module) -> str:
+    """Return why a module that FSDP2 has sharded cannot be a region: what is within its hooks is run again in its own backward,
+    for which FSDP2 has gathered it."""
+    if is_compiled(module):
+        return "its forward talks to other processes or devices, and is compiled"
+    if not all(group.unshard_in_backward for group in fsdp_groups(module)):
+        return "FSDP2 does not gather it for its backward"
+    return ""
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Tell whether a module that FSDP2 has sharded has hooks beside those by which it is gathered."""
+    return not all(_are_own(getattr(module, name), _AROUND_SHARDED) for name in torch_private.MODULE_HOOKS)
 
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
     return parameter is None or type(local_of(parameter)) in (Tensor, nn.Parameter)
 
 
-def _are_own(hooks: Mapping[int, object]) -> bool:
-    """Tell whether hooks are such that a recompute may run them again, or not."""
-    return all(_home_of(hook) in _OWN for hook in hooks.values())
+def _are_own(hooks: Mapping[int, object], beside: tuple[str, ...] = ()) -> bool:
+    """Tell whether hooks are such that a recompute may run them again, or not.
+
+    Args:
+        beside: how the names of more modules begin where such hooks are defined.
+    """
+    return all(home in _OWN or home.startswith(beside) for home in map(_home_of, hooks.values())) if hooks else True
 
 
 def _home_of(hook: Any) -> str:

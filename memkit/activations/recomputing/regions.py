@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import ModuleState
 from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.recompute import Recompute
 from memkit.activations.recomputing.region_calls import (
@@ -29,6 +28,7 @@ from memkit.activations.recomputing.region_calls import (
     unpack,
 )
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.region_reasons import has_other_hooks
 from memkit.activations.recomputing.stacks import is_on_stack, take_off
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
@@ -38,7 +38,7 @@ from memkit.hooks import HookPair, HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
 from memkit.sequentials import SpannedForward, spanned_forwards
-from memkit.torch_state import is_traced
+from memkit.torch_state import is_sharded_by_fsdp2, is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,10 @@ class Regions(Exclusive):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether one of the modules, or one in it, has hooks."""
-        return any(region.state.has_hooks for region in self._regions)
+        """Whether one of the modules, or one in it, has hooks, but for those by which FSDP2 gathers it."""
+        return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or any(
+            region.is_sharded and has_other_hooks(region.module) for region in self._regions
+        )
 
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
@@ -152,17 +154,19 @@ class RegionModule(Recomputed):
         super().__init__(module, common.counts, spec.learned)
         self.forward = forward
         self._calls = spec.calls
-        self._learned = spec.learned
         self._common = common
-        self._look_at(self.state)
+        self.is_sharded = is_sharded_by_fsdp2(module)
+        """Whether it is gathered by its own hooks: what it saves, and what it is recomputed from, is within these."""
+        self._look_for_devices()
 
-    def _look_at(self, state: ModuleState) -> None:
-        self.state = state
-        self._devices = frozenset([own.device for own in state.tensors if own.is_cuda])
+    def _look_for_devices(self) -> None:
+        self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
-        if self.code is None:
+        if self.is_sharded:
+            hooks.within_hooks(self.module, before=self._before, after=self._after)
+        elif self.code is None:
             hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
         else:
             around_compiled(hooks, self.module, self._run)
@@ -204,8 +208,9 @@ class RegionModule(Recomputed):
         thread.numbers[self] = number + 1
         for call in calls:
             call.inner.setdefault(self, number)
-        if self.state.is_gathered and not self.state.is_current():  # it was seen while they were shards
-            self._look_at(ModuleState(self.module, self._learned))
+        if self.state.is_gathered and not self.state.is_current():  # they are there as long as the layer runs
+            self.state.look_again()
+            self._look_for_devices()
         if self._calls is not None and number not in self._calls:
             return
         if torch_private.functorch_stack() is not None:

@@ -1,0 +1,180 @@
+"""How many calls of memkit's functions, and of its device, a sharded layer takes in a steady step: each is time of the host.
+FSDP2 keeps that busy by itself."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import memkit
+from memkit.activations.recomputing import region_plan
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.device import Event, ReferenceDevice, Stream
+from memkit.device.clocks import ReferenceEvent
+from memkit.distributed import sharding
+from tests.distributed.cases import make, step
+from tests.distributed.groups import fake_group, group_of_one
+
+PACKAGE = str(Path(memkit.__file__).parent)
+DEVICE = str(Path(PACKAGE) / "device")
+NUM_LAYERS = 12
+NUM_GATHERS = 2 * NUM_LAYERS + 1
+"""In a step: those of all layers, twice, and that of what is in none."""
+
+
+def num_calls(run: Callable[[], object]) -> int:
+    """Return how many of memkit's functions, apart from those of its devices, are called meanwhile."""
+    found = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal found
+        filename = frame.f_code.co_filename
+        found += event == "call" and filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+class Counting(ReferenceDevice):
+    """Counts what costs a real device's host microseconds each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
+        self.counts["timed" if timed else "untimed"] += 1
+        return super().record_event(stream, timed=timed)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self.counts["waits"] += 1
+        super().wait_event(stream, event)
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        self.counts["storages"] += 1
+        return super().allocate(num_bytes)
+
+    def synchronize(self, event: Event | None = None) -> None:
+        self.counts["stops"] += 1
+        super().synchronize(event)
+
+
+def _on_host(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Counting]:
+    device = Counting()
+    monkeypatch.setattr(sharding, "open_device", lambda _: device)
+    model = memkit.shard(model, offload_policy=CPUOffloadPolicy())
+    for number in range(2):
+        step(model, 0, number)
+    device.counts.clear()
+    return model, device
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_gather_from_the_host_costs_few_calls(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with group_of_one() if num_ranks == 1 else fake_group(num_ranks):
+        model, device = _on_host(make(lora=True, num_layers=NUM_LAYERS), monkeypatch)
+        found = num_calls(lambda: step(model, 0, 2))
+        counts = device.counts
+
+    assert found <= 24 * NUM_GATHERS, found / NUM_GATHERS
+    assert counts["timed"] == 0, counts
+    # one of each ahead of the copy, and one behind it; where one rank reads on another stream than packs, FSDP2's waits for it
+    assert counts["untimed"] <= 2 * NUM_GATHERS, counts
+    assert counts["waits"] <= 2 * NUM_GATHERS, counts
+    assert counts["stops"] == 1, counts
+
+
+def test_two_buffers_take_turns_in_a_forward_and_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_group(8):
+        model, device = _on_host(make(num_layers=NUM_LAYERS), monkeypatch)
+        step(model, 0, 2)
+
+    assert device.counts["storages"] == 2 + 2 + 1  # and what is in no layer
+
+
+def test_more_parameters_cost_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adaptors make two more of each matrix."""
+    found = []
+    for lora in (False, True):
+        with fake_group(8):
+            model, _ = _on_host(make(lora=lora, num_layers=NUM_LAYERS), monkeypatch)
+            found.append(num_calls(lambda model=model: step(model, 0, 2)))  # type: ignore[misc]
+
+    views = 4 * 4 * 2  # of four more shards in each of four buffers: for each its place, and the tensor
+    assert found[1] - found[0] <= views
+
+
+# Contexts within sharded layers
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_region_in_a_sharded_model_costs_few_calls_more_than_in_one_that_is_not(is_whole: bool) -> None:
+    """Parameters are there only while the layer runs, and are looked up then, not when the context is entered. Of a layer as a
+    whole it is seen as well whether it has other hooks by now than those of FSDP2."""
+    found = []
+    for shard in (lambda model: model, memkit.shard):
+        with fake_group(8):
+            model = shard(make(num_layers=NUM_LAYERS))
+            regions = {
+                module: RegionSpec()
+                for block in model.blocks
+                for module in ((block,) if is_whole else (block.norm, block.down))
+            }
+
+            def run(model: nn.Module = model, regions: Any = regions) -> None:
+                step(model, 0, 0, lambda: Regions(regions))
+
+            run()
+            found.append(num_calls(run))
+
+    assert found[1] - found[0] <= (12 if is_whole else 8) * len(regions), (found[1] - found[0]) / len(regions)
+
+
+@pytest.mark.parametrize("budget", [0.25, pytest.param(0.5, marks=pytest.mark.full)])
+def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)  # whatever this machine takes for an op
+    device, found = ReferenceDevice(), []
+    for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):
+        with group_of_one():
+            model = shard(make(num_layers=NUM_LAYERS))
+            for number in range(6):
+                step(model, 0, number, lambda tag=tag: memkit.Rematerialize(budget, tag=tag, min_bytes=0, device=device))  # type: ignore[misc]
+            stats = memkit.stats(tag)
+            assert not stats.is_recorded
+            found.append((stats.num_replays, stats.dropped_bytes))
+            memkit.reset(tag)
+
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("ratio", [0.2, 1.0])
+def test_saved_tensor_that_leaves_costs_as_many_calls_as_in_a_model_that_is_not_sharded(ratio: float) -> None:
+    found, device = [], ReferenceDevice()
+    for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):
+        with fake_group(8):
+            model = shard(make(num_layers=NUM_LAYERS))
+
+            def context(tag: str = tag) -> AbstractContextManager[object]:
+                return memkit.CPUOffload(ratio, tag=tag, device=device, min_bytes=0)
+
+            for number in range(5):
+                step(model, 0, number, context)
+            found.append(num_calls(lambda model=model, context=context: step(model, 0, 5, context)))  # type: ignore[misc]
+            assert memkit.stats(tag).moved_out_bytes > 0
+            memkit.reset(tag)
+
+    assert found[1] == found[0]
