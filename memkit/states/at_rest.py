@@ -14,9 +14,10 @@ from memkit.plan import Update
 from memkit.states.host_memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Piece, Rows
+from memkit.states.pieces import Layout, Piece, Rows
 from memkit.states.records import StateRecord
 from memkit.torch_state import local_of
+from memkit.wrappers import parts_of
 
 _HOST = torch.device("cpu")
 
@@ -77,9 +78,46 @@ class StatesAtRest:
                     num_known += 1
                 elif name in host or _could_leave(value) or (is_on_host and _is_elsewhere(value)):
                     return False
-            if num_known != len(host):
+            if num_known != len(host) or not layout.is_in_place(index):
                 return False
         return True
+
+    def adopt_due(self, due: Iterable[Piece], pieces: Iterable[Piece]) -> None:
+        """Take over what others have put into `optimizer.state` of pieces that are due, where nobody should have put anything.
+
+        Args:
+            due: these.
+            pieces: all of the optimizer.
+        """
+        away = [piece for piece in due if not self.is_at_home(piece)]
+        if away:
+            self.separate(pieces)
+        for piece in away:
+            self.adopt(piece, warns=True)
+
+    def separate(self, pieces: Iterable[Piece]) -> None:
+        """Have each state that lies where another one is kept, as where two parameters have exchanged theirs, be a copy: what
+        is kept there is written to as that is adopted."""
+        pieces = list(pieces)
+        kept: dict[int, tuple[int, str]] = {}  # which state of which record begins at an address
+        for layout, records in [(piece.layout, piece.records) for piece in pieces]:
+            if layout is None or layout.span is None or layout.span.whole is None:
+                continue
+            address = layout.span.whole.data_ptr()
+            for record, row in zip(records, layout.tensors, strict=True):
+                for tensor in row:
+                    kept.update({address + offset: (id(record), tensor.name) for offset in tensor.offsets()})
+        strange: list[tuple[dict[Any, Any], Any, Tensor]] = []
+        for record in [record for piece in pieces for record in piece.records]:
+            entries = self._optimizer.state.get(record.parameter) or {}
+            for name, value in entries.items():
+                parts = parts_of(value) if may_leave(value) else []
+                if {kept.get(part.untyped_storage().data_ptr()) for part in parts} - {None, (id(record), name)}:
+                    strange.append((entries, name, value))
+        if strange:
+            self._device.synchronize()  # copies to it may be under way
+        for entries, name, value in strange:
+            entries[name] = _own_copy(value, _HOST)
 
     def adopt(self, piece: Piece, *, warns: bool = False) -> None:
         """Take over what others have put into `optimizer.state`: copy it to host memory, unless the piece stays on the device.
@@ -120,8 +158,8 @@ class StatesAtRest:
         with torch.inference_mode(False), torch.no_grad():
             if piece.plan.is_on_disk:
                 self._put_on_disk(piece, tensors, num_bytes, rows)
-            elif piece.layout is not None and tensors == piece.layout.tensors:
-                for row, mine in zip(rows, piece.layout.host, strict=True):
+            elif (layout := piece.layout) is not None and tensors == layout.tensors and _is_in_place(layout):
+                for row, mine in zip(rows, layout.host, strict=True):
                     for name, value in row.items():
                         if value is not mine[name]:
                             copy_state(mine[name], value)
@@ -275,6 +313,10 @@ class StatesAtRest:
         )
         for record in piece.records:
             self._optimizer.state.pop(record.parameter, None)
+
+
+def _is_in_place(layout: Layout) -> bool:
+    return all(map(layout.is_in_place, range(len(layout.host))))
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:

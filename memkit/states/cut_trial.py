@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.device import default_generator
 from memkit.plan import WINDOW_NUMEL
+from memkit.states.generators import are_in_states, generators_of, seed_all, states_of
 from memkit.states.own_copies import are_alike
 from memkit.states.shells import Group
-from memkit.states.trial import Trial, are_in_states, have_same_bits, makes_states_in_steps, seed_all, values_of
+from memkit.states.trial import Trial, have_same_bits, makes_states_in_steps, values_of
 from memkit.torch_state import is_dtensor
 
 _MOST_GROUPS = 16
@@ -60,8 +60,8 @@ def refuse_mixed_shards(
 def _is_elementwise(
     optimizer: torch.optim.Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None
 ) -> bool:
-    generators = [torch.default_generator, default_generator(torch_device)]
-    before = [generator.get_state() for generator in generators]
+    generators = generators_of(torch_device)
+    before = states_of(generators)
     try:
         with torch.inference_mode(False), torch.no_grad():
             has_states = not makes_states_in_steps(optimizer, [group], torch_device, master)
@@ -70,7 +70,7 @@ def _is_elementwise(
             for step in range(_NUM_STEPS):
                 seed_all(generators, step)
                 whole.step_all(leaves_out=False)
-                drawn = [generator.get_state() for generator in generators]
+                drawn = states_of(generators)
                 seed_all(generators, step)
                 if not are_in_states(generators, drawn):
                     return False  # random numbers of windows are others than those of the whole

@@ -18,7 +18,7 @@ from memkit.plan import Update, aligned
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
-from memkit.states.packing import MASTER, copy_each, copy_state, may_leave, moved_state, pack
+from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, follow_attributes, stand_in_of
 from memkit.states.records import StateRecord
 from memkit.states.shards import are_one, write_local
@@ -59,6 +59,10 @@ class Undo:
     def num_bytes(self) -> int:
         """Bytes of the device that it takes."""
         return self._storage.nbytes()
+
+    def close(self) -> None:
+        """Give the memory back. Nobody has views of it any more."""
+        self._storage = torch.UntypedStorage(0)
 
     def keep(self, piece: Piece) -> None:
         """Note the parameters of a piece that are due."""
@@ -178,14 +182,11 @@ class DeviceSteps:
     def finish(self, piece: Piece) -> None:
         """Have what was stepped go to where it stays. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
-        if piece.plan.is_resident:  # these are copies of all its states
-            for record in piece.due:
-                record.numbers = []
+        for record in piece.due if piece.plan.is_resident else ():
+            record.numbers = []  # all its states, as they were: they would take as much again until the next step
         if piece.plan.is_resident or piece.layout is None:
             self._release(piece)
             piece.residency = piece.rest
-            for record in piece.due if piece.plan.is_resident else ():
-                record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
         span = piece.layout.span
         with label("write states back", piece):
@@ -198,6 +199,12 @@ class DeviceSteps:
     def wait(self) -> None:
         """Have the host wait until what was stepped is where it stays."""
         self._slots.wait()
+
+    def close(self, pieces: Iterable[Piece]) -> None:
+        """Let go of what a step of pieces that failed would have to find again."""
+        for record in [record for piece in pieces for record in piece.records]:
+            record.undo, record.numbers = None, []
+        self._undo.close()
 
     def _release(self, piece: Piece) -> None:
         """Have the slot of a piece be free, and what it came through."""
@@ -315,18 +322,26 @@ class DeviceSteps:
         new: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[nn.Parameter, Tensor]] = []
         slot = self._slots.of(piece)
+        address = slot.storage.data_ptr()
         for record, _, entries in stepped:
             views = piece.views[record.index]
             for tensor in layout.tensors[record.index]:
                 value = entries.get(tensor.name)
                 view = views[tensor.name]
                 if value is view:
+                    is_there = (
+                        view.data_ptr() == address + tensor.offset
+                        if type(tensor) is PackedTensor
+                        else tensor.is_at(view, address)
+                    )
+                    if not is_there:
+                        return False  # the class has set other data
                     continue
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
                 if tensor.name == MASTER and (are_one(value, view) if record.is_shard else value.data_ptr() == view.data_ptr()):
                     continue
-                if any(part.untyped_storage().data_ptr() == slot.storage.data_ptr() for part in parts_of(value)):
+                if any(part.untyped_storage().data_ptr() == address for part in parts_of(value)):
                     return False  # they have changed places: one would be written over before it is read
                 new.append((view, value))
                 stand_in = piece.stand_ins[record.index]

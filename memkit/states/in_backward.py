@@ -203,7 +203,7 @@ class BackwardSteps:
             ahead = piece.parts
             if not self._rest.is_at_home(piece):
                 self._drop_ahead()
-                self._rest.adopt(piece, warns=True)
+                self._rest.adopt_due([piece], self._pieces)
             piece.prepare(self._optimizer.state)
             for part in [part for part in ahead if part in self._begun and part not in piece.parts]:
                 self._drop(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -47,6 +47,15 @@ class PackedTensor:
             and tensor.stride() == self.stride
         )
 
+    def offsets(self) -> Iterator[int]:
+        """Yield where the plain tensors that it is made of begin."""
+        yield self.offset
+
+    def is_at(self, tensor: Any, address: int) -> bool:
+        """Tell whether a tensor that was put where its piece begins, at an address, still has these bytes: others may have been
+        set as its `data`."""
+        return bool(tensor.data_ptr() == address + self.offset)
+
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor in a storage that begins with its piece."""
         return tensor_over(storage, self.dtype, offset=self.offset // self.dtype.itemsize, size=self.size, stride=self.stride)
@@ -77,6 +86,24 @@ class PackedWrapper:
         if not isinstance(tensor, Tensor) or type(tensor) is not self.kind or tensor.size() != self.size:
             return False
         return all(packed.is_like(getattr(tensor, packed.name, None)) for packed in self.inner)
+
+    def offsets(self) -> Iterator[int]:
+        """Yield where the plain tensors that it is made of begin."""
+        for packed in self.inner:
+            yield from packed.offsets()
+
+    def is_at(self, tensor: Any, address: int) -> bool:
+        """Tell whether a tensor that was put where its piece begins, at an address, still has these bytes."""
+        for packed in self.inner:
+            inner = getattr(tensor, packed.name, None)
+            if not isinstance(inner, Tensor):
+                return False
+            if isinstance(packed, PackedTensor):  # most are: a call less
+                if inner.data_ptr() != address + packed.offset:
+                    return False
+            elif not packed.is_at(inner, address):
+                return False
+        return True
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor in a storage that begins with its piece."""

@@ -41,6 +41,20 @@ class Layout:
     host: tuple[dict[str, Any], ...]
     copy: DiskCopy | None = None
 
+    def is_in_place(self, index: int) -> bool:
+        """Tell whether the states of a record in host memory have their bytes there yet: `data` may have been set."""
+        if self.span is None or self.span.whole is None:
+            return True
+        host, address = self.host[index], self.span.whole.data_ptr()
+        for tensor in self.tensors[index]:
+            value = host[tensor.name]
+            is_there = (
+                value.data_ptr() == address + tensor.offset if type(tensor) is PackedTensor else tensor.is_at(value, address)
+            )
+            if not is_there:
+                return False
+        return True
+
     def masters(self) -> Span | None:
         """Return the host memory of all float32 copies, which lie ahead of all else; None if there are none."""
         found = [one for row in self.tensors for one in map(local_packed, row) if one.name == MASTER]

@@ -72,6 +72,7 @@ class Saving:
         self._follow_groups()
         loading.finish(optimizer, self._members.kept(), self._members.masters(), self._rest.torch_device)
         self._forget_step()
+        self._rest.separate(self._members.pieces)
         for piece in self._members.pieces:
             (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
 

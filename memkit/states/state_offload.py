@@ -221,9 +221,8 @@ class StateOffload:
         if self._disk is not None:
             self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
-        for piece in due:
-            refuse_gradients(piece.due)
-            self._rest.adopt(piece, warns=True)
+        refuse_gradients([record for piece in due for record in piece.due])
+        self._rest.adopt_due(due, members.pieces)
         if self._overlap is not None:
             self._overlap.run(stepping, due, run)
         else:
@@ -390,6 +389,7 @@ class StateOffload:
             self.device.synchronize()
             self._rest.give_back(self._members.pieces)
             self._on_host.close()
+            self._on_device.close(self._members.pieces)
         self._is_closed = True
         release(self.optimizer, self)
         if self._disk is not None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from memkit.device.base import Device
-from memkit.errors import StateOffloadError, note_on
+from memkit.errors import StateOffloadError, note_on, warn_user
 from memkit.plan import Update, interleaved
 from memkit.plan.chunks import Residency
 from memkit.states.device_steps import DeviceSteps
+from memkit.states.generators import are_in_states, generators_of, states_of
 from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
 from memkit.states.pieces import Piece
@@ -41,6 +42,8 @@ class Stepping:
         self.num_steps = 0
         self.is_broken = False
         """Whether pieces may be half way."""
+        self._has_drawn = False
+        """Whether a step has drawn random numbers that was taken for one that doesn't."""
         self._untold: StateOffloadError | None = None
         """A step on the host that has failed, whose gradient is gone, and of which nobody has heard since an interrupt came."""
 
@@ -71,12 +74,16 @@ class Stepping:
         if untold is not None:
             raise untold
         self.unfinished, self.is_broken = run, True
+        generators: list[torch.Generator] = []
         try:
             for piece in pieces:
                 piece.prepare(self._optimizer.state)
             parts = [part for piece in pieces for part in piece.parts]
-            if not in_order:
-                parts = [parts[index] for index in interleaved([part.plan for part in parts])]
+            if not in_order and not self._has_drawn:
+                order = interleaved([part.plan for part in parts])
+                generators = generators_of(self._device.torch_device) if order != sorted(order) else []
+                parts = [parts[index] for index in order]
+            before = states_of(generators)
             if note_left is not None:
                 leaving = [part for part in parts if part.plan.update is Update.HOST]
                 parts = [part for part in parts if part.plan.update is Update.DEVICE]
@@ -92,6 +99,18 @@ class Stepping:
                 self._note(error, pieces)
             raise
         self.is_broken = False
+        if not are_in_states(generators, before):
+            self._note_drawn()
+
+    def _note_drawn(self) -> None:
+        """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
+        self._has_drawn = True
+        warn_user(
+            f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at "
+            "the beginning had drawn none. If the step drew them, some went to other parameters than without memkit: "
+            "what stays on the device was stepped between what moves. Later steps keep to the order of the groups. Make the "
+            "StateOffload when steps draw already, or leave out device_budget"
+        )
 
     def _send(self, parts: Sequence[Piece], run: OneStep, note_left: Callable[[Piece], object]) -> None:
         """Have gradients go to the host, to be stepped there."""

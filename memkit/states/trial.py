@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.device import default_generator
+from memkit.states.generators import are_in_states, generators_of, has_generators, seed_all, states_of
 from memkit.states.kept_states import Kept, KeptState, Sampled
 from memkit.states.own_copies import are_alike, may_be_written, own_attributes, own_group
 from memkit.states.packing import may_leave
@@ -78,9 +78,8 @@ def try_out(
     if not groups:
         return [{} for _ in optimizer.param_groups], False
     name = type(optimizer).__name__
-    generators = [torch.default_generator, default_generator(torch_device)]
-    before = [generator.get_state() for generator in generators]
-    draws = False
+    generators = generators_of(torch_device)
+    before, draws = states_of(generators), has_generators(optimizer)
     try:
         with torch.inference_mode(False), torch.no_grad():
             is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
@@ -94,7 +93,7 @@ def try_out(
                     if is_last:  # it needs all gradients, also without memkit
                         break
                     raise
-                drawn = [generator.get_state() for generator in generators]
+                drawn = states_of(generators)
                 seed_all(generators, step)
                 draws = draws or not are_in_states(generators, drawn)
                 differing = apart.step_each(leaves_out=is_last)
@@ -102,7 +101,9 @@ def try_out(
                 if differing is not None:
                     raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
             whole.step_none()
+            drawn = states_of(generators)
             larger = larger_than(whole, optimizer, groups, torch_device, master, has_states=not is_lazy)
+            draws = draws or not are_in_states(generators, drawn)
     except _WithoutGradientError as error:
         raise ValueError(
             f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
@@ -151,16 +152,6 @@ def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         seen |= dtypes
     chosen = {id(group) for group in [*new, *[group for group in others if group["params"]][: max(0, _MOST_GROUPS - len(new))]]}
     return [group for group in optimizer.param_groups if id(group) in chosen]
-
-
-def seed_all(generators: list[torch.Generator], seed: int) -> None:
-    for generator in generators:
-        generator.manual_seed(seed)
-
-
-def are_in_states(generators: list[torch.Generator], states: list[Tensor]) -> bool:
-    """Tell whether generators are as they were: nothing has drawn random numbers in between."""
-    return all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
 
 
 class _NotSeparableError(Exception):

@@ -202,12 +202,8 @@ class Slot:
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """The weights here were written to: the slot has them as they are now.
-
-        Args:
-            chunk: whose weights.
-            stepped: what is reached behind that; None if it is on the current stream.
-        """
+        """The weights of a layer, which are here, were written to: the slot has them as they are behind `stepped`, or behind
+        what is on the current stream."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -274,8 +270,7 @@ class SlotRing:
         self.slots: dict[int, Slot] = {}
         """By what tells their storages apart."""
         self.bounds: list[int] = []
-        """The address where each begins, and ends, in ascending order: so that what lies elsewhere is told without an object of
-        Python for its storage, which would live as long as that."""
+        """Where each begins, and ends, in ascending order: what lies elsewhere is told without an object for its storage."""
         self._sizes: dict[int, int] = {}
         """Which size of slots layers of a size take."""
         self.num_planned = len(self._slot_bytes)
@@ -296,7 +291,7 @@ class SlotRing:
     @property
     def num_bytes(self) -> int:
         """Bytes of the device that they take now."""
-        return sum(slot.num_bytes for slot in self)
+        return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""

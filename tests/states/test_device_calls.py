@@ -65,8 +65,8 @@ def _fused(parameters: Any) -> torch.optim.Optimizer:
         (_fused, None, True, 111, 1),
         (_fused, torch.float32, False, 103, 4),
         (_fused, torch.float32, True, 116, 5),
-        (EightBit, None, False, 98, 0),
-        (EightBit, None, True, 111, 1),
+        (EightBit, None, False, 99, 0),
+        (EightBit, None, True, 112, 1),
     ],
     ids=["plain", "plain, beside", "float32 copies", "float32 copies, beside", "8 bits", "8 bits, beside"],
 )

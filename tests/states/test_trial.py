@@ -16,7 +16,7 @@ from memkit.plan import aligned
 from tests.states.cases import assert_same, offload
 
 
-class _Momentum(torch.optim.Optimizer):
+class Momentum(torch.optim.Optimizer):
     """Steps with a momentum."""
 
     def __init__(self, params: Any) -> None:
@@ -33,13 +33,16 @@ class _Momentum(torch.optim.Optimizer):
             if parameter.grad is not None:
                 mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
                 mean.mul_(0.9).add_(parameter.grad)
-                parameter.sub_(mean, alpha=0.1 * self.scale(group, index))
+                parameter.sub_(mean, alpha=0.1 * self.scale(group, index)).add_(self.noise(parameter))
 
     def scale(self, group: dict[str, Any], index: int) -> float:
         return 1.0
 
+    def noise(self, parameter: Tensor) -> Any:
+        return 0.0
 
-class _StepsAll(_Momentum):
+
+class _StepsAll(Momentum):
     """Goes on with the momentum where there is no gradient."""
 
     def step_group(self, group: dict[str, Any]) -> None:
@@ -49,7 +52,7 @@ class _StepsAll(_Momentum):
                 parameter.sub_(self.state[parameter]["mean"], alpha=0.1)
 
 
-class _NeedsAll(_Momentum):
+class _NeedsAll(Momentum):
     """Fails where there is no gradient, with or without memkit."""
 
     def step_group(self, group: dict[str, Any]) -> None:
@@ -58,14 +61,14 @@ class _NeedsAll(_Momentum):
         super().step_group(group)
 
 
-class _Parallel(_Momentum):
+class _Parallel(Momentum):
     """Has a number for each parameter, in a list."""
 
     def scale(self, group: dict[str, Any], index: int) -> float:
         return float(group["scales"][index])
 
 
-class _Counting(_Momentum):
+class _Counting(Momentum):
     """Counts its steps in place."""
 
     def __init__(self, params: Any, count: Any) -> None:
@@ -166,7 +169,7 @@ def test_states_of_two_precisions_in_one_group_are_loaded_in_their_own(dtypes: A
     assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
 
 
-class _BySize(_Momentum):
+class _BySize(Momentum):
     """Keeps the momentum of large parameters in 8 bits, as low-bit optimizers do."""
 
     def step_group(self, group: dict[str, Any]) -> None:
@@ -204,7 +207,7 @@ def test_what_is_kept_of_large_parameters_otherwise_than_of_small_ones_is_planne
     assert_same(trained(False), trained(True))
 
 
-class _ForSizes(_Momentum):
+class _ForSizes(Momentum):
     """Takes no other matrices than the user's, and small ones."""
 
     def step_group(self, group: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -99,9 +100,19 @@ def test_layers_and_states_stand_in_one_account() -> None:
         held = memory.held()
         assert held["LayerOffload's slots"] == sum(layers.plan.slot_bytes)
         assert held["StateOffload's slots"] + held["what StateOffload could undo"] == states.stats().room_bytes
-    del layers, states
-    gc.collect()
     assert memory.held() == {}
+
+
+def test_states_hold_nothing_of_the_device_once_they_are_closed() -> None:
+    device = ReferenceDevice()
+    model, optimizer = _trained()
+    with memkit.StateOffload(optimizer, device=device) as states:
+        for _ in range(2):
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+        undo = weakref.ref(states._on_device._undo._storage)
+    assert undo() is None
+    assert device_memory_of(device).held() == {}
 
 
 @pytest.mark.parametrize("strict", [True, False])
