@@ -90,6 +90,8 @@ class Stepping:
                 run.awaited |= {record.group for part in leaving for record in part.due}
                 self._send(leaving, run, note_left)
             self._run(parts, run, note_stepped)
+            if not are_in_states(generators, before):
+                self._note_drawn()
             if not run.awaited:
                 run.write_changes()
         except BaseException as error:
@@ -98,9 +100,7 @@ class Stepping:
             finally:
                 self._note(error, pieces)
             raise
-        self.is_broken = False
-        if not are_in_states(generators, before):
-            self._note_drawn()
+        self.is_broken = False  # last: an interrupt behind this would find nothing to be put right
 
     def _note_drawn(self) -> None:
         """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
