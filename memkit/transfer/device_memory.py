@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from typing import Protocol
@@ -71,12 +70,8 @@ class DeviceMemory:
 
 
 _memories: dict[Device, DeviceMemory] = {}
-_lock = threading.Lock()
 
 
 def device_memory_of(device: Device) -> DeviceMemory:
     """Return the account of a device: always the same one."""
-    with _lock:
-        if device not in _memories:
-            _memories[device] = DeviceMemory(device)
-        return _memories[device]
+    return _memories.get(device) or _memories.setdefault(device, DeviceMemory(device))

@@ -3,12 +3,9 @@ FSDP2 keeps that busy by itself."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,31 +19,14 @@ from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.device import Event, ReferenceDevice, Stream
 from memkit.device.clocks import ReferenceEvent
 from memkit.distributed import sharding
+from tests.calls import num_calls
 from tests.distributed.cases import make, step
 from tests.distributed.groups import fake_group, group_of_one
 
 PACKAGE = str(Path(memkit.__file__).parent)
-DEVICE = str(Path(PACKAGE) / "device")
 NUM_LAYERS = 12
 NUM_GATHERS = 2 * NUM_LAYERS + 1
 """In a step: those of all layers, twice, and that of what is in none."""
-
-
-def num_calls(run: Callable[[], object]) -> int:
-    """Return how many of memkit's functions, apart from those of its devices, are called meanwhile."""
-    found = 0
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        nonlocal found
-        filename = frame.f_code.co_filename
-        found += event == "call" and filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
-
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 class Counting(ReferenceDevice):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,10 +20,10 @@ from memkit.device.clocks import ReferenceEvent
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
 from memkit.weights import choice
 from memkit.weights.gradients import HostGradients
+from tests.calls import num_calls
 from tests.weights.cases import WIDTH, Result, assert_same, results
 
 PACKAGE = str(Path(memkit.__file__).parent)
-DEVICE = str(Path(PACKAGE) / "device")
 NUM_LAYERS = 12
 
 
@@ -67,22 +65,6 @@ def _step(model: nn.Module, *, deviate: Callable[[nn.Module], object] | None = N
     return found
 
 
-def _num_calls(step: Callable[[], object]) -> int:
-    num_calls = 0
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        nonlocal num_calls
-        filename = frame.f_code.co_filename
-        num_calls += event == "call" and filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
-
-    sys.setprofile(profile)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return num_calls
-
-
 @pytest.mark.parametrize(("train", "most"), [("frozen", 59), ("host", 102)])
 def test_streamed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
     model, device = _model(train), ReferenceDevice()
@@ -90,10 +72,10 @@ def test_streamed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
         for _ in range(4):
             _step(model)
         before = offload.stats().num_fetches
-        num_calls = _num_calls(lambda: _step(model))
+        found = num_calls(lambda: _step(model))
 
         assert offload.stats().num_fetches - before > NUM_LAYERS
-    assert num_calls <= most * NUM_LAYERS
+    assert found <= most * NUM_LAYERS
 
 
 class _Counting(ReferenceDevice):
@@ -123,10 +105,10 @@ def test_forward_without_grad_mode_costs_the_host_few_calls() -> None:
         for _ in range(40):  # with parameters that require grad, so many are timed
             step()
         device.counts.clear()
-        num_calls = _num_calls(step)
+        found = num_calls(step)
         counts = {what: number / NUM_LAYERS for what, number in device.counts.items()}
 
-    assert num_calls <= 27 * NUM_LAYERS
+    assert found <= 27 * NUM_LAYERS
     assert counts.get("timed", 0) <= 2, counts  # around a wait, as this device's copies are late
     assert counts["untimed"] <= 2, counts
     assert counts["waits"] <= 2, counts
@@ -145,10 +127,10 @@ def test_layer_costs_as_few_once_the_share_was_found(ratio: float, monkeypatch: 
     with memkit.LayerOffload(model, offload_ratio="auto", train="frozen", device=device) as offload:
         for _ in range(6):
             _step(model)
-        num_calls, num_streamed = _num_calls(lambda: _step(model)), len(offload.plan.streamed)
+        found, num_streamed = num_calls(lambda: _step(model)), len(offload.plan.streamed)
 
         assert num_streamed == ratio * NUM_LAYERS
-    assert num_calls <= 65 * num_streamed
+    assert found <= 65 * num_streamed
 
 
 @pytest.mark.parametrize(("train", "most"), [("frozen", 95), ("host", 143)])
@@ -159,9 +141,9 @@ def test_checkpointed_layer_costs_the_host_few_calls(train: str, most: int) -> N
     with memkit.LayerOffload(model, list(model[1]), num_resident=0, train=train, device=device):
         for _ in range(4):
             _step(model)
-        num_calls = _num_calls(lambda: _step(model))
+        found = num_calls(lambda: _step(model))
 
-    assert num_calls <= most * NUM_LAYERS
+    assert found <= most * NUM_LAYERS
 
 
 def _reversed(model: nn.Module) -> None:
