@@ -8,7 +8,8 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import CpuDevice, Device, ReferenceDevice, ceilings
 from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
+from memkit.recording import cost
 from memkit.transfer import Link, measure_link
 from tests import drawn, thinning
+from tests.clock import set_clock
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
 settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -148,9 +151,19 @@ def no_compiled_code_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _even_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what is planned from be the same on every machine, however busy: on devices of this machine each reading of the
+    clock is one tick behind the last, and links, memory and recording are as fast as is written here."""
+    set_clock(monkeypatch, tick_s=1e-5)
+    monkeypatch.setattr(learning, "measure_link", lambda device, **sizes: _on_this_machine(device, _LINK, measure_link, sizes))
+    monkeypatch.setattr(ceilings, "_measure", lambda device: _on_this_machine(device, _CEILINGS, _measure_ceilings, {}))
+    monkeypatch.setattr(cost, "recording_cost_s", functools.wraps(_measure_recording)(lambda: 5e-6))
+
+
+@pytest.fixture(autouse=True)
 def one_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps under a `MemoryBudget` follow the plan that was made for them: the reference device takes the time of this
-    machine's clock, so that copies and steps take what they happen to. Tests that are about that ask for `any_times`.
+    """Have steps under a `MemoryBudget` follow the plan that was made for them, whatever they take by the clock. Tests that are
+    about that ask for `any_times`.
     """
     if "any_times" not in request.fixturenames:
         for name in ("_OTHER_LINK", "_QUITE_OTHER_LINK", "_AS_PREDICTED"):
@@ -164,34 +177,10 @@ def any_times() -> None:
     """Let what steps and copies take count."""
 
 
-@functools.cache
-def _reference_link() -> Link:
-    return measure_link(ReferenceDevice(), num_bytes=2**20)
+_LINK = Link(d2h_bytes_per_s=2e9, h2d_bytes_per_s=2e9, latency_s=1e-5)
+_CEILINGS = Ceilings(bytes_per_s=1e10, flops_per_s=1e11)
+_measure_ceilings, _measure_recording = ceilings._measure, cost.recording_cost_s.__wrapped__
 
 
-@functools.cache
-def _ceilings_of(kind: type[Device]) -> Ceilings:
-    return _measure_ceilings(kind())
-
-
-_measure_ceilings = ceilings._measure
-
-
-@pytest.fixture(autouse=True)
-def _one_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have reference devices, of which each test has one of its own, be measured once for all: they copy and compute with the
-    same memory and cores. A link is measured by copies of 1 MiB, which come to about the same bytes per second as those of
-    64 MiB: those take a quarter of a second, longer than the steps of most tests. Tests with `any_times` measure their own.
-    """
-
-    def measure(device: Device, *, num_bytes: int) -> Link:
-        if not isinstance(device, ReferenceDevice):
-            return measure_link(device, num_bytes=num_bytes)
-        return measure_link(device, num_bytes=2**20) if "any_times" in request.fixturenames else _reference_link()
-
-    def measure_ceilings(device: Device) -> Ceilings:
-        is_shared = type(device) in (CpuDevice, ReferenceDevice)
-        return _ceilings_of(type(device)) if is_shared else _measure_ceilings(device)
-
-    monkeypatch.setattr(learning, "measure_link", measure)
-    monkeypatch.setattr(ceilings, "_measure", measure_ceilings)
+def _on_this_machine(device: Device, told: Any, measure: Callable[..., Any], sizes: dict[str, int]) -> Any:
+    return told if isinstance(device, (CpuDevice, ReferenceDevice)) else measure(device, **sizes)
