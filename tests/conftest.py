@@ -151,13 +151,22 @@ def no_compiled_code_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _even_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def _even_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what is planned from be the same on every machine, however busy: on devices of this machine each reading of the
-    clock is one tick behind the last, and links, memory and recording are as fast as is written here."""
+    clock is one tick behind the last, and links, memory and recording are as fast as is written here. Tests of clocks ask for
+    `own_clock`.
+    """
+    if "own_clock" in request.fixturenames:
+        return
     set_clock(monkeypatch, tick_s=1e-5)
     monkeypatch.setattr(learning, "measure_link", lambda device, **sizes: _on_this_machine(device, _LINK, measure_link, sizes))
     monkeypatch.setattr(ceilings, "_measure", lambda device: _on_this_machine(device, _CEILINGS, _measure_ceilings, {}))
     monkeypatch.setattr(cost, "recording_cost_s", functools.wraps(_measure_recording)(lambda: 5e-6))
+
+
+@pytest.fixture
+def own_clock() -> None:
+    """Let devices read the clock of this machine."""
 
 
 @pytest.fixture(autouse=True)

@@ -246,7 +246,7 @@ def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monk
     shown = threading.Event()
 
     def build(*_: object) -> torch.nn.Module:
-        assert shown.wait(60)
+        assert shown.wait(300)
         return torch.nn.ReLU()
 
     def show(*args: object, **options: object) -> None:

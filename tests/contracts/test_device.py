@@ -141,6 +141,7 @@ def test_event_is_reached_after_synchronize(device: Device, host: Tensor) -> Non
     assert destination.nbytes() == 4 * MIB
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_timed_events_tell_seconds(device: Device) -> None:
     before_s = time.perf_counter()
     start, end = device.record_event(), device.record_event()

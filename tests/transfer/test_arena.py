@@ -694,7 +694,7 @@ def test_memory_being_touched_counts_as_used(monkeypatch: pytest.MonkeyPatch) ->
         with addresses._has_touched:
             addresses._touching_bytes = 0
             addresses._has_touched.notify_all()
-        committed.result(30)
+        committed.result(300)
 
     assert addresses._touching_bytes == 0
 

@@ -123,11 +123,11 @@ class Waiting:
     def _wait(self, *_: Any) -> None:
         if threading.current_thread() is self._thread:
             self._entered.set()
-            assert self._goes_on.wait(30)
+            assert self._goes_on.wait(300)
 
     def __enter__(self) -> Waiting:
         self._thread.start()
-        assert self._entered.wait(30)
+        assert self._entered.wait(300)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,13 +171,13 @@ def test_forward_that_failed_in_another_thread_locks_nobody_out(lives: bool, err
             case.model(case.batches[0])
         except (ModelError, SystemExit):
             is_over.set()
-            assert not lives or ends.wait(30)
+            assert not lives or ends.wait(300)
 
     with case.offload:
         case.model.layers[1].error = error
         thread = threading.Thread(target=run)
         thread.start()
-        assert is_over.wait(30)
+        assert is_over.wait(300)
         if not lives:
             thread.join()
         case.model.layers[1].error = None

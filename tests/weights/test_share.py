@@ -495,7 +495,7 @@ def test_forward_that_is_refused_beside_one_in_another_thread_is_no_step() -> No
     def waits(*_: Any) -> None:
         if threading.current_thread() is thread:
             entered.set()
-            assert goes_on.wait(30)
+            assert goes_on.wait(300)
 
     def sample() -> None:
         with torch.no_grad():
@@ -506,7 +506,7 @@ def test_forward_that_is_refused_beside_one_in_another_thread_is_no_step() -> No
         run_step(model, batches)
         model.layers[0].up.register_forward_pre_hook(waits)
         thread.start()
-        assert entered.wait(30)
+        assert entered.wait(300)
         for _ in range(2):
             with pytest.raises(memkit.errors.LayerOffloadError, match="one thread at a time"):
                 run_step(model, batches)

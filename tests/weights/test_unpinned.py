@@ -267,7 +267,7 @@ def test_close_behind_a_forward_with_copies_on_their_way(
 
 def _gated(copy: Callable[[Tensor, Tensor, Stream], None], opened: threading.Event) -> Callable[..., None]:
     def gated(destination: Tensor, source: Tensor, stream: Stream) -> None:
-        assert opened.wait(30)
+        assert opened.wait(300)
         copy(destination, source, stream)
 
     return gated
