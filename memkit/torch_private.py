@@ -102,7 +102,6 @@ cudnn_attention: _Op
 dispatch_mode_at: Callable[[Any], DispatchMode | None]
 dispatch_modes: Callable[[], list[DispatchMode]]
 dispatch_registrations: Callable[[str], list[str]]
-dynamo_callback: Callable[[], Any]
 efficient_attention: _Op
 engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
@@ -291,7 +290,6 @@ NAMES: dict[str, PrivateName] = {
     "set_code_strategy": _of(f"{_EVAL_FRAME}.set_code_exec_strategy", "to keep hooks from being compiled", *_CONTEXTS),
     "FrameAction": _of(f"{_EVAL_FRAME}._FrameAction", "to keep hooks from being compiled", *_CONTEXTS),
     "FrameExecStrategy": _of(f"{_EVAL_FRAME}._FrameExecStrategy", "to keep hooks from being compiled", *_CONTEXTS),
-    "dynamo_callback": _of(f"{_EVAL_FRAME}.get_eval_frame_callback", "whether compiled code runs as Python", _REMAT),
     "set_shows_to_guards": _of(
         "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
         *("to compile higher-order ops", _REMAT, _PROFILE),

@@ -144,12 +144,6 @@ def dynamo_is_loaded() -> bool:
     return torch_private.DYNAMO in sys.modules
 
 
-def may_be_compiled_here() -> bool:
-    """Tell whether Dynamo would be asked to compile what the caller calls. To be asked only where `dynamo_is_loaded`."""
-    callback = torch_private.dynamo_callback()
-    return callback is not None and callback is not False
-
-
 def in_compiled_function() -> bool:
     """Tell whether the caller runs inside a function that was compiled, or that was to be and runs as plain Python instead, as
     under a dispatch mode. Slow on a deep stack."""

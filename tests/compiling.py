@@ -84,3 +84,8 @@ def frames_of_memkit() -> list[str]:
     found = [code for code in codes if code is not None and Path(code.co_filename).is_relative_to(package)]
     names = [f"{Path(code.co_filename).relative_to(package)}:{code.co_name}" for code in found]
     return [name for name in names if not name.startswith("device/")]
+
+
+def may_be_compiled_here() -> bool:
+    """Tell whether Dynamo would be asked to compile what the caller calls."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)

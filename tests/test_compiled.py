@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from memkit.compiled import around_compiled, compiled_in, is_compiled
 from memkit.hooks import HookSet
-from memkit.torch_state import may_be_compiled_here
-from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form
+from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form, may_be_compiled_here
 
 pytestmark = WITH_COMPILED
 

@@ -20,9 +20,6 @@ def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
     return partial(torch_private.fp32_precision_of, backend, op), partial(setattr, place, "fp32_precision")
 
 
-_REDUCTION = "_reduced_precision_reduction"
-
-
 @functools.cache
 def _settings() -> tuple[Setting, ...]:
     matmul: Any = torch.backends.cuda.matmul

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from memkit.plan import NO_OP, Action, Lineage, MemoryPlan
 
-_NOTHING: tuple[int, ...] = ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:

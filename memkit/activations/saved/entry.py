@@ -190,11 +190,6 @@ def entries_around() -> list[Entry]:
     return [owner for _, owner in reversed(around) if isinstance(owner, Entry)]
 
 
-def is_in_last() -> bool:
-    """Tell whether this thread is in a context inside of which there may be no other."""
-    return any(entry.is_last for entry in entries_around())
-
-
 def refuse_in_budget(title: str) -> None:
     """Raise `ValueError` where a context, which is called so, is entered inside a `MemoryBudget`."""
     for entry in entries_around():

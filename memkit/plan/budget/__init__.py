@@ -3,7 +3,7 @@
 from memkit.plan.budget.bound import bound_s, why_no_bound
 from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, plan_budgets, unsure, with_action
+from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, unsure, with_action
 from memkit.plan.budget.portfolio import floor_bytes
 from memkit.plan.budget.problem import HeldValue, Problem, make_problem
 from memkit.plan.budget.simulate import simulate
@@ -28,7 +28,6 @@ __all__ = [
     "least_budget",
     "make_problem",
     "plan_budget_jointly",
-    "plan_budgets",
     "simulate",
     "unsure",
     "why_no_bound",

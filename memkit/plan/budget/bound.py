@@ -95,7 +95,7 @@ class _Program:
         num_slots = problem.num_slots
         self.late = [self._column(math.inf, 1.0) for _ in range(num_slots)]
         self._replays()
-        self._memory(*self._lanes())
+        self._memory(self._lanes())
 
     def _column(self, upper: float = math.inf, cost: float = 0.0) -> int:
         self.upper.append(upper)
@@ -142,8 +142,8 @@ class _Program:
             total[late] = -1.0
         self.rows.append((total, 0.0))
 
-    def _lanes(self) -> tuple[list[int], list[int]]:
-        """Return for each slot the columns of what is on the host alone, and of what leaves and is in its gap."""
+    def _lanes(self) -> list[int]:
+        """Return for each slot the column of the MiB that are on the host alone."""
         problem, gpu, values = self.problem, self.problem.gpu, self.problem.values
         out_mib, back_mib = gpu.d2h_bytes_per_s / _MIB / 1e3, gpu.h2d_bytes_per_s / _MIB / 1e3
         saved: dict[int, Row] = defaultdict(dict)
@@ -175,7 +175,7 @@ class _Program:
             self.rows.append(({alone[slot]: 1.0, copied[slot]: -1.0, fetched[slot]: 1.0}, 0.0))
             self.rows.append(({copied[slot]: 1.0, may_copy[slot]: -1.0}, 0.0))
             self.rows.append(({alone[slot]: 1.0, within[slot]: -1.0}, 0.0))
-        return alone, within
+        return alone
 
     def _states(self, changes: dict[int, Row]) -> list[int]:
         """Return a column for each slot that is the one before less the changes there: so rows stay short."""
@@ -188,7 +188,7 @@ class _Program:
             self.equal.append((row, 0.0))
         return columns
 
-    def _memory(self, alone: list[int], within: list[int]) -> None:
+    def _memory(self, alone: list[int]) -> None:
         """Working bytes, what is there whatever is done, and what is in its gap and neither dropped nor on the host alone."""
         problem, num_slots = self.problem, self.problem.num_slots
         there, changes = [0.0] * (num_slots + 1), defaultdict[int, Row](dict)

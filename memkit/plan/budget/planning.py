@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -85,7 +85,7 @@ class JointPlanner:
         for planner in self.alone.values():
             if planner.least().peak_bytes <= budget_bytes:
                 starts.append(planner.best(budget_bytes))
-        starts = [_within(start, self.problem, budget_bytes) for start in starts]
+        starts = [_without_excess(start) for start in starts]
         if budget_bytes in self._found:  # what was found under others since may be better
             return min(starts, key=lambda start: start.rank)
         found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
@@ -113,7 +113,7 @@ class JointPlanner:
         moves = {move.index: move for move in found.moves}
         replays_s = {replay.index: sum(problem.op_s[op] for op in replay.ops) for replay in found.replays}
         values = tuple(
-            self._planned(index, held, found.actions[index], moves.get(index), replays_s.get(index, 0.0), found)
+            self._planned(held, found.actions[index], moves.get(index), replays_s.get(index, 0.0), found)
             for index, held in enumerate(problem.values)
             if not (held.is_anchor and found.actions[index] is Action.RECOMPUTE)
         )
@@ -147,9 +147,7 @@ class JointPlanner:
             notes=(*unsure(problem), *missing),
         )
 
-    def _planned(
-        self, index: int, held: HeldValue, action: Action, move: Move | None, cost_s: float, found: Simulated
-    ) -> PlannedValue:
+    def _planned(self, held: HeldValue, action: Action, move: Move | None, cost_s: float, found: Simulated) -> PlannedValue:
         problem, gpu = self.problem, self.problem.gpu
         op, module = problem.trace.names.get(held.value, ("", ""))
         read = found.held_until.get(held.value)
@@ -224,8 +222,8 @@ def unsure(problem: Problem) -> Iterator[str]:
         yield f"only the backend knows what runs in {', '.join(modules)}, and what it saves: bytes and time are guesses there"
 
 
-def _within(start: Simulated, problem: Problem, budget_bytes: int) -> Simulated:
-    """Return a step that keeps to a smaller budget as one under this one."""
+def _without_excess(start: Simulated) -> Simulated:
+    """Return a step that keeps to a smaller budget as it is under a larger one."""
     return replace(start, over_bytes=0, excess_bytes=0) if start.excess_bytes else start
 
 
@@ -246,27 +244,6 @@ def plan_budget_jointly(
         BudgetInfeasible: none was found; see `JointPlanner.plan`.
     """
     return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound)
-
-
-def plan_budgets(
-    problem: Problem, budgets: Iterable[int], *, actions: Collection[Action] = BOTH, with_bound: bool = False
-) -> dict[int, MemoryPlan | BudgetInfeasible]:
-    """Return a plan for each of several budgets, or why there is none. A larger budget is never slower than a smaller one.
-
-    Args:
-        problem: the step.
-        budgets: bytes, in any order.
-        actions: what may be done with values beside keeping them.
-        with_bound: compute the lower bounds as well, where scipy is there.
-    """
-    planner, asked = JointPlanner(problem, actions), list(budgets)
-    plans: dict[int, MemoryPlan | BudgetInfeasible] = {}
-    for budget_bytes in sorted(asked):
-        try:
-            plans[budget_bytes] = planner.plan(budget_bytes, with_bound=with_bound)
-        except BudgetInfeasible as error:
-            plans[budget_bytes] = error
-    return {budget_bytes: plans[budget_bytes] for budget_bytes in asked}
 
 
 def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
