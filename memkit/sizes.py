@@ -49,6 +49,16 @@ def format_bytes(num_bytes: int) -> str:
     return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
 
 
+def format_gib(num_bytes: int) -> str:
+    """Return bytes as GiB (1024**3 bytes) with two decimals from 1 GiB on, else as `format_bytes` does.
+
+    Example:
+        >>> format_gib(3 * 2**29), format_gib(2**20)
+        ('1.50 GiB', '1.00 MiB')
+    """
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else format_bytes(num_bytes)
+
+
 def unit_of(num_bytes: int) -> tuple[str, int]:
     """Return the unit that bytes are told in, and its bytes: GiB from 1 GiB on, then MiB, then KiB.
 

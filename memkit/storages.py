@@ -139,6 +139,16 @@ def tensor_over(
         return tensor
 
 
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether elements lie side by side, each in a place of its own: contiguous, but for the order of the dimensions."""
+    expected = 1
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
 def chunk_bytes(tensor: Tensor) -> int:
     """Return from the first byte of a tensor to behind its last one."""
     if tensor.numel() == 0:

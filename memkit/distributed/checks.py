@@ -16,6 +16,7 @@ from memkit.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.weights import LayerOffload
 from memkit.weights.claims import is_streamed
 from memkit.weights.placement import shared_between
+from memkit.weights.selection import quoted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +87,7 @@ def check_model(model: nn.Module) -> None:
             a scalar, or two are views of one tensor.
     """
     for name, module in model.named_modules():
-        where, kind = _quoted(name), type(module).__name__
+        where, kind = quoted(name), type(module).__name__
         if is_sharded_by_fsdp(module):
             raise ValueError(f"shard needs a model that is not sharded; found {where} sharded already ({kind}). Shard it once")
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -132,7 +133,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         )
     inside = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     named = dict(model.named_parameters())
-    groups = {_quoted(name): dict(layer.named_parameters(prefix=name)) for name, layer in layers.items()}
+    groups = {quoted(name): dict(layer.named_parameters(prefix=name)) for name, layer in layers.items()}
     groups["what is in no layer"] = {name: item for name, item in named.items() if id(item) not in inside}
     for where, parameters in groups.items():
         first_of = dict[torch.dtype, str]()
@@ -190,7 +191,3 @@ def _refuse_views_of_one(model: nn.Module) -> None:
         if len(names) > 1:
             found = " and ".join(f'"{name}"' for name in names.values())
             raise ValueError(f"shard: {found} are parameters over the same bytes, which shards would not share. Untie them")
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if name else "the model"

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from memkit.errors import BudgetInfeasible
 from memkit.fronts.checkpoints import checkpoint_curve, fewest_that_fit
 from memkit.fronts.front import CheckpointedBlocks, Front, FrontRow
-from memkit.fronts.table import size_text
 from memkit.plan.actions import Action
 from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, unsure
+from memkit.sizes import format_gib
 
 
 def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list[int]:
@@ -35,8 +35,8 @@ def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> lis
     gpu = problem.gpu
     if least_bytes > gpu.memory_bytes:
         raise BudgetInfeasible(
-            f"the step needs {size_text(least_bytes)} at the least; the {gpu.name} has {size_text(gpu.memory_bytes)}. Make the "
-            "batch smaller, or name another GPU",
+            f"the step needs {format_gib(least_bytes)} at the least; the {gpu.name} has {format_gib(gpu.memory_bytes)}. Make "
+            "the batch smaller, or name another GPU",
             least_bytes,
         )
     return budgets_between(min(problem.plain_peak_bytes, gpu.memory_bytes), least_bytes, num_budgets)

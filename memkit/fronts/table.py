@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from memkit.fronts.front import Front, FrontRow
-from memkit.sizes import format_bytes
+from memkit.sizes import format_gib
 
 _COLUMNS = 80
 _HEADS = (
@@ -85,21 +85,21 @@ def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
 def _below(front: Front, columns: int) -> list[str]:
     op = front.least_op.removeprefix("aten.").partition(".")[0]
     where = ", ".join(part for part in (front.least_module, op) if part)
-    least = f"least budget: {size_text(front.least_bytes)}" + (f" (set by {where})" if where else "")
+    least = f"least budget: {format_gib(front.least_bytes)}" + (f" (set by {where})" if where else "")
     lines = [
-        *textwrap.wrap(f"plain peak: {size_text(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms", columns),
+        *textwrap.wrap(f"plain peak: {format_gib(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms", columns),
         *textwrap.wrap(least, columns),
     ]
     ranks = front.ranks
     if ranks is not None:
         shards = (
-            f"parameters {size_text(ranks.param_bytes)}, gradients {size_text(ranks.grad_bytes)}, states "
-            f"{size_text(ranks.state_bytes)}"
+            f"parameters {format_gib(ranks.param_bytes)}, gradients {format_gib(ranks.grad_bytes)}, states "
+            f"{format_gib(ranks.state_bytes)}"
         )
-        gathered = f"gathered at a time {size_text(ranks.gathered_bytes)}"
+        gathered = f"gathered at a time {format_gib(ranks.gathered_bytes)}"
         said = f"on each of {ranks.num_ranks} ranks: "
         if ranks.is_offloaded:
-            said += f"{gathered}, on the way there {size_text(ranks.brought_bytes)}; in host memory {shards}"
+            said += f"{gathered}, on the way there {format_gib(ranks.brought_bytes)}; in host memory {shards}"
         else:
             said += f"{shards}, {gathered}"
         lines += textwrap.wrap(said, columns)
@@ -107,11 +107,6 @@ def _below(front: Front, columns: int) -> list[str]:
     if batch is not None:
         plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"
         planned = f"{batch.num_planned}{'' if batch.is_planned_found else ' or more'}"
-        said = f"the largest batch that fits in {size_text(batch.budget_bytes)}: plain {plain}, planned {planned}"
+        said = f"the largest batch that fits in {format_gib(batch.budget_bytes)}: plain {plain}, planned {planned}"
         lines += textwrap.wrap(said, columns)
     return [*lines, *(line for note in front.notes for line in textwrap.wrap(f"note: {note}", columns))]
-
-
-def size_text(num_bytes: int) -> str:
-    """Return bytes as GiB with two decimals from 1 GiB on, else as `format_bytes` does."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else format_bytes(num_bytes)

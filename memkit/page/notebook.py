@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
-from memkit.page.sources import CATEGORIES, MEANINGS, PHASES, Memory, Report, Row, memory_of, op_name, size_text
+from memkit.page.sources import CATEGORIES, MEANINGS, PHASES, Memory, Report, Row, memory_of, op_name
 from memkit.page.timeline import categories_of, sampled, spans_of
+from memkit.sizes import format_gib
 
 COLORS = {
     "param": "#0072b2",
@@ -91,7 +92,7 @@ def _timeline(memory: Memory) -> str:
     peak, is_right = x(memory.peak), memory.peak > num_moments // 2
     anchor, shift = ("end", -6) if is_right else ("start", 6)
     found.append(f'<line x1="{peak}" x2="{peak}" y1="{_TOP}" y2="{_HEIGHT - 4}" stroke="currentColor" stroke-dasharray="3 3"/>')
-    text = f"peak {size_text(peak_bytes)}"
+    text = f"peak {format_gib(peak_bytes)}"
     found.append(f'<text x="{float(peak) + shift:.1f}" y="{_TOP + 13}" text-anchor="{anchor}" font-weight="bold">{text}</text>')
     return _svg(_HEIGHT, found)
 
@@ -104,7 +105,7 @@ def _legend(memory: Memory) -> str:
         swatch = f'<span style="display:inline-block;width:11px;height:11px;border-radius:3px;background:{color}"></span>'
         keys.append(
             f'<span style="margin-right:16px;white-space:nowrap" title="{escape(MEANINGS.get(category, ""))}">{swatch} '
-            f"{escape(name)} {size_text(level[peak])}</span>"
+            f"{escape(name)} {format_gib(level[peak])}</span>"
         )
     moment = memory.moments[peak]
     module = f" in {escape(moment.module)}" if moment.module else ""
@@ -144,10 +145,10 @@ def _boxes(rows: Sequence[Row], below: dict[int | None, list[int]], total: int) 
 
 def _box(row: Row, x: float, width: float, depth: int, total: int) -> str:
     share = row.activation_bytes / total
-    title = escape(f"{row.fqn} ({row.type_name}): {size_text(row.activation_bytes)}, {100 * share:.1f} %")
+    title = escape(f"{row.fqn} ({row.type_name}): {format_gib(row.activation_bytes)}, {100 * share:.1f} %")
     y, num_letters = depth * _ROW_HEIGHT + 1, int((width - 8) / _LETTER)
     name = row.fqn if row.parent is None else row.fqn.rpartition(".")[2]
-    label = f"{name}  {size_text(row.activation_bytes)}"
+    label = f"{name}  {format_gib(row.activation_bytes)}"
     label = label if len(label) <= num_letters else name if len(name) <= num_letters else ""
     text = f'<text x="{x + 4:.1f}" y="{y + 15}" fill="#1b2430">{escape(label)}</text>' if label else ""
     size = f'width="{max(width - 1, 1):.1f}" height="{_ROW_HEIGHT - 1}"'

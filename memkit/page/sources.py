@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from memkit.plan import StepTrace
-from memkit.sizes import format_bytes
 
 PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "optimizer step": "optimizer"}
 """What a picture calls each part of a step, by the values of `memkit.profile.alive.Phase`."""
@@ -289,16 +288,6 @@ def memory_of(report: Report) -> Memory | None:
 def peak_bytes_of(report: Report) -> int | None:
     """Return the most bytes at once, as far as the report knows."""
     return report.step_peak_bytes if report.step_peak_bytes is not None else report.forward_peak_bytes
-
-
-def size_text(num_bytes: int) -> str:
-    """Return bytes as GiB with two decimals from 1 GiB on, else as `format_bytes` does.
-
-    Example:
-        >>> size_text(3 * 2**29), size_text(2**20)
-        ('1.50 GiB', '1.00 MiB')
-    """
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else format_bytes(num_bytes)
 
 
 def op_name(op: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.errors import StateOffloadError
 from memkit.plan import aligned
-from memkit.storages import tensor_over
+from memkit.storages import is_dense, tensor_over
 from memkit.torch_state import local_of
 from memkit.transfer.spans import Span
 from memkit.wrappers import parts_of
@@ -280,15 +280,5 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not tensor.is_quantized
-        and (tensor.is_contiguous() or _is_dense(tensor))
+        and (tensor.is_contiguous() or is_dense(tensor.size(), tensor.stride()))
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether elements lie side by side, each in a place of its own."""
-    expected = 1
-    for step, length in sorted((step, size) for size, step in zip(tensor.size(), tensor.stride(), strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True

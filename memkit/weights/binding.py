@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.storages import Geometry, storage_key, tensor_over
+from memkit.storages import Geometry, is_dense, storage_key, tensor_over
 from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 HOST = torch.device("cpu")
@@ -49,7 +49,7 @@ class BoundTensor:
     def adopt_layout(self, source: Tensor) -> None:
         """Let the elements of the host copy lie in the order of those of another tensor, if they can."""
         is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
-        if is_alone and _is_dense(self.size, self.stride) and _is_dense(source.size(), source.stride()):
+        if is_alone and is_dense(self.size, self.stride) and is_dense(source.size(), source.stride()):
             self.stride = source.stride()
             self.host_copy = tensor_over(
                 self.host_copy.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride
@@ -91,7 +91,7 @@ class StreamedParameter:
     def note_stride(self) -> None:
         """Take note of how the elements of the parameter lie now."""
         self.stride = self.parameter.stride()
-        self.gradient_stride = self.stride if _is_dense(self.size, self.stride) else _contiguous(self.size)
+        self.gradient_stride = self.stride if is_dense(self.size, self.stride) else _contiguous(self.size)
         """How those of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
 
     def bind(self, storage: torch.UntypedStorage) -> None:
@@ -269,16 +269,6 @@ class Binding:
 
 _NO_CONTEXT = nullcontext()
 _requires_grad = attrgetter("requires_grad")
-
-
-def _is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether elements lie side by side, each in a place of its own."""
-    expected = 1
-    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _contiguous(size: Sequence[int]) -> tuple[int, ...]:

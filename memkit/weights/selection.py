@@ -55,7 +55,7 @@ def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerO
         scripted = next((name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)), None)
         if not found and scripted is not None:
             raise ValueError(
-                f"{feature} needs layers that hooks can be set on; found none, and {_quoted(scripted)} compiled by "
+                f"{feature} needs layers that hooks can be set on; found none, and {quoted(scripted)} compiled by "
                 "torch.jit.script or torch.jit.trace. Leave it as it is (torch.compile works), or name other layers by layers="
             )
         if not found:
@@ -256,7 +256,7 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
         for inner in module.modules():
             if id(inner) in within:
                 name = within[id(inner)]
-                what = _quoted(name)
+                what = quoted(name)
                 where = f', which is in "{layer}"' if inner is not module else f', with "{layer}" in it'
                 where = "" if name == layer else where
                 raise ValueError(
@@ -271,7 +271,8 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
             )
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """Return a module's name in quotes, as errors have it; "the model" for the empty name of the outermost module."""
     return f'"{name}"' if name else "the model"
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from memkit.page.sources import size_text
 from memkit.plan import MemoryPlan
 from memkit.profile import MemoryReport
+from memkit.sizes import format_gib
 from tests.page.browser import needs_browser, opened
 from tests.page.reports import EVIL, plans_of, report_of_blocks, report_of_evil
 
@@ -118,16 +118,16 @@ def test_peak_is_told_and_what_is_alive_there(told: dict[str, Any], report: Memo
     assert memory is not None
     largest = memory.grouped_at(memory.peak)[0]
 
-    assert told["at_peak"] == told["back"] == f"At the peak: {size_text(memory.peak_bytes)}"
-    assert size_text(memory.peak_bytes) in told["words"]
-    assert told["alive_at_peak"][0].startswith(f"{size_text(largest.num_bytes)}{largest.module}")
+    assert told["at_peak"] == told["back"] == f"At the peak: {format_gib(memory.peak_bytes)}"
+    assert format_gib(memory.peak_bytes) in told["words"]
+    assert told["alive_at_peak"][0].startswith(f"{format_gib(largest.num_bytes)}{largest.module}")
 
 
 def test_another_moment_can_be_looked_at(told: dict[str, Any], report: MemoryReport) -> None:
     memory = report.step_memory
     assert memory is not None
 
-    assert told["at_begin"] == f"At this moment: {size_text(memory.total_bytes[0])}"
+    assert told["at_begin"] == f"At this moment: {format_gib(memory.total_bytes[0])}"
     assert told["alive_at_begin"] != told["alive_at_peak"]
     assert "in the backward" in told["clicked"]
 
@@ -152,15 +152,15 @@ def test_table_folds_sorts_and_finds(told: dict[str, Any], report: MemoryReport)
 
 
 def test_slider_tells_each_plan(told: dict[str, Any], plans: list[MemoryPlan]) -> None:
-    assert [row[0] for row in told["plans"]] == [f"Budget: {size_text(plan.budget_bytes)}" for plan in plans]
-    assert [row[1] for row in told["plans"]] == [size_text(plan.predicted_peak_bytes) for plan in plans]
+    assert [row[0] for row in told["plans"]] == [f"Budget: {format_gib(plan.budget_bytes)}" for plan in plans]
+    assert [row[1] for row in told["plans"]] == [format_gib(plan.predicted_peak_bytes) for plan in plans]
     assert [float(row[2].removesuffix(" ms")) for row in told["plans"]] == pytest.approx(
         [1e3 * plan.predicted_s for plan in plans], abs=0.051
     )
 
 
 def test_click_on_a_plan_chooses_it(told: dict[str, Any], plans: list[MemoryPlan]) -> None:
-    assert told["chosen"] == f"Budget: {size_text(plans[0].budget_bytes)}"
+    assert told["chosen"] == f"Budget: {format_gib(plans[0].budget_bytes)}"
     (_, held), (_, after), (_, before) = told["after"]
 
     assert held <= after == pytest.approx(plans[0].predicted_peak_bytes / 2**20)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.page.sources import size_text
+from memkit.sizes import format_gib
 from tests.page.reports import EVIL, report_of_blocks, report_of_evil
 from tests.page.test_document import parts_of
 from tests.page.test_timeline import memory_of_ops
@@ -32,7 +32,7 @@ def test_shows_the_timeline_the_boxes_and_the_table() -> None:
     html = report._repr_html_()
 
     line, boxes = pictures_of(html)
-    assert f"peak {size_text(report.step_memory.peak_bytes)}" in "".join(line.itertext())
+    assert f"peak {format_gib(report.step_memory.peak_bytes)}" in "".join(line.itertext())
     assert {"activations", "gradients", "optimizer states"} <= {title.text for title in line.iter(f"{_SVG}title")}
     titles = [title.text or "" for title in boxes.iter(f"{_SVG}title")]
     assert titles[0].startswith("(model) (Sequential): ")
