@@ -1,4 +1,18 @@
-"""Act on saved tensors: move them to the host and back, or drop them and make them again."""
+"""Act on saved tensors: move them to the host and back, or drop them and recompute them.
+
+- `cpu_offload`: `CPUOffload`
+- `rematerialize`: `Rematerialize`
+- `memory_budget`: `MemoryBudget`
+- `attach`: `attach`: a context around each forward of a module
+- `context`: what all contexts share, so that `attach` can enter them
+- `marks`: `keep`, `offload`, `recompute`: the user's choice for single tensors
+- `stats`: `stats`: what contexts did under a tag
+- `unused`: warns where an attached module is trained and its forward never called
+- `saved/`: what every context does: hooks, records, the ledger of bytes
+- `offloading/`: moving: what `CPUOffload` does with each tensor
+- `recomputing/`: dropping and recomputing: what `Rematerialize` does with each tensor
+- `budgeting/`: both under one budget: what `MemoryBudget` does with each tensor
+"""
 
 from memkit.activations.attach import Attachment, attach
 from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag

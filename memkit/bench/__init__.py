@@ -1,4 +1,15 @@
-"""What `memkit bench` runs: training steps, timed beside plain PyTorch and its own means."""
+"""What `memkit bench` runs: training steps, timed beside plain PyTorch and its own means.
+
+- `offload`: `memkit bench offload`
+- `remat`: `memkit bench remat`
+- `layers`: `memkit bench layers`
+- `layer_rows`: its results
+- `machine`: `memkit bench machine`: GPU, link, host and disk
+- `host`: optimizer steps and disk speed of the host
+- `measure`: seconds and peak of a step: the median of several runs
+- `engines`: plain PyTorch and its own offload, to compare with
+- `curves`: what the tables and pictures share
+"""
 
 from memkit.bench.layer_rows import LayerBench, LayerRow
 from memkit.bench.layers import bench_layers, freeze_layers, measure_ratio

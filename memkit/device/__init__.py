@@ -1,4 +1,12 @@
-"""Where bytes live: streams, events and memory counters. Nothing outside this room names `torch.cuda`."""
+"""Where bytes live: streams, events and memory counters. Nothing outside this room names `torch.cuda`.
+
+- `base`: `Device`: the contract
+- `cuda`: CUDA
+- `cpu`: the CPU
+- `reference`: `ReferenceDevice`: a stand-in on the CPU on which races show
+- `clocks`: its streams: late copies, and vector clocks
+- `ceilings`: peak FLOPs and memory bandwidth, measured
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,14 @@
 
 Each library is imported when its callback is first used, and by nothing else. What a callback is given are the features of
 memkit themselves; what each loop does to a model meanwhile is in `in_place`, and what cannot go together in `refusals`.
+
+- `trainer`: `MemkitCallback` for the Hugging Face Trainer
+- `lightning`: `MemkitLightningCallback`
+- `features`: sets features up and takes them off, for both
+- `optimizer_states`: the `StateOffload` of each optimizer
+- `in_place`: keeps a streaming model where it is
+- `refusals`: combinations that are refused or warned of
+- `extra`: what to install where a library is missing
 """
 
 from __future__ import annotations

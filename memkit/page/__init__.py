@@ -1,6 +1,14 @@
 """A report as a page to look at, as a picture for notebooks, and as what PyTorch's memory viewer reads.
 
 All of it is made from frozen values: nothing is measured or decided here.
+
+- `document`: the page as one HTML file, with its `assets`
+- `contents`: what it shows, as JSON
+- `sources`: what is read of a report
+- `timeline`: bytes over time, in few points
+- `under_plan`: the same under a plan
+- `notebook`: the small picture for notebooks
+- `snapshot`: the file for PyTorch's memory viewer
 """
 
 from memkit.page.document import write_page

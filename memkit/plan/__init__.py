@@ -1,4 +1,47 @@
-"""Decide: pure functions from sizes and times to plans. No tensor is touched here."""
+"""Decide: pure functions from sizes and times to plans. No tensor is touched here.
+
+Saved tensors:
+
+- `asked`: `plan_memory`: from a user's arguments to a plan
+- `actions`: `Plan`: keep, offload or recompute for each save
+- `ratio`: from a ratio to actions
+- `schedules`: `memkit.schedules`: the ratio by iteration
+- `costs`: seconds of copies; `offload_ratio="auto"`
+- `timeline`: seconds and bytes of one step, which all simulations walk
+- `forecast`: bytes on the device at each point of a backward
+- `copies`: when each copy of a known step is due
+- `budget/`: one budget for the whole device, all three actions
+
+Recomputing:
+
+- `lineage`: which op made which value
+- `planner`: from a budget to what is dropped, op by op
+- `drop_order`: in which order values are dropped as the budget falls
+- `segments`: where a forward may be cut, as checkpointing does between layers
+- `eviction`: what is evicted and how it is recomputed: used by the simulation and by the real step
+- `simulation`: what a step takes under a plan
+- `regions`: which calls of modules are recomputed as a whole
+- `region_step`: what a step takes then
+- `spans`: which neighboring calls are tried as one
+
+The traced step and the machine:
+
+- `step_trace`: `StepTrace`: a step op by op, in numbers
+- `trace_format`: the same as JSON
+- `gpu`: `GpuSpec`: from an op's work to seconds
+- `gpus`: GPUs that are known by name
+- `shards`: what one rank takes of a split model
+
+Weights and optimizer states:
+
+- `chunks`: offsets of tensors in a chunk; where a chunk's bytes are
+- `residency`: `ResidencyPlan`: which layers stream
+- `streaming`: the slots' sizes, and seconds of a step that streams
+- `state_costs`: bytes of states
+- `state_pieces`: which states move together, and where each piece is stepped
+- `state_places`: where states are between steps: device, host or disk
+- `disk`: room, wear and seconds of chunks on a disk
+"""
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
 from memkit.plan.asked import budget_or_share, plan_memory

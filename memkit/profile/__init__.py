@@ -1,4 +1,47 @@
-"""Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here."""
+"""Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here.
+
+The call:
+
+- `tracker`: `profile_memory`
+- `checks`: what it refuses
+- `passes`: the runs that it makes: for memory, for time, on the meta device
+- `step`: one run: forward, loss, backward
+- `without_data`: a run on the meta device
+- `simulate/`: what a target's kernels would do, on the meta device
+- `restore`: puts back what a run changes
+
+What is watched:
+
+- `tree`: the model's modules
+- `calls`: which module is running
+- `gauges`: memory and time at the ends of a module's call
+- `signatures`: shapes and dtypes of inputs and outputs
+- `saves`: what autograd saves
+- `watch`: storages, casts and checkpoints, seen below autograd
+- `sharded`: models that FSDP2 has split
+- `optimizer_states`: what an optimizer keeps for each parameter
+
+`trace=True`: the step op by op:
+
+- `trace`: the traced step
+- `op_clock`: each op, and the bytes then
+- `op_work`: an op's kind, FLOPs and bytes
+- `partitions`: what a compiled block would save
+- `alive`: `StepMemory`: what is on the device at each op
+- `storage_log`: writes that down
+
+The report:
+
+- `report`: `MemoryReport`
+- `records`: its rows
+- `rows`: makes them of what was found
+- `timed`: saved storages with times, for a plan of copies
+- `table`: the report as text, CSV and HTML
+- `words`: the sentences in it
+- `fit`: would the step fit in some memory, with which feature
+- `compare`: two reports side by side
+- `registry`: reports by tag
+"""
 
 from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, OptimizerMemory, Phase, StepMemory
 from memkit.profile.compare import ComparedFigure, Comparison

@@ -1,4 +1,17 @@
-"""One budget for the device: which values of a step stay, leave for host memory, or are made again."""
+"""One budget for the device: which values of a step stay, leave for host memory, or are recomputed.
+
+- `problem`: `Problem`: a traced step, and what may be done with each value
+- `simulate`: seconds and bytes of a step under one action for each value
+- `simulated`: the result of that
+- `replays`: which ops run again
+- `search`: finds plans: a greedy search
+- `improve`: makes a plan better by single changes
+- `portfolio`: the best plan of several searches
+- `bound`: a linear program: no plan is faster
+- `fitting`: what saved values may take beside regions and their copies
+- `planning`: `JointPlanner`: a budget in, a plan or an error out
+- `memory_plan`: `MemoryPlan`: the answer, frozen, as JSON and as a table
+"""
 
 from memkit.plan.budget.bound import bound_s, why_no_bound
 from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions

@@ -4,6 +4,14 @@
 target takes: the meta device by itself always takes the most general one. `autocast.py`, `attention.py` and `kernels.py` hold
 the differences; `dtypes.py` knows what the target refuses. They are imported where a model is run, and not here: some derive
 from private classes of torch.
+
+- `target`: ops that a backend replaces
+- `attention`: which kernel `scaled_dot_product_attention` takes
+- `autocast`: autocast's casts
+- `dtypes`: dtypes that a kernel refuses, though the meta kernel takes them
+- `kernels`: ops whose meta kernel gives other dtypes or strides
+- `numbers`: `item()` of tensors without data
+- `twins`: tensors without data that stand in for real ones
 """
 
 import torch
