@@ -17,7 +17,7 @@ class Ending(Enum):
 
     RETURNED = "returned"
     RAISED = "raised"
-    """With an exception, as also a checkpoint that has made again all it needs: the caller could do nothing since."""
+    """With an exception, as also a checkpoint that has recomputed all it needs: the caller could do nothing since."""
     LEFT = "left"
     """By an interrupt, some time ago: anything may have been done since."""
 

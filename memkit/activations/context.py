@@ -124,7 +124,7 @@ class RecordedContext(ForwardContext):
         super().end_block(has_failed=has_failed)
         if was_on and not has_failed and (number := num_unmarked()):
             raise ValueError(
-                f"FSDP2 has sharded {number} modules within {self._title}, which was recording and can't make again what they "
+                f"FSDP2 has sharded {number} modules within {self._title}, which was recording and can't recompute what they "
                 "save. Shard before it is entered"
             )
 

@@ -21,7 +21,7 @@ def _mark(tensor: Tensor, action: Action, name: str) -> Tensor:
 
 
 def _mark_in(tensor: Tensor, action: Action, stages: Sequence[Stage]) -> None:
-    """Mark a tensor, or what it wraps: that is never made again, and so it concerns the stages that move."""
+    """Mark a tensor, or what it wraps: that is never recomputed, and so it concerns the stages that move."""
     if not stages:
         return
     if has_own_dispatch(tensor) and torch_private.is_wrapper(tensor):

@@ -1,4 +1,4 @@
-"""`Rematerialize`: the context that drops saved tensors under a byte budget and makes them again when the backward asks."""
+"""`Rematerialize`: the context that drops saved tensors under a byte budget and recomputes them when the backward asks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What checkpointing some of a model's blocks takes, told by the same simulation as a plan.
 
-As with `torch.utils.checkpoint`, what comes into a checkpointed block is held, and all else that is saved in it is made again
+As with `torch.utils.checkpoint`, what comes into a checkpointed block is held, and all else that is saved in it is recomputed
 when the backward gets there: the ops of the block run again up to the last whose result is saved.
 """
 

@@ -31,7 +31,7 @@ def to_text(front: Front, *, width: int | None = None) -> str:
     """Return the table, one row per budget, with what is said of the whole above and below it.
 
     Args:
-        width: no line is longer: of a table that is too wide, columns go, the dearest to tell first. None leaves all in.
+        width: no line is longer: a table that is too wide loses columns, the least telling first. None keeps all.
     """
     columns = _COLUMNS if width is None else min(width, _COLUMNS)
     unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)

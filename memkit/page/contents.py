@@ -174,7 +174,7 @@ def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[
 
 
 def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
-    """Return for modules with most to do what stays, leaves and is made again of their values."""
+    """Return for modules with most to do what stays, leaves and is recomputed of their values."""
     found: dict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for value in plan.values:
         if not value.is_anchor:

@@ -18,7 +18,7 @@ class UnderPlan:
     saved_bytes: tuple[int, ...]
     """How many bytes more, or fewer, are there of what is saved and of what is held to make it from."""
     again_bytes: tuple[int, ...]
-    """What else is there while values are made again."""
+    """What else is there while values are recomputed."""
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:

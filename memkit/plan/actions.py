@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def dropped(self) -> frozenset[int]:
-        """The values that are made again."""
+        """The values that are recomputed."""
         return frozenset(save.value for save in self.saves if save.action is Action.RECOMPUTE)
 
     @property
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def recompute_bytes(self) -> int:
-        """Of these, the bytes that are made again."""
+        """Of these, the bytes that are recomputed."""
         return self._bytes[Action.RECOMPUTE]
 
     @property
@@ -146,7 +146,7 @@ class Plan:
         """
         save = self.saves[index]
         if action is Action.RECOMPUTE and not save.op:
-            raise ValueError(f"save {index} cannot be made again: {save.reason if self._is_recorded else 'no op was recorded'}")
+            raise ValueError(f"save {index} cannot be recomputed: {save.reason if self._is_recorded else 'no op was recorded'}")
         saves = list(self.saves)
         saves[index] = replace(save, action=action, reason="asked for")
         return replace(self, saves=tuple(saves))
@@ -165,7 +165,7 @@ class Plan:
 
     def explain(self) -> str:
         """Return the plan as a table, with the totals below: a line for each save, or, where ops were recorded, for each module
-        and op what is kept, what leaves, what is made again, and why."""
+        and op what is kept, what leaves, what is recomputed, and why."""
         lines = [
             self._table_of_ops() if self._is_recorded else self._table_of_saves(),
             f"saved: {format_bytes(self.saved_bytes)}",

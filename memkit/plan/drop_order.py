@@ -105,7 +105,7 @@ class _DropOrder:
             del self._open[value]
             self._dropped.add(value)
             self._kept.discard(value)
-            # On the device again when the first is that is made from it, through values that are made again as well.
+            # On the device again when the first is that is made from it, through values that are recomputed as well.
             back = min((self._back[later] for later in self._made_from(value)), default=self._back[value])
             back = min(back, self._back[value])
             self._levels.add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])

@@ -1,6 +1,6 @@
-"""Who goes when room is needed, and how what has gone is made again: one walk for the plan's simulation and for the real step.
+"""Who goes when room is needed, and how what has gone is recomputed: one walk for the plan's simulation and for the real step.
 
-The choice is that of dynamic tensor rematerialization (Kirisame et al., arXiv 2006.09616): what is cheap to make again, large,
+The choice is that of dynamic tensor rematerialization (Kirisame et al., arXiv 2006.09616): what is cheap to recompute, large,
 and not needed for long goes first. Its cost is that of its own op and of all ancestors that are missing as well.
 """
 
@@ -80,7 +80,7 @@ class ValueStore(Protocol):
 
 
 class Walk:
-    """The way of a step through its saves and requests, against a limit in bytes: who goes, and what is made again.
+    """The way of a step through its saves and requests, against a limit in bytes: who goes, and what is recomputed.
 
     All sizes are bytes of storages.
 
@@ -97,7 +97,7 @@ class Walk:
         self.limit_bytes = limit_bytes
         self._store: ValueStore = weakref.proxy(store)
         self.num_replays: dict[int, int] = {}
-        """How often each value has been made again."""
+        """How often each value has been recomputed."""
         self.replayed_s = 0.0
         self.num_replayed_ops = 0
         self.temp_bytes = 0
@@ -112,7 +112,7 @@ class Walk:
         """How many saves and requests there were."""
         self._touched: dict[int, int] = {}
         # [Note: ranking] The value that goes is found without a look at all of them. What it takes to make a value again is
-        # known as a bound from below, at first its own op. A value that goes makes others dearer, which leaves the bounds
+        # known as a bound from below, at first its own op. A value that goes makes others cost more, which leaves the bounds
         # what they are; one that comes makes those cheaper that are made from it, whose bounds start anew. The heap has a
         # score for each bound: the value at its top is looked at closer, until one stays there.
         self._least_s: dict[int, float] = {}

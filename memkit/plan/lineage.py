@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 NO_OP = -1
-"""The maker of a *root*: a value that was there before, or that no recorded op can make again."""
+"""The maker of a *root*: a value that was there before, or that no recorded op can recompute."""
 
 
 class Lineage:
@@ -183,7 +183,7 @@ class Step:
     fixed: frozenset[int] = field(default_factory=frozenset)
     """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
     dropped: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that the user asked to be made again."""
+    """Saved values that the user asked to be recomputed."""
     moved: frozenset[int] = field(default_factory=frozenset)
     """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
     retained_bytes: Mapping[int, int] = field(default_factory=dict)

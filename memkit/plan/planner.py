@@ -1,4 +1,4 @@
-"""From a byte budget to what is kept and what is made again.
+"""From a byte budget to what is kept and what is recomputed.
 
 A trace is planned once. A greedy walk finds one *drop order*: at each point of the step where the ledger is fullest, the value
 whose making again costs least for the bytes it frees there goes next. Each prefix of that order is a plan, and so is what
@@ -201,7 +201,7 @@ class RematPlanner:
         return sorted({max(length, len(self._asked)) for length in lengths})
 
     def _try_cheaper(self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int]) -> None:
-        """Simulate a step, but give up as soon as it is dearer than what was found."""
+        """Simulate a step, but give up as soon as it takes longer than what was found."""
         best = self._cheapest(limit_bytes)
         self._try(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
 
@@ -256,7 +256,7 @@ class RematPlanner:
         )
 
     def _kept_bytes(self) -> dict[str, int]:
-        """Return what stays that no op makes again, by reason, where a user may wonder."""
+        """Return what stays that no op recomputes, by reason, where a user may wonder."""
         step, found = self.step, dict[str, int]()
         for value in dict.fromkeys(step.saves):
             if value in step.why_kept:
@@ -270,7 +270,7 @@ class RematPlanner:
         if value in step.moved:
             reason = "asked for"
         elif lineage.maker[value] == NO_OP:
-            reason = step.why_kept.get(value, "no op can make it again")
+            reason = step.why_kept.get(value, "no op can recompute it")
         elif value in step.fixed or value in step.dropped:
             reason = "asked for"
         else:

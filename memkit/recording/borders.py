@@ -1,9 +1,9 @@
-"""Borders in a forward: behind one, nothing is made again by what ran before it.
+"""Borders in a forward: behind one, nothing is recomputed by what ran before it.
 
 A module that FSDP2 shards lets go of its parameters when its forward is over, and gathers them again for its own backward. What
 it has returned is asked for before that, by the backward of what comes next; all else that it has made, within its own. So what
 it returns is a root, and needs no gathering of which the other ranks don't know. Where it is not gathered for its backward
-(`set_unshard_in_backward(False)`), nothing in it can be made again: the recorder looks away until its forward is over.
+(`set_unshard_in_backward(False)`), nothing in it can be recomputed: the recorder looks away until its forward is over.
 
 `mark_sharded` finds these modules by themselves, so that it doesn't matter who has sharded them, or when.
 """

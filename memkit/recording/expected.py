@@ -1,4 +1,4 @@
-"""Ops that are known ahead: what a forward needs not record of them, since nothing will be made again by them.
+"""Ops that are known ahead: what a forward needs not record of them, since nothing will be recomputed by them.
 
 What they make is numbered all the same, and roots have the numbers that they had: so values are known by the numbers that a
 plan goes by. With the first op that is another one, all is recorded again.

@@ -46,7 +46,7 @@ class OpClass(Enum):
     OPAQUE = auto()
     """Is not run again: its values are roots."""
     BORDER = auto()
-    """Makes nothing, but what it is given is not made again: see `memkit.recording.borders`."""
+    """Makes nothing, but what it is given is not recomputed: see `memkit.recording.borders`."""
     UNKNOWN = auto()
     """Is not run again either: it may have effects, write to what it does not name, and return what it has returned before."""
 
@@ -69,7 +69,7 @@ class OpKind:
     replayed_by: OpOverload | None = None
     """The overload without statistics, where they cannot be None."""
     may_cross: bool = False
-    """Whether it may copy from one device to another: such copies are not made again."""
+    """Whether it may copy from one device to another: such copies are not recomputed."""
     why_kept: str = ""
     """Why its values are roots, where a user may wonder."""
     hides_state: bool = False

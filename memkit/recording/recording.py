@@ -1,4 +1,4 @@
-"""What is remembered of one forward so that its values can be made again: calls to repeat, and the roots that they start from.
+"""What is remembered of one forward so that its values can be recomputed: calls to repeat, and the roots that they start from.
 
 A recording holds no tensor of the forward but the roots that something dropped is made from. `recorder.py` writes it.
 """
@@ -65,14 +65,14 @@ class Recording:
         self.settings = current_settings()
         self.calls: list[Call] = []
         self.funcs: list[Any] = []
-        """Every op that was seen, made again or not: the sequence that tells one forward from another."""
+        """Every op that was seen, recomputed or not: the sequence that tells one forward from another."""
         self.roots: dict[int, Root] = {}
         self.is_gathering = False
         """Whether parameters are being gathered, which is not recorded."""
         self.holder: Holder | None = None
         """Holds values that are made here and that a plan needs, though autograd did not save them."""
         self.pinned: dict[int, KeptHandle] = {}
-        """Saved values that cannot be made again, but from which something is."""
+        """Saved values that cannot be recomputed, but from which something is."""
         self.hidden = set[int]()
         """Roots that may be written to without a trace, as the statistics of a batch norm are."""
         self.why_kept: dict[int, str] = {}
@@ -274,13 +274,13 @@ class Recording:
         value = self.value_of(target)
         root = self.roots.get(value)
         self.note_effect(target, value)
-        if self.expected is not None and value in self.expected.sources:  # no op was recorded that could make it again
+        if self.expected is not None and value in self.expected.sources:  # no op was recorded that could recompute it
             self.pinned.setdefault(value, KeptHandle(byte_view(target.untyped_storage())))
         self.before_write(value)
         return root is None or root.is_inside
 
     def add_written(self, targets: Sequence[Tensor], are_inside: Sequence[bool], why_kept: str = "") -> None:
-        """Note what an op has written to tensors, which is not made again, and why, where a user may wonder."""
+        """Note what an op has written to tensors, which is not recomputed, and why, where a user may wonder."""
         for target, is_inside in zip(targets, are_inside, strict=True):
             value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
             if why_kept:

@@ -101,8 +101,8 @@ def alias_in_dispatch(tensor: Tensor) -> Tensor:
 
 
 def written_error() -> RuntimeError:
-    """Return what to raise where a saved tensor was written to that others are made from, and that nothing makes again."""
+    """Return what to raise where a saved tensor was written to that others are made from, and that nothing recomputes."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
-        "which others are made again. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
+        "which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
     )

@@ -35,11 +35,14 @@ class Prefetcher(Protocol):
     def is_active(self) -> bool:
         """Whether it may have something to bring."""
 
-    def bring_until(self, tick: int) -> bool:
-        """Put on the lane whatever the backward needs sooner than what the forward has left at `tick`.
+    def bring_until(self, use_order: int) -> bool:
+        """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`.
+
+        Args:
+            use_order: a number that `Lanes.next_use` has returned.
 
         Returns:
-            Whether nothing is left of that: there may be no room for it yet.
+            Whether all of that is on the lane or on the device; False where there is no room for some of it yet.
         """
 
 
@@ -49,11 +52,12 @@ class Lanes:
     A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive
     until the stream that the storage goes back to has waited for `Transfer.done`.
 
-    [Note: one queue for all] A copy that is on the lane cannot be overtaken. Weights and activations are brought back by
-    several prefetchers, so that one could put much on the lane which is needed late, and another would have to wait behind it
-    with what is needed now. A backward goes through the forward in reverse. So whatever will be needed again notes a `tick` in
-    the forward, and what has the highest tick goes first: a prefetcher asks `is_turn_of` before each copy, and stops there if
-    another is still to bring what is needed sooner. What is needed at once does not ask.
+    [Note: one queue for all] Copies on a lane run in order. Weights and activations are brought back by several prefetchers, so
+    one of them could put many copies on the lane that are needed late, and those of another, needed now, would wait behind
+    them. A backward needs what the forward used in reverse order. So in the forward, whatever will be needed again takes a
+    number from one counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `is_turn_of`
+    before each copy, and stops there if another has yet to bring something that is needed sooner. What is needed at once is
+    fetched without asking.
 
     [Note: copies by turns] Whatever else is copied to the host, as by `item()`, waits behind all copies of a stream that are
     ready to go: on an H200, 2 GiB of them hold up an `item()` for 38 ms, in one piece or in forty. Where the copies are on two
@@ -69,20 +73,21 @@ class Lanes:
         self.back = device.new_stream("H2D")
         self.out_by_turns = self.out, device.new_stream("D2H, by turns")
         self.next_use: Callable[[], int] = itertools.count(1).__next__
-        """Returns when in the forward something was used last: more than anything before."""
+        """Returns the next number of the counter: see [Note: one queue for all]."""
         self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:
-        """Have a prefetcher be asked from now on, for as long as it lives, what it is still to bring."""
+        """Add a prefetcher to those that take turns on the lane back, for as long as it lives."""
         self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:
-        """Tell whether others may bring anything by these."""
+        """Tell whether another prefetcher may have something to bring."""
         return any(other is not prefetcher and other.is_active for other in tuple(self.prefetchers))
 
-    def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:
-        """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
-        return all(other.bring_until(tick) for other in tuple(self.prefetchers) if other is not prefetcher)
+    def is_turn_of(self, prefetcher: Prefetcher, use_order: int) -> bool:
+        """Have the other prefetchers bring what is needed sooner than what was used at `use_order`; tell whether they have, so
+        that this one may bring that: see [Note: one queue for all]."""
+        return all(other.bring_until(use_order) for other in tuple(self.prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
         """Copy a storage into a span, once `after` is reached and the span's last users are done with it.

@@ -489,8 +489,8 @@ def test_explain_prints_small_sizes() -> None:
 
 EXPLAINED = """\
 module    op         action       values       size    cost (ms)  why
---------  ---------  ---------  --------  ---------  -----------  -----------------------
--         -          keep              1   4.00 MiB        0.000  no op can make it again
+--------  ---------  ---------  --------  ---------  -----------  ----------------------
+-         -          keep              1   4.00 MiB        0.000  no op can recompute it
 layers.0  aten.mm    recompute         1   8.00 MiB        2.000  asked for
 -         aten.relu  keep              2  32.00 MiB        3.500  fits the budget
 head      aten.sum   keep              1   2.00 MiB        4.000  asked for
@@ -551,7 +551,7 @@ def test_action_that_cannot_be_is_refused() -> None:
     _, planner = described()
     plan = planner.plan(40 * 2**20)
 
-    with pytest.raises(ValueError, match="save 0 cannot be made again: no op can make it again"):
+    with pytest.raises(ValueError, match="save 0 cannot be recomputed: no op can recompute it"):
         plan.with_action(0, Action.RECOMPUTE)
     with pytest.raises(IndexError):
         plan.with_action(5, Action.KEEP)

@@ -183,7 +183,7 @@ def test_plan_of_a_ratio_can_be_edited_but_for_what_was_not_recorded() -> None:
     assert edited.actions == (Action.KEEP, Action.KEEP, Action.OFFLOAD)
     assert (edited.kept_bytes, edited.offload_bytes, edited.saved_bytes) == (50, 10, 60)
     assert [save.reason for save in edited.saves][::2] == ["asked for", "asked for"]
-    with pytest.raises(ValueError, match="save 1 cannot be made again: no op was recorded"):
+    with pytest.raises(ValueError, match="save 1 cannot be recomputed: no op was recorded"):
         plan.with_action(1, Action.RECOMPUTE)
 
 

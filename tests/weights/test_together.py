@@ -368,20 +368,20 @@ def test_what_is_needed_sooner_goes_first(
     run: str, slots: int, last: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and activations come back on one lane: none is put there past another that the backward needs before it."""
-    ticks: list[tuple[int, bool]] = []
+    use_orders: list[tuple[int, bool]] = []
     fetch_layer, fetch_record = Streamer._fetch, Ledger.fetch
 
     def note_layer(self: Streamer, chunk: LayerChunk, slot: Slot) -> None:
-        ticks.append((chunk.use_order, True))
+        use_orders.append((chunk.use_order, True))
         fetch_layer(self, chunk, slot)
 
     def note_record(self: Ledger, record: Record) -> None:
         fetch_record(self, record)
-        ticks.append((record.tick, False))
+        use_orders.append((record.use_order, False))
 
     def note_batch(self: ScheduledForward) -> bool:
-        assert self.ticks is not None
-        ticks.append((self._next_tick(self.ticks), False))
+        assert self.use_orders is not None
+        use_orders.append((self._next_use_order(self.use_orders), False))
         return fetch_batch(self)
 
     fetch_batch = ScheduledForward._fetch_next
@@ -400,10 +400,10 @@ def test_what_is_needed_sooner_goes_first(
             loss.backward()
     memkit.reset("order")
 
-    assert sum(is_layer for _, is_layer in ticks) == 8 - slots
-    assert sum(not is_layer for _, is_layer in ticks) > 4
-    for (tick, is_layer), (later, is_later_layer) in itertools.combinations(ticks, 2):
-        assert is_layer == is_later_layer or later < tick
+    assert sum(is_layer for _, is_layer in use_orders) == 8 - slots
+    assert sum(not is_layer for _, is_layer in use_orders) > 4
+    for (use_order, is_layer), (later, is_later_layer) in itertools.combinations(use_orders, 2):
+        assert is_layer == is_later_layer or later < use_order
 
 
 @pytest.mark.parametrize("train", ["host", "fused"])

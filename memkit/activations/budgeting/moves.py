@@ -1,4 +1,4 @@
-"""A plan that makes nothing again as a schedule of copies: steps follow it as those of `CPUOffload` follow theirs."""
+"""A plan that recomputes nothing as a schedule of copies: steps follow it as those of `CPUOffload` follow theirs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def schedule_of_moves(
     plan: MemoryPlan, seen: Sequence[SeenSave], numbers: Mapping[int, int], places: Sequence[int], device: Device
 ) -> Schedule | None:
-    """Return the schedule of a plan; None if something is made again, or if what leaves comes back in no order.
+    """Return the schedule of a plan; None if something is recomputed, or if what leaves comes back in no order.
 
     Args:
         plan: what leaves, and when.

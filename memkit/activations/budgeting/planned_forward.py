@@ -1,4 +1,4 @@
-"""A recorded forward that follows a schedule, by the ordinals of saves and requests: what leaves, comes, and is made again."""
+"""A recorded forward that follows a schedule, by the ordinals of saves and requests: what leaves, comes, and is recomputed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class PlannedForward(RecordedForward):
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
         """The handles of values that stay, and that replays read."""
         self._stays: frozenset[int] | None = None
-        """While something is made again by the schedule: what stays of what is made on the way."""
+        """While something is recomputed by the schedule: what stays of what is made on the way."""
         self.on_end: Callable[[], None] | None = None
         """Called once, when a backward has ended well."""
         self.meter: Meter | None = None

@@ -27,7 +27,7 @@ class Schedule:
     held_until: Mapping[int, int]
     """For each value that replays read, the last request that lets one do so."""
     stays: Mapping[int, frozenset[int]]
-    """By the value that is made again, what else stays of what is made on the way."""
+    """By the value that is recomputed, what else stays of what is made on the way."""
     num_saves: int
     moving_bytes: int
     """Of all that leaves for host memory."""

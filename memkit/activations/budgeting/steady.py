@@ -1,10 +1,10 @@
-"""What steps that follow a plan save, known ahead: of most of it nothing is noted, and where nothing is made again, no op is.
+"""What steps that follow a plan save, known ahead: of most of it nothing is noted, and where nothing is recomputed, no op is.
 
 [Note: what a steady step leaves out] A plan goes by the ordinals of saves and requests. Once a step has followed it from its
 first save to its last, later ones are expected to save the same. A tensor that stays then needs no record: autograd is given
 an alias and the count of its writes, and no request of it is seen. What replays read of that is known by its handle, which
 whatever is made from it holds. What has records is found by its storage, as ever, so that a step which does something else is
-exact all the same: it is told apart by the shape of what it saves, by the number of a value that is made again, moves or is
+exact all the same: it is told apart by the shape of what it saves, by the number of a value that is recomputed, moves or is
 read, or at its end, and goes on without a plan.
 """
 
@@ -60,7 +60,7 @@ class SteadySave(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What leaves in a step in which nothing is made again, and when."""
+    """What leaves in a step in which nothing is recomputed, and when."""
 
     schedule: Schedule
     trace: Trace
@@ -78,11 +78,11 @@ class SteadyStep:
     """For each request of a value that has records, one after the other, its ordinal among all."""
     num_values: int
     moves: Moves | None
-    """What is followed with no op recorded, where nothing is made again."""
+    """What is followed with no op recorded, where nothing is recomputed."""
     only_moves: bool
     """Whether it is known only as far as no op is recorded: what compiled blocks save has no numbers that are known ahead."""
     figures: Mapping[str, Any]
-    """What it counts in all, but for what moves and what is made again."""
+    """What it counts in all, but for what moves and what is recomputed."""
     ops: tuple[ExpectedOp, ...] = ()
     """Empty if all are recorded that can run again."""
     known_s: tuple[float, ...] = ()
@@ -241,7 +241,7 @@ class StepNotes:
                 writer = _skipped_writer(func, kind, recording, op, range(first, next_first), outs, needed)
             if writer is not None:
                 yield writer
-            elif outs is None:  # it makes nothing that can be made again
+            elif outs is None:  # it makes nothing that can be recomputed
                 is_view = kind.op_class is OpClass.VIEW
                 yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
             elif may_skip and _only_makes(kind):

@@ -86,7 +86,7 @@ class SteadyStage(BudgetStage):
         return self._steady.pack
 
     def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
-        """Return what has all that leaves in a step in which nothing is made again; None if it is not to be had now."""
+        """Return what has all that leaves in a step in which nothing is recomputed; None if it is not to be had now."""
         state, window = self._state, forward.window
         with state.lock:
             if window.is_broken:

@@ -67,7 +67,11 @@ class ScheduledFetches(ScheduledSends):
             return
         self._cursor = cursor + 1
         while self._num_fetched < copies.num_fetched[cursor]:
-            if self.ticks is not None and self._can_wait(value) and not self.window.is_turn_of(self._next_tick(self.ticks)):
+            if (
+                self.use_orders is not None
+                and self._can_wait(value)
+                and not self.window.is_turn_of(self._next_use_order(self.use_orders))
+            ):
                 return  # what is left of it comes at a later request
             if not self._fetch_next():
                 return
@@ -76,15 +80,15 @@ class ScheduledFetches(ScheduledSends):
         """Tell whether what is fetched next is needed later than the value that is asked for now."""
         return self.held[value] is not None or value not in self.schedule.batch_of
 
-    def _next_tick(self, ticks: list[int]) -> int:
-        return max(ticks[value] for value in self._copies.back[self._num_fetched])
+    def _next_use_order(self, use_orders: list[int]) -> int:
+        return max(use_orders[value] for value in self._copies.back[self._num_fetched])
 
-    def bring_until(self, tick: int) -> bool:
-        """Fetch what is needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
-        copies, ticks = self._copies, self.ticks
-        if ticks is None or not self._is_asking or self._cursor == 0 or self.device.stream_number() != self.stream:
+    def bring_until(self, use_order: int) -> bool:
+        """Fetch what is needed sooner than what was left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        copies, use_orders = self._copies, self.use_orders
+        if use_orders is None or not self._is_asking or self._cursor == 0 or self.device.stream_number() != self.stream:
             return True
-        while not self._has_left and self._num_fetched < len(copies.back) and self._next_tick(ticks) > tick:
+        while not self._has_left and self._num_fetched < len(copies.back) and self._next_use_order(use_orders) > use_order:
             if self._num_fetched == copies.num_fetched[self._cursor - 1]:
                 return False  # there is no room for it yet
             self._fetch_next()

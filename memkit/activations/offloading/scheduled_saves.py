@@ -154,8 +154,8 @@ class ScheduledSaves:
         forward.originals[value] = weakref.ref(storage)
         forward.counters[value] = (weakref.ref(tensor if base is None else base), version)
         self._addresses[address] = value
-        if forward.ticks is not None:
-            forward.ticks[value] = forward.window.lanes.next_use()
+        if forward.use_orders is not None:
+            forward.use_orders[value] = forward.window.lanes.next_use()
         if not save.is_written:
             forward.nodes[value] = torch_private.node_number()
         forward.held[value] = storage

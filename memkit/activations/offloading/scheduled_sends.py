@@ -85,10 +85,10 @@ class ScheduledSends(ABC):
         """For each value that leaves a weak reference to what it was saved in."""
         self.counters: list[Any] = [None] * num_values
         """For each of them a weak reference to what counts the writes to it, and the count."""
-        self.ticks: list[int] | None = None
+        self.use_orders: list[int] | None = None
         """For each value when in the forward it was saved; None where no others bring anything by the lanes."""
         if window.lanes.are_shared(window):
-            self.ticks = [0] * num_values
+            self.use_orders = [0] * num_values
         self.nodes: dict[int, int] = {}
         """For values that were saved before they are written, the node."""
         self.alone: dict[int, CopyBatch] = {}

@@ -233,7 +233,7 @@ class MovingStage(SteadyStage):
         return found
 
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """Do this with what is in a tensor now. What is to be made again is so from the next forward on, which is recorded."""
+        """Do this with what is in a tensor now. What is to be recomputed is so from the next forward on, which is recorded."""
         self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True

@@ -254,7 +254,7 @@ class OffloadWindow:
         """Have the bytes of a record on the device, or on their way there, for work on the current stream."""
         ledger = self.ledger
         if record.residency is Residency.LEAVING:
-            ledger.release(record)  # it was made again before it left
+            ledger.release(record)  # it was recomputed before it left
         ledger.fetched_copy(record)  # gives up one that was written to
         if record.span is not None:
             self._fetch_now(record)
@@ -318,17 +318,17 @@ class OffloadWindow:
                     return  # what was fetched after it is for later places
                 self.ledger.take_back(record)
 
-    def _fetch_ahead(self, forward: Forward, tick: int | None = None) -> bool:
+    def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
         """Fetch what the backward needs next, while there is room for it all the way to its use; tell whether nothing is left.
 
         Args:
-            tick: only what is needed sooner than what was left then: another prefetcher asks. Else the others are asked.
+            use_order: only what is needed sooner than what was left then: another prefetcher asks. Else the others are asked.
         """
         while (record := forward.next_record()) is not None:
             if record.residency is Residency.HOST and record.original() is None:
-                if tick is not None and record.tick <= tick:
+                if use_order is not None and record.use_order <= use_order:
                     return True
-                if not self._make_room_for(forward, record) or (tick is None and not self.is_turn_of(record.tick)):
+                if not self._make_room_for(forward, record) or (use_order is None and not self.is_turn_of(record.use_order)):
                     return False
                 try:
                     self.ledger.fetch(record)
@@ -337,23 +337,23 @@ class OffloadWindow:
             forward.cursor += 1
         return True
 
-    def is_turn_of(self, tick: int) -> bool:
-        """Tell whether what was left at `tick` may come now, ahead of what others bring."""
+    def is_turn_of(self, use_order: int) -> bool:
+        """Tell whether what was left at `use_order` may come now, ahead of what others bring."""
         self._is_asking = True
-        is_turn = self.lanes.is_turn_of(self, tick)
+        is_turn = self.lanes.is_turn_of(self, use_order)
         self._is_asking = False
         return is_turn
 
-    def bring_until(self, tick: int) -> bool:
-        """Fetch what is needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
+    def bring_until(self, use_order: int) -> bool:
+        """Fetch what is needed sooner than what was left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         if self._is_asking or self.is_broken:
             return True  # another thread is at it, and perhaps waits for the one that asks
-        return self._bring_until(tick)
+        return self._bring_until(use_order)
 
     @mended
-    def _bring_until(self, tick: int) -> bool:
-        is_done = self.scheduled is None or self.scheduled.bring_until(tick)
-        return is_done and all(self._fetch_ahead(forward, tick) for forward in self.forwards.live() if forward.task != -1)
+    def _bring_until(self, use_order: int) -> bool:
+        is_done = self.scheduled is None or self.scheduled.bring_until(use_order)
+        return is_done and all(self._fetch_ahead(forward, use_order) for forward in self.forwards.live() if forward.task != -1)
 
     def _make_room_for(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""

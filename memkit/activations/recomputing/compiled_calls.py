@@ -1,4 +1,4 @@
-"""Compiled modules in a forward that is recorded: each runs compiled, as one step that is not recorded and not made again.
+"""Compiled modules in a forward that is recorded: each runs compiled, as one step that is not recorded and not recomputed.
 
 Dynamo compiles nothing while a dispatch mode is on, and what it has compiled before hides what it writes from one. So the
 recorder and its hooks are off while a compiled module runs. What that saves, and what it returns, are roots of the recording.

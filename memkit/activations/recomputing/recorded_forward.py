@@ -1,4 +1,4 @@
-"""What a recorded forward has saved, and what of it is on the device or can be made again."""
+"""What a recorded forward has saved, and what of it is on the device or can be recomputed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RecordedForward(SavedValues):
         super().__init__(counts)
         self.lineage = recording.lineage
         self.walk = Walk(recording.lineage, score, limit_bytes, store=self)
-        """Who goes when room is short, and how values are made again."""
+        """Who goes when room is short, and how values are recomputed."""
         self.recording = recording
         self.trace: OpTrace | None = None
         """What is known of forwards like this one."""
@@ -298,7 +298,7 @@ class RecordedForward(SavedValues):
         return handle.unpacker.lend(handle) if isinstance(handle, Handle) else handle.unpack().untyped_storage()
 
     def secure(self, value: int) -> bool:
-        """Hold all roots that a value is made from; tell whether it can be made again."""
+        """Hold all roots that a value is made from; tell whether it can be recomputed."""
         return self._sources.secure(value)
 
     def drop(self, value: int, known: dict[int, MadeFrom] | None = None) -> bool:
@@ -319,7 +319,7 @@ class RecordedForward(SavedValues):
         storage = self._replay.made.pop(value)
         if storage.nbytes() != record.num_bytes:
             raise ReplayMismatchError(
-                f"a saved tensor had {record.num_bytes} bytes, and made again it has {storage.nbytes()} "
+                f"a saved tensor had {record.num_bytes} bytes, and recomputed it has {storage.nbytes()} "
                 f"({self._replay.name_of(value)})"
             )
         self.ledger.restore(record, storage)

@@ -195,7 +195,7 @@ class RegionModule(Recomputed):
         is_own = top is not None and type(top[0]) in _OWN
         if not is_own:
             if top is not None and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
-                return  # it makes again what is inside
+                return  # it recomputes what is inside
             if torch_private.backward_task() != -1:
                 return  # this is a recompute of another's
         frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`

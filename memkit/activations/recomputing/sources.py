@@ -1,4 +1,4 @@
-"""What dropped values can be made from again: roots that are held, and values that no op makes again and that are kept."""
+"""What dropped values can be recomputed from: roots that are held, and values that no op recomputes and that are kept."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Sources:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
         self._secured: dict[int, bool] = {}
         self.only_held = set[int]()
-        """Anchors that could not be made again were they released."""
+        """Anchors that could not be recomputed were they released."""
 
     def secure(self, value: int) -> bool:
-        """Hold all roots that a value is made from; tell whether it can be made again."""
+        """Hold all roots that a value is made from; tell whether it can be recomputed."""
         recording, secured = self._recording, self._secured
         recording.sync()
         if recording.expected is not None:
@@ -67,7 +67,7 @@ class Sources:
 
     def handles_for(self, value: int, known: dict[int, MadeFrom] | None = None) -> list[KeptHandle] | None:
         """Secure a value; return the handles of what it is made from that are to be held with it, since what they are of cannot
-        be made again; None if the value cannot be.
+        be recomputed; None if the value cannot be.
 
         Args:
             known: by value, what it was made from in a forward whose ops were the same, as far as one has told.
@@ -133,7 +133,7 @@ class Sources:
         return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.kept_source(value)
 
     def _pin(self, value: int) -> bool:
-        """Hold a value that cannot be made again, if it is there."""
+        """Hold a value that cannot be recomputed, if it is there."""
         recording, forward = self._recording, self._forward
         if value in recording.pinned:
             return True

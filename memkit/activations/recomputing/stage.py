@@ -46,7 +46,7 @@ _PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
-    """Records the ops of a forward, and drops what can be made again.
+    """Records the ops of a forward, and drops what can be recomputed.
 
     Args:
         state: what is known under the tag.
@@ -385,7 +385,7 @@ class RecordingStage(Stage):
                 if self._moving is not None and action is not Action.RECOMPUTE:
                     self._moving.mark(tensor, action)
                 elif action is Action.RECOMPUTE and why_kept is not None:
-                    message = f"memkit.recompute was given what cannot be made again: {why_kept}. It stays."
+                    message = f"memkit.recompute was given what cannot be recomputed: {why_kept}. It stays."
                     self._state.warn_once(f"recompute {why_kept}", message)
                 return
             recording.sync()

@@ -68,7 +68,7 @@ class Transfers(deque[Transfer]):
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What one iteration has done so far: what was moved, and what was dropped and made again."""
+    """What one iteration has done so far: what was moved, and what was dropped and recomputed."""
 
     ratio: float = 0.0
     window_bytes: int = 0
@@ -90,7 +90,7 @@ class Counts:
     num_saved: int = 0
     saved_bytes: int = 0
     opless_bytes: dict[str, int] = field(default_factory=dict)
-    """Of saved values that no op makes again: bytes by reason, where a user may wonder."""
+    """Of saved values that no op recomputes: bytes by reason, where a user may wonder."""
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0
@@ -99,7 +99,7 @@ class Counts:
     is_to_be_judged: bool = False
     """Whether the next forward is still to look at whether it kept to the budget."""
     trial: Trial | None = None
-    """What is told when the backward begins to make anything again."""
+    """What is told when the backward begins to recompute anything."""
     has_mismatch: bool = False
     """Whether a module that ran again as a whole did something else."""
     num_replays: int = 0
@@ -111,7 +111,7 @@ class Counts:
     replayed: EventPairs = field(default_factory=EventPairs)
 
     def note_opless(self, why: str | None, num_bytes: int) -> None:
-        """Note that a saved value stays since no op makes it again."""
+        """Note that a saved value stays since no op recomputes it."""
         if why is not None:
             self.opless_bytes[why] = self.opless_bytes.get(why, 0) + num_bytes
 

@@ -1,6 +1,6 @@
 """One time in a context, from `with` to its end: the hooks that autograd gives its saved tensors to, and what becomes of each.
 
-A tensor comes to the first *stage* of the entry. The recording stage drops what can be made again, the moving stage lets leave
+A tensor comes to the first *stage* of the entry. The recording stage drops what can be recomputed, the moving stage lets leave
 for host memory; what a stage does nothing with, it hands on to the next, and the last one keeps it. The stages of a context
 outside come behind those of the one inside, if both are memkit's: the inner context decides first.
 """

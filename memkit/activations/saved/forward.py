@@ -110,9 +110,9 @@ class Forward(SavedValues):
         is_here = record is not None and record.original() is storage and record.num_handles > 0
         return contents, root, record if is_here else None
 
-    def note_record(self, record: Record, contents: Contents, root: Tensor, tick: int) -> None:
+    def note_record(self, record: Record, contents: Contents, root: Tensor, use_order: int) -> None:
         """A value has a record from now on."""
-        record.tick = tick
+        record.use_order = use_order
         self.by_number[record.index] = reference = weakref.ref(record)
         self.known[contents] = weakref.ref(root), reference
 

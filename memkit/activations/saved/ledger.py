@@ -1,4 +1,4 @@
-"""Every step that the bytes of a saved storage take: between device and host, or away to be made again.
+"""Every step that the bytes of a saved storage take: between device and host, or away to be recomputed.
 
 The ledger moves records from one `Residency` to the next and keeps each move safe; it decides nothing. What dies is noted when
 it does, on whatever thread, and taken up in `Ledger.sweep`: no copy is ever issued by a finalizer. At whatever line an
@@ -109,7 +109,7 @@ class Ledger:
     # Leaving
 
     def leave(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DEVICE, or BACK if it was made again -> LEAVING: put the copy to the host on its lane.
+        """DEVICE, or BACK if it was recomputed -> LEAVING: put the copy to the host on its lane.
 
         Raises:
             HostMemoryError: there is no room for it; the record stays as it is.
@@ -176,7 +176,7 @@ class Ledger:
         self._give_back(record)
 
     def stay(self, record: Record) -> None:
-        """LEAVING -> DEVICE, or BACK if it was made again: it does not leave after all."""
+        """LEAVING -> DEVICE, or BACK if it was recomputed: it does not leave after all."""
         assert record.residency is Residency.LEAVING
         assert record.storage is not None
         assert record.left is not None
@@ -201,7 +201,7 @@ class Ledger:
             self.moving_bytes += record.num_bytes
 
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DROPPED -> BACK: the bytes were made again, by work on the current stream. HOST -> BACK: they were never gone."""
+        """DROPPED -> BACK: the bytes were recomputed, by work on the current stream. HOST -> BACK: they were never gone."""
         assert record.residency in (Residency.DROPPED, Residency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)

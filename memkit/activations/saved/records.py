@@ -37,10 +37,10 @@ class Residency(Enum):
     COMING = "coming"
     """In host memory; a copy to the device is under way or done, held by the ledger for the backward."""
     BACK = "back"
-    """On the device in a later copy, fetched or made again: held by who was given it, and by the ledger for as long as other
+    """On the device in a later copy, fetched or recomputed: held by who was given it, and by the ledger for as long as other
     handles of the record wait for theirs. What was fetched is in host memory as well."""
     DROPPED = "dropped"
-    """Nowhere: what it was made from can make it again."""
+    """Nowhere: what it was made from can recompute it."""
     GONE = "gone"
     """Nowhere: the last handle has died."""
 
@@ -65,7 +65,7 @@ class Unpacker(Protocol):
 
 
 class Maker(Protocol):
-    """What can make records again that were dropped."""
+    """What can recompute records that were dropped."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -100,7 +100,7 @@ class Handle(KeptHandle):
         """The number of the node of the graph that saved it."""
         self.geometry: Geometry | None = None
         self.sources: Sequence[KeptHandle] = ()
-        """Of what its record is made from, where that is held for it since its maker cannot make it again."""
+        """Of what its record is made from, where that is held for it since its maker cannot recompute it."""
         self.reference = HandleReference(self, record)
 
     @classmethod
@@ -201,7 +201,7 @@ class Record:
         "span",
         "storage",
         "stream",
-        "tick",
+        "use_order",
         "value",
         "version",
     )
@@ -223,12 +223,12 @@ class Record:
         self.counts = None if owner is None else owner.counts
         """Counts its copies; None as long as it does not move."""
         self.maker: Maker | None = None
-        """What can make it again, kept alive as well; None if nothing can."""
+        """What can recompute it, kept alive as well; None if nothing can."""
         self.value = -1
         """Its number among what the maker makes."""
         self.num_bytes = storage.nbytes()
         self.version = version
-        self.tick = 0
+        self.use_order = 0
         """When in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.stream = stream
         """The stream that was current when the storage was saved first: it has written the storage, and waits for the copy."""

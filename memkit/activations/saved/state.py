@@ -98,7 +98,7 @@ class OffloadState(TagState):
         self.auto: tuple[tuple[MemoryReport, int, int | None], float] | None = None
         """What was asked for when the ratio was looked for that hides its copies, and the ratio."""
         self.is_recorded = False
-        """Whether forwards are recorded, since something of them was to be made again."""
+        """Whether forwards are recorded, since something of them was to be recomputed."""
         self.idles_with: object = None
         """What was asked for where the last forward under a ratio of 0 has shown that there is nothing to do; else None."""
 

@@ -1,4 +1,4 @@
-"""What makes a plan that was found better: keep what fits, let what is dear take the link, change single actions."""
+"""Improves a plan: keep what fits, offload what is expensive to recompute rather than what is cheap, change single actions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 _LESS_S = 1e-9
 """A plan is better if it takes so much less."""
 _NUM_SINGLE = 6
-"""If what fits by itself does not fit together, so many of the dearest are tried alone."""
+"""If what fits by itself does not fit together, so many of the most expensive are tried alone."""
 _TRADED = (1.0, 0.5, 0.25)
 _NUM_PAIRED = 12
 _NUM_MOVES = 150
@@ -33,7 +33,7 @@ def is_better(found: Simulated, than: Simulated) -> bool:
 
 
 def keep_what_fits(search: Search, found: Simulated) -> Simulated:
-    """Return the step where dropped values stay for which there is room all along, the dearest first."""
+    """Return the step where dropped values stay for which there is room all along, the most expensive first."""
     problem, values = search.problem, search.problem.values
     limit_bytes = search.budget_bytes - problem.base_bytes
     while not search.is_spent and not found.over_bytes:
@@ -78,7 +78,7 @@ def without_idle_anchors(search: Search, found: Simulated) -> Simulated:
 
 
 def refill_link(search: Search, found: Simulated) -> Simulated:
-    """Return the step where the link is filled anew, with the dearest of what is dropped and of what leaves by now."""
+    """Return the step where the link is filled anew, with the most expensive of what is dropped and of what leaves by now."""
     problem, values = search.problem, search.problem.values
     dropped = [
         _RECOMPUTE if action is _OFFLOAD and search.can_drop[index] else _KEEP if action is _OFFLOAD else action
@@ -98,14 +98,14 @@ def refill_link(search: Search, found: Simulated) -> Simulated:
 
 
 def trade_places(search: Search, found: Simulated) -> Simulated:
-    """Return the step where dear dropped values take the places of cheap ones on the link."""
+    """Return the step where expensive dropped values take the places of cheap ones on the link."""
     problem, values = search.problem, search.problem.values
     for share in _TRADED:
         if search.is_spent:
             break
         actions = list(found.actions)
         costs = ReplayCosts(problem, actions)
-        dear = sorted(
+        expensive = sorted(
             (-costs.gain(values[index].value) / values[index].num_bytes, index)
             for index in dropped_of(problem, actions)
             if search.can_leave[index]
@@ -113,7 +113,7 @@ def trade_places(search: Search, found: Simulated) -> Simulated:
         leaving = [index for index, action in enumerate(actions) if action is _OFFLOAD and search.can_drop[index]]
         cheap = sorted((search.price(costs, index, actions)[0], index) for index in leaving)
         room, position, changes = 0, 0, list[tuple[int, Action]]()
-        for gain, index in dear:
+        for gain, index in expensive:
             while room < values[index].num_bytes and position < len(cheap) and cheap[position][0] < -0.9 * gain:
                 room += values[cheap[position][1]].num_bytes
                 changes.append((cheap[position][1], _RECOMPUTE))
@@ -135,7 +135,7 @@ def change_single_actions(search: Search, found: Simulated) -> Simulated:
         actions = found.actions
         costs = ReplayCosts(problem, actions)
         moves: list[tuple[float, list[tuple[int, Action]]]] = []
-        dear: list[tuple[float, tuple[int, Action]]] = []
+        expensive: list[tuple[float, tuple[int, Action]]] = []
         for index, held in enumerate(values):
             action = actions[index]
             if action is _OFFLOAD and search.can_keep[index]:
@@ -146,13 +146,13 @@ def change_single_actions(search: Search, found: Simulated) -> Simulated:
                     continue
                 if search.can_keep[index]:
                     moves.append((-gain_s, [(index, _KEEP)]))
-                    dear.append((-gain_s, (index, _KEEP)))
+                    expensive.append((-gain_s, (index, _KEEP)))
                 if search.can_leave[index] and not held.is_anchor:
                     moves.append((-gain_s, [(index, _OFFLOAD)]))
-                    dear.append((-gain_s, (index, _OFFLOAD)))
+                    expensive.append((-gain_s, (index, _OFFLOAD)))
         kept = [index for index, action in enumerate(actions) if action is _KEEP and search.can_drop[index]]
         cheap = sorted((costs.cost(values[index].value) / values[index].num_bytes, index) for index in kept)[:_NUM_PAIRED]
-        for gain, change in sorted(dear)[:_NUM_PAIRED]:
+        for gain, change in sorted(expensive)[:_NUM_PAIRED]:
             for price, index in cheap:
                 if gain + price * values[index].num_bytes < 0:
                     moves.append((gain + price * values[index].num_bytes, [change, (index, _RECOMPUTE)]))

@@ -59,7 +59,7 @@ class PlannedValue:
     held_until: int = NEVER
     """The last request whose replay reads it, if there is one: until then it stays, also if autograd frees it before."""
     is_anchor: bool = False
-    """Whether autograd does not save it: it is held since values are made again from it."""
+    """Whether autograd does not save it: it is held since values are recomputed from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class MemoryPlan:
 
     @property
     def recompute_bytes(self) -> int:
-        """Bytes of saved values that are made again."""
+        """Bytes of saved values that are recomputed."""
         return self._bytes(Action.RECOMPUTE)
 
     @property

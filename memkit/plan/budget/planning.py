@@ -195,7 +195,7 @@ class JointPlanner:
             return "fits the budget"
         if action is Action.RECOMPUTE:
             return "cheap for its bytes"
-        return "dear to make again" if Action.RECOMPUTE in held.choices else "no op can make it again"
+        return "expensive to recompute" if Action.RECOMPUTE in held.choices else "no op can recompute it"
 
     def _infeasible(self, budget_bytes: int, least: Simulated) -> BudgetInfeasible:
         """Return what to raise, which tells what fills the device where most is there."""
@@ -210,7 +210,7 @@ class JointPlanner:
             f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest that a plan was found for is "
             f"{format_bytes(least.peak_bytes)}, and none takes less than {format_bytes(floor_bytes(problem))}. "
             f"Most is there {where}: {format_bytes(working)} of gradients and temporaries, {format_bytes(held)} of saved "
-            f"values and what is made again, {format_bytes(problem.base_bytes)} that is there all along",
+            f"values and what is recomputed, {format_bytes(problem.base_bytes)} that is there all along",
             least.peak_bytes,
         )
 

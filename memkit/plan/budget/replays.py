@@ -178,5 +178,5 @@ def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[in
 
 
 def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
-    """Return the saved values that are made again, as places in `Problem.values`."""
+    """Return the saved values that are recomputed, as places in `Problem.values`."""
     return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]

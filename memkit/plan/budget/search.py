@@ -1,4 +1,5 @@
-"""Plans for a budget: the link takes what is dear to make again, and what is cheap for its bytes is dropped until all fits."""
+"""Searches for a plan: offload what is expensive to recompute while the link has time, then drop the cheapest per byte until it
+fits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _MOST_ROUNDS = 80
 _SLACK = 3.0
 _LITTLE = 0.5
 """Once a plan fits, nor are those whose replays take so many times longer than what it costs, and this share of the plain step:
-less dear ones may yet be improved."""
+less expensive ones may yet be improved."""
 _MOVED = 3
 _MOST_REPLAYED = 4.0
 """Plans whose replays take longer than so many plain steps are not looked at."""
@@ -108,14 +109,14 @@ class Search:
         return best, with_anchor
 
     def prices(self, costs: ReplayCosts, actions: Sequence[Action]) -> list[float]:
-        """Return for each value what dropping it takes for each byte; nothing is dearer than what cannot be dropped."""
+        """Return for each value what dropping it takes for each byte; what cannot be dropped is the most expensive."""
         return [
             self.price(costs, index, actions)[0] if self.can_drop[index] and actions[index] is not _RECOMPUTE else math.inf
             for index in range(len(actions))
         ]
 
     def fill_link(self, actions: Sequence[Action], prices: Sequence[float], *, share: float = 1.0) -> list[Action]:
-        """Return the plan where, whenever the lane out is idle in the forward, the dearest value that is there is put on it.
+        """Return the plan where, whenever the lane out is idle in the forward, the most expensive value there is put on it.
 
         Args:
             actions: what is done otherwise. What is dropped may leave as well, if it has a price.
@@ -135,8 +136,8 @@ class Search:
         while position < len(leaving) or waiting:
             while position < len(leaving) and starts_s[leaving[position][0]] <= now_s + 1e-12:
                 index = leaving[position][1]
-                dearness = prices[index] - _MOVED * self.handling_s / values[index].num_bytes
-                heapq.heappush(waiting, (-dearness, -values[index].num_bytes, index))
+                price = prices[index] - _MOVED * self.handling_s / values[index].num_bytes
+                heapq.heappush(waiting, (-price, -values[index].num_bytes, index))
                 position += 1
             if not waiting:
                 now_s = starts_s[leaving[position][0]]

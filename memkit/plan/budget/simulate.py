@@ -175,7 +175,7 @@ class _Run:
         self._free_s = timeline.free_s(Lane.OUT)
 
     def _replay_all(self, asked: list[int]) -> None:
-        """Let all that was dropped be made again, in the order of requests.
+        """Let all that was dropped be recomputed, in the order of requests.
 
         Args:
             asked: for each point the bytes there as its requests begin, but for what was made on the way.

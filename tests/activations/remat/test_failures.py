@@ -126,5 +126,5 @@ def test_what_is_made_again_in_another_size_raises(device: Device, remat_on: Rem
 
     monkeypatch.setattr(replay.Replay, "_repeat", repeat_in_part)
 
-    with pytest.raises(memkit.errors.ReplayMismatchError, match=r"had 1024 bytes, and made again it has 8 \(aten"):
+    with pytest.raises(memkit.errors.ReplayMismatchError, match=r"had 1024 bytes, and recomputed it has 8 \(aten"):
         loss.backward()

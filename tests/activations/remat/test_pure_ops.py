@@ -146,7 +146,7 @@ def test_plan_says_why_an_unknown_op_is_kept() -> None:
 
     assert len(kept) == 2
     assert "op memkit_pure::double is not known to be pure; if it is, name it in pure_ops" in plan.explain()
-    with pytest.raises(ValueError, match="cannot be made again: op memkit_pure::double is not known to be pure"):
+    with pytest.raises(ValueError, match="cannot be recomputed: op memkit_pure::double is not known to be pure"):
         plan.with_action(kept[0], memkit.plan.Action.RECOMPUTE)
 
 
