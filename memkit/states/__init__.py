@@ -45,7 +45,7 @@ A step:
 - `shells`: an object of the optimizer's class over some of its parameters, on which the class's `step` runs
 - `device_steps`: stepping a piece in its slot, with undo if that fails
 - `host_steps`: stepping a piece on the host, in a thread
-- `host_routes`: where gradients and parameters lie on their way to the host and back
+- `host_routes`: where gradients and parameters lie while they are copied to the host and back
 - `given`: the parameters, gradients and states that a step on the host is given
 - `masters`: float32 copies of parameters take over what others write to the parameters
 - `fingerprints`: 64-bit hashes of parameters on the device, by which such writes are seen

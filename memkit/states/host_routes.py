@@ -1,8 +1,8 @@
-"""Where gradients and parameters of a piece lie on their way to the host and back: in a slot, and alike in host memory."""
+"""Where gradients and parameters of a piece lie on their way to the host and back: in a slot, and likewise in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,86 +27,87 @@ _BETWEEN_BYTES = 16
 
 
 def traits_of(record: StateRecord) -> Traits:
-    """Return what a route depends on of a parameter."""
+    """Return what the route of a parameter depends on: if one of it changes, another route is made."""
     parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
     assert grad is not None
     return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How many bytes of a slot are for what, one behind the other.
+class Sections:
+    """Byte sections of a slot, one behind the other, and of the host memory that they are copied to and from.
 
-    First float32 gradients on their way down, and float32 copies of parameters on their way up; then two fingerprints; then
-    parameters that are stepped themselves, and their gradients. Last the parameters that there are copies of: they go down
-    only where somebody may have written to them.
+    1. float32: gradients, cast to float32, to the host; float32 copies of parameters to the device;
+    2. fingerprints: two, of the parameters in section 4;
+    3. plain: parameters that are stepped themselves, then as many bytes for their gradients;
+    4. rounded: parameters that have float32 copies, which are copied to the host only where somebody may have written to them.
+
+    A name with `_at` is where a section begins, in bytes.
     """
 
-    wide_bytes: int
-    marks_bytes: int
+    float32_bytes: int
+    fingerprint_bytes: int
     plain_bytes: int
-    narrow_bytes: int
+    """Of the parameters; their gradients take as much again."""
+    rounded_bytes: int
 
     @classmethod
-    def of(cls, piece: Piece) -> Way:
-        """Return how what is due of a piece goes."""
+    def of(cls, piece: Piece) -> Sections:
+        """Return the sections for the parameters of a piece that are due."""
         copied = [local_of(record.parameter) for record in piece.due if record.has_master]
-        narrow = sum(rounded(parameter.nbytes, _BETWEEN_BYTES) for parameter in copied)
+        rounded_bytes = sum(rounded(parameter.nbytes, _BETWEEN_BYTES) for parameter in copied)
         # the copies of all its parameters come back, also of those that are not due; and fingerprints need some scratch
-        wide = sum(aligned(4 * local_of(record.parameter).numel()) for record in piece.records if record.has_master)
+        float32_bytes = sum(aligned(4 * local_of(record.parameter).numel()) for record in piece.records if record.has_master)
         return cls(
-            wide_bytes=aligned(max(wide, 2 * narrow)) if copied else 0,
-            marks_bytes=aligned(2 * WORD_BYTES) if copied else 0,
+            float32_bytes=aligned(max(float32_bytes, 2 * rounded_bytes)) if copied else 0,
+            fingerprint_bytes=aligned(2 * WORD_BYTES) if copied else 0,
             plain_bytes=sum(aligned(local_of(record.parameter).nbytes) for record in piece.due if not record.has_master),
-            narrow_bytes=narrow,
+            rounded_bytes=rounded_bytes,
         )
 
     @property
-    def marks(self) -> int:
-        """Where the fingerprints begin."""
-        return self.wide_bytes
+    def fingerprints_at(self) -> int:
+        return self.float32_bytes
 
     @property
-    def plain(self) -> int:
-        """Where parameters begin that are stepped themselves."""
-        return self.marks + self.marks_bytes
+    def plain_at(self) -> int:
+        return self.fingerprints_at + self.fingerprint_bytes
 
     @property
-    def narrow(self) -> int:
-        """Where those begin that have float32 copies, behind all that always goes down."""
-        return self.plain + 2 * self.plain_bytes
+    def rounded_at(self) -> int:
+        return self.plain_at + 2 * self.plain_bytes
 
     @property
     def num_bytes(self) -> int:
-        """All bytes that may go down."""
-        return max(1, self.narrow + self.narrow_bytes)
+        """Bytes of all sections, at least 1."""
+        return max(1, self.rounded_at + self.rounded_bytes)
 
 
 @dataclass(slots=True)
-class Place:
-    """Tensors over one storage, in the order in which parameters are due."""
+class Views:
+    """Parameters and their gradients as tensors over one storage, in the order in which parameters are due."""
 
     parameters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def over(cls, storage: torch.UntypedStorage, due: list[StateRecord], way: Way) -> Place:
-        """Return parameters and gradients that lie in a storage as a way says."""
+    def over(cls, storage: torch.UntypedStorage, due: list[StateRecord], sections: Sections) -> Views:
+        """Return what is due as it lies in a storage that is cut in sections."""
         found = cls()
-        wide, narrow, plain = 0, way.narrow, way.plain
+        float32_at, rounded_at, plain_at = 0, sections.rounded_at, sections.plain_at
         for record in due:
             parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
             assert grad is not None
             numel = parameter.numel()
             if record.has_master:
-                found.parameters.append(_like(parameter, storage, narrow, parameter.dtype))
-                found.grads.append(_like(grad, storage, wide, torch.float32))
-                narrow += rounded(parameter.nbytes, _BETWEEN_BYTES)
-                wide += aligned(4 * numel)
+                found.parameters.append(_like(parameter, storage, rounded_at, parameter.dtype))
+                found.grads.append(_like(grad, storage, float32_at, torch.float32))
+                rounded_at += rounded(parameter.nbytes, _BETWEEN_BYTES)
+                float32_at += aligned(4 * numel)
             else:
-                found.parameters.append(_like(parameter, storage, plain, parameter.dtype))
-                found.grads.append(_like(grad, storage, plain + way.plain_bytes, parameter.dtype))
-                plain += aligned(parameter.nbytes)
+                found.parameters.append(_like(parameter, storage, plain_at, parameter.dtype))
+                found.grads.append(_like(grad, storage, plain_at + sections.plain_bytes, parameter.dtype))
+                plain_at += aligned(parameter.nbytes)
         return found
 
 
@@ -117,8 +118,8 @@ def _like(tensor: Tensor, storage: torch.UntypedStorage, start: int, dtype: torc
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """Bytes that are copied between a slot and host memory.
+class CopyRange:
+    """A range of bytes that is copied between a slot and host memory.
 
     Attributes:
         span: the host memory.
@@ -131,20 +132,20 @@ class Leg:
     parts: Sequence[Tensor]
 
     @classmethod
-    def of(cls, storage: torch.UntypedStorage, span: Span, start: int = 0) -> Leg:
-        """Return what a span and a slot have from a byte on."""
+    def of(cls, storage: torch.UntypedStorage, span: Span, start: int = 0) -> CopyRange:
+        """Return the range of a slot from byte `start` on that is as long as a span."""
         with torch.inference_mode(False):
             whole = byte_view(storage).narrow(0, start, span.num_bytes)
             return cls(span, start, whole.split(list(map(len, span.pieces))))
 
 
 class Route:
-    """Where what is due of a piece lies on its way.
+    """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back.
 
     Args:
         piece: whose it is.
         due: what is due of it.
-        way: how it lies.
+        sections: how slot and host memory are cut.
         storage: of the slot.
         room: what was set aside in host memory, of which it takes the first bytes.
         stepped: where on the device the fingerprint of the parameters is kept, as they were stepped last; None if none has a
@@ -152,94 +153,99 @@ class Route:
     """
 
     def __init__(
-        self, piece: Piece, due: list[Traits], way: Way, storage: torch.UntypedStorage, room: Span, stepped: Tensor | None
+        self,
+        piece: Piece,
+        due: list[Traits],
+        sections: Sections,
+        storage: torch.UntypedStorage,
+        room: Span,
+        stepped: Tensor | None,
     ) -> None:
         assert room.whole is not None
-        self.storage, self.room, self.due, self.way = storage, room, due, way
+        self.storage, self.room, self.due, self.sections = storage, room, due, sections
         self._stepped = stepped
         self._known: tuple[Layout, list[int]] | None = None
         """For which float32 copies that is their parameters' fingerprint, and how often these were written to by others."""
         self.is_known = False
-        """Whether the fingerprints on their way down tell if a parameter was written to."""
+        """Whether the fingerprints that are copied to the host tell if a parameter was written to."""
         self.has_parameters = True
-        """Whether parameters that have float32 copies go down as well."""
+        """Whether parameters that have float32 copies are copied to the host as well."""
         self.brought_bytes = 0
-        """What the thread has had come of them behind that."""
+        """Bytes of those that the thread has copied later, since they were written to."""
         self._records = list(piece.due)
         self._numbers = [piece.records.index(record) for record in piece.due]
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
-        self._down: dict[bool, Leg] = {}
-        self._up_in: Layout | None = None
-        self._up: list[Leg] = []
+        self._to_host: dict[bool, CopyRange] = {}
+        self._to_device_in: Layout | None = None
+        self._to_device: list[CopyRange] = []
         self._staying_in: Layout | None = None
         self._staying: list[tuple[int, Tensor | None]] = []
         self.copies: Span | None = None
-        """The host memory of the float32 copies of which `masters` was asked last; None if none come up."""
+        """The host memory of the float32 copies that are copied to the device, as `masters` found it last; None if none are."""
         with torch.inference_mode(False):
-            self.on_device = Place.over(storage, piece.due, way)
-            self.on_host = Place.over(storage_of_part(room.whole), piece.due, way)
+            self.on_device = Views.over(storage, piece.due, sections)
+            self.on_host = Views.over(storage_of_part(room.whole), piece.due, sections)
             self.stand_ins: list[nn.Parameter] = [
                 stand_in_of(record, torch.empty(0) if record.has_master else view)
                 for record, view in zip(piece.due, self.on_host.parameters, strict=True)
             ]
-            self.has_copies = way.wide_bytes > 0
-            num_words = way.narrow_bytes // WORD_BYTES
-            self._words = _words(storage, way.narrow, num_words)
-            self._scratch = _words(storage, 0, num_words), _words(storage, way.narrow_bytes, num_words)
-            self._marks = _words(storage, way.marks, 2 if self.has_copies else 0)
-            self._host_marks = _words(storage_of_part(room.whole), way.marks, 2 if self.has_copies else 0)
+            self.has_copies = sections.float32_bytes > 0
+            num_words = sections.rounded_bytes // WORD_BYTES
+            self._words = _words(storage, sections.rounded_at, num_words)
+            self._scratch = _words(storage, 0, num_words), _words(storage, sections.rounded_bytes, num_words)
+            self._fingerprints = _words(storage, sections.fingerprints_at, 2 if self.has_copies else 0)
+            self._host_fingerprints = _words(storage_of_part(room.whole), sections.fingerprints_at, 2 if self.has_copies else 0)
             self._gaps = list(self._gaps_between(storage))
 
-    def _gaps_between(self, storage: torch.UntypedStorage) -> list[Tensor]:
-        """Return the bytes between parameters: the slot has others' there."""
-        gaps, end = [], self.way.narrow
+    def _gaps_between(self, storage: torch.UntypedStorage) -> Iterator[Tensor]:
+        """Yield the bytes between parameters, which mean nothing: they are zeroed ahead of a fingerprint."""
+        end = self.sections.rounded_at
         for record, parameter in zip(self._records, self.on_device.parameters, strict=True):
             if record.has_master:
                 start, end = end + parameter.nbytes, end + rounded(parameter.nbytes, _BETWEEN_BYTES)
                 if start < end:
-                    gaps.append(tensor_over(storage, torch.uint8, offset=start, size=(end - start,), stride=(1,)))
-        return gaps
+                    yield tensor_over(storage, torch.uint8, offset=start, size=(end - start,), stride=(1,))
 
-    # On its way
+    # Copies
 
-    def down(self) -> Leg:
-        """Return what goes down: all, or without the parameters that have float32 copies."""
-        leg = self._down.get(self.has_parameters)
-        if leg is None:
-            num_bytes = self.way.num_bytes if self.has_parameters else self.way.narrow
-            leg = self._down[self.has_parameters] = Leg.of(self.storage, self.room.part(0, num_bytes))
-        return leg
+    def to_host(self) -> CopyRange:
+        """Return what is copied to the host: all sections, or without the parameters that have float32 copies."""
+        copied = self._to_host.get(self.has_parameters)
+        if copied is None:
+            num_bytes = self.sections.num_bytes if self.has_parameters else self.sections.rounded_at
+            copied = self._to_host[self.has_parameters] = CopyRange.of(self.storage, self.room.part(0, num_bytes))
+        return copied
 
-    def up(self, layout: Layout | None) -> list[Leg]:
-        """Return what comes up: float32 copies from where they stay, parameters from where they were sent."""
+    def to_device(self, layout: Layout | None) -> list[CopyRange]:
+        """Return what is copied back: float32 copies from where they stay, parameters from where they were sent."""
         staying = self.staying(layout)
-        if layout is None or layout is not self._up_in:
-            way, ranges = self.way, [(self.way.plain, self.way.plain_bytes)]
+        if layout is None or layout is not self._to_device_in:
+            sections, ranges = self.sections, [(self.sections.plain_at, self.sections.plain_bytes)]
             if staying:
-                ranges.append((way.narrow, way.narrow_bytes))
+                ranges.append((sections.rounded_at, sections.rounded_bytes))
             spans = [(self.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
             if self.copies is not None:
                 spans.append((self.copies, 0))
-            self._up = [Leg.of(self.storage, span, start) for span, start in spans]
-            self._up_in = layout
-        return self._up
+            self._to_device = [CopyRange.of(self.storage, span, start) for span, start in spans]
+            self._to_device_in = layout
+        return self._to_device
 
     # On the device
 
     def compare(self, layout: Layout | None) -> None:
-        """The parameters are in the slot, and gradients are not yet: have it be found out whether anybody has written to them.
+        """Take the fingerprint of the parameters in the slot, before gradients are there, to see if anybody has written to them.
 
         Args:
             layout: where the states are.
         """
         self.is_known = self._known is not None and layout is self._known[0] and self._versions(layout) == self._known[1]
         if self.is_known and self._stepped is not None:
-            self._take(self._marks[:1])
-            self._marks[1:].copy_(self._stepped)
+            self._take(self._fingerprints[:1])
+            self._fingerprints[1:].copy_(self._stepped)
 
     def note_stepped(self, layout: Layout | None) -> None:
-        """The parameters in the slot are what the user's have become."""
+        """Take the fingerprint of the parameters in the slot: they are what the user's are after this step."""
         if self._stepped is not None and self.has_copies and layout is not None:
             self._take(self._stepped)
             self._known = layout, self._versions(layout)
@@ -255,11 +261,11 @@ class Route:
         return [-1 if master is None else version_of(master) for master in masters]
 
     def masters(self, layout: Layout | None) -> list[Tensor | None]:
-        """Return the float32 copies in the slot once they have come up, each in the place of its parameter. None where a
-        parameter has none, or one that doesn't come by itself: a number, or one that has no room."""
+        """Return the float32 copy of each parameter that is due, as it lies in the slot once it is copied there. None where a
+        parameter has no such copy, or one that isn't copied: a tensor without dimensions, or one that has no room."""
         if layout is None or layout is not self._layout:
             span = None if layout is None else layout.masters()
-            fits = span is not None and span.num_bytes <= self.way.wide_bytes
+            fits = span is not None and span.num_bytes <= self.sections.float32_bytes
             found = [self._master(layout, number) if layout is not None and fits else None for number in self._numbers]
             self._layout, self._masters = layout, found
             self.copies = span if any(master is not None for master in found) else None
@@ -271,8 +277,8 @@ class Route:
             return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None
 
     def staying(self, layout: Layout | None) -> list[tuple[int, Tensor | None]]:
-        """Return which of the parameters have a float32 copy that doesn't come up by itself, so that they come rounded; and
-        where it is if that is among the states that could leave."""
+        """Return which of the parameters have a float32 copy that isn't copied to the device, so that the parameter is rounded
+        on the host and copied; and that copy, where it is among the states in host memory."""
         masters = self.masters(layout)
         if layout is None or layout is not self._staying_in:
             hosts = self.rows_of(layout)
@@ -285,20 +291,20 @@ class Route:
         return self._staying
 
     def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
-        """Return the states that a layout has of what is due; None if there are none."""
+        """Return the states of what is due, as they lie in a layout; None if there are none."""
         return None if layout is None else [layout.host[number] for number in self._numbers]
 
     # On the host
 
     def is_unwritten(self) -> bool:
-        """Tell whether nobody has written to the parameters since they were stepped: what has come down says so."""
+        """Tell whether nobody has written to the parameters since they were stepped, by the fingerprints on the host."""
         if not self.is_known:
             return not self.has_copies
-        now, before = self._host_marks.tolist()
+        now, before = self._host_fingerprints.tolist()
         return bool(now == before)
 
     def forget(self) -> None:
-        """The parameters are not yet what the states say, or not any more."""
+        """Let go of the fingerprint: the float32 copies are not yet, or not any more, what the parameters were rounded from."""
         self._known = None
 
 

@@ -21,7 +21,7 @@ from memkit.plan.chunks import Residency
 from memkit.states.fingerprints import WORD_BYTES
 from memkit.states.given import Given, lie_as
 from memkit.states.host_memory import HostStates
-from memkit.states.host_routes import Route, Way, traits_of
+from memkit.states.host_routes import Route, Sections, traits_of
 from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece
@@ -42,10 +42,11 @@ class HostSteps:
     work.
 
     [Note: casts on the device] The host's memory is what a step there is slow by, so the thread touches nothing but what the
-    optimizer reads and writes. Where float32 copies are stepped, the device casts gradients to float32 ahead of their way down,
-    and rounds the copies behind their way up. Whether the user has written to a parameter is told by fingerprints, which the
-    device takes of it behind each step and ahead of the next. Only where these differ, or where there is none yet, the
-    parameter itself goes down, and the thread compares. Where pieces run ahead it always goes, since others come to its slot.
+    optimizer reads and writes. Where float32 copies are stepped, the device casts gradients to float32 before these are copied
+    to the host, and rounds the copies once they are back. Whether the user has written to a parameter is told by fingerprints,
+    which the device takes of it after each step and before the next. Only where these differ, or where there is none yet, the
+    parameter itself is copied to the host, and the thread compares. Where pieces run ahead it always is, since others come to
+    its slot.
 
     Args:
         optimizer: whose step it is.
@@ -89,11 +90,11 @@ class HostSteps:
         """On the device, by the id of a piece's plan: the fingerprint of the parameters as they were stepped last."""
 
     def reserve(self, pieces: list[Piece]) -> None:
-        """Take the host memory that parameters and gradients of pieces come to: what is there for their slots already stays.
-        And a few bytes of the device for each piece.
+        """Take host memory for the parameters and gradients of pieces, unless their slots have it already, and 8 bytes of the
+        device for each piece's fingerprint.
 
         Raises:
-            HostMemoryError: there is not as much.
+            HostMemoryError: there is not enough of it.
         """
         parts = [part for piece in pieces for part in piece.plan.parts]
         plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
@@ -132,11 +133,11 @@ class HostSteps:
         self._slots.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
         route.has_parameters, route.brought_bytes = self._runs_ahead or not route.is_known, 0
-        leg, lanes = route.down(), self._lanes
-        span, after = leg.span, (slot.freed, *leg.span.free_events)
-        self._out[piece] = lanes.copy(lanes.out, slot.storage, span, is_out=True, after=after, parts=leg.parts)
+        copied, lanes = route.to_host(), self._lanes
+        span, after = copied.span, (slot.freed, *copied.span.free_events)
+        self._out[piece] = lanes.copy(lanes.out, slot.storage, span, is_out=True, after=after, parts=copied.parts)
         slot.left = self._out[piece].done
-        self._slots.d2h_bytes += leg.span.num_bytes
+        self._slots.d2h_bytes += copied.span.num_bytes
         if self._runs_ahead:
             slot.piece = None  # others come there behind the copy
 
@@ -263,11 +264,11 @@ class HostSteps:
 
     def _bring_parameters(self, route: Route) -> None:
         """Have parameters come to the host that somebody has written to. They are in the slot until the piece is stepped."""
-        way, lanes = route.way, self._lanes
-        span = route.room.part(way.narrow, way.num_bytes)
-        brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=way.narrow)
+        sections, lanes = route.sections, self._lanes
+        span = route.room.part(sections.rounded_at, sections.num_bytes)
+        brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=sections.rounded_at)
         self._device.synchronize(brought.done)
-        route.brought_bytes = way.narrow_bytes
+        route.brought_bytes = sections.rounded_bytes
 
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
         """Have all states of a piece lie in its host memory. Return how; None if there are none."""
@@ -321,11 +322,11 @@ class HostSteps:
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
         """Have what was stepped come to the slot."""
         lanes, after = self._lanes, slot.users()
-        for leg in route.up(piece.layout):
+        for copied in route.to_device(piece.layout):
             slot.arrived = piece.left = lanes.copy(
-                lanes.back, route.storage, leg.span, is_out=False, after=after, parts=leg.parts, start=leg.start
+                lanes.back, route.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
             ).done
-            self._slots.h2d_bytes += leg.span.num_bytes
+            self._slots.h2d_bytes += copied.span.num_bytes
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
@@ -339,20 +340,20 @@ class HostSteps:
         self._lost.clear()
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
-        """Return where what is due of a piece lies on its way."""
+        """Return the route of a piece, made anew where what is due of it has changed."""
         known = self._routes.get(piece)
         due = [traits_of(record) for record in piece.due]
         place = id(piece.plan) if self._runs_ahead else piece.slot
         room = self._rooms.get(place)
         if known is not None and known.storage is slot.storage and known.room is room and known.due == due:
             return known
-        way = Way.of(piece)
-        if slot.num_bytes < way.num_bytes:
-            self._slots.grow(slot, way.num_bytes)
-        if room is None or room.num_bytes < way.num_bytes:
-            (room,) = self._host.take([way.num_bytes])
+        sections = Sections.of(piece)
+        if slot.num_bytes < sections.num_bytes:
+            self._slots.grow(slot, sections.num_bytes)
+        if room is None or room.num_bytes < sections.num_bytes:
+            (room,) = self._host.take([sections.num_bytes])
             self._rooms[place] = room
-        route = Route(piece, due, way, slot.storage, room, self._stepped.get(id(piece.plan)))
+        route = Route(piece, due, sections, slot.storage, room, self._stepped.get(id(piece.plan)))
         self._given[piece] = Given(piece.due, route)
         self._routes[piece] = route
         return route
