@@ -234,7 +234,7 @@ class Route:
     # On the device
 
     def compare(self, layout: Layout | None) -> None:
-        """Take the fingerprint of the parameters in the slot, before gradients are there, to see if anybody has written to them.
+        """Take the fingerprint of the parameters in the slot, before gradients are there, to see if anybody wrote to them.
 
         Args:
             layout: where the states are.

@@ -4,7 +4,7 @@ A layer's weights are one *chunk*: packed side by side, copied together. A *slot
 
 The feature:
 
-- `layers`: `LayerOffload`
+- `layer_offload`: `LayerOffload`
 - `selection`: which modules are layers, and which models are refused
 - `shares`: from `offload_ratio`, `budget` or `num_resident` to a `ResidencyPlan`; the training mode
 - `choice`: `offload_ratio="auto"`: which steps are timed, and the plan that is chosen by them
@@ -50,7 +50,7 @@ Gradients:
 - `scaler`: `GradScaler` for gradients in host memory
 """
 
-from memkit.weights.layers import LayerOffload
+from memkit.weights.layer_offload import LayerOffload
 from memkit.weights.scaler import GradScaler
 from memkit.weights.stats import LayerStats
 

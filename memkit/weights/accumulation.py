@@ -1,4 +1,4 @@
-"""Who sees the gradients of streamed parameters as a backward makes them, and what is done when that ends.
+"""Hooks that see the gradients of streamed parameters while a backward runs, and what is done when that ends.
 
 [Note: when a gradient is complete] A parameter that is bound to a slot and back changes its device, which makes torch give it a
 new `AccumulateGrad` node each time. A layer that is used twice in one graph then has two nodes, and each brings a part of the

@@ -33,7 +33,7 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
         for inner, inner_key in streamed.places[1:]:
             if torch_private.parameters_of(inner).get(inner_key) is old:
                 torch_private.parameters_of(inner)[inner_key] = found
-        left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_host_copy(part.tensor)]
+        left = [weakref.ref(part.tensor) for part in streamed.parts if part.shares_host_copy(part.tensor)]
         streamed.replace(found)
         chunk.binding.renew()
         del old
@@ -103,7 +103,7 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
             f'"{streamed.name}" streams, and its bytes were moved to other memory in place: by model.share_memory(), or by '
             f"sending its tensors to another process (torch.multiprocessing)? Send copies. {_ADVICE}"
         )
-    if streamed.is_at_host_copy(found):
+    if streamed.is_unchanged(found):
         return False
     if not streamed.is_of_kind(found):
         was, now = (
@@ -119,10 +119,10 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
 def _take_over(streamed: StreamedParameter) -> None:
     """Write to the host copy what a parameter is now, and let it be that."""
     for part in streamed.parts:
-        if part.is_as_host_copy(part.tensor):
+        if part.is_host_copy(part.tensor):
             continue
         source = part.tensor.data
-        if part.is_at_host_copy(part.tensor):
+        if part.shares_host_copy(part.tensor):
             source = source.clone()
             part.tensor.data = source
         if num_users(part.host_copy.untyped_storage()) > 2:

@@ -1,4 +1,4 @@
-"""What binds parameters to the bytes of a chunk: which plain tensors they are, and how each lies in it and in the host copy."""
+"""Points parameters at the bytes of a chunk, in a slot or in the host copy: which plain tensors they are, and their layout."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ class BoundTensor:
                 self.host_copy.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride
             )
 
-    def is_at_host_copy(self, tensor: Tensor) -> bool:
+    def shares_host_copy(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in the host copy's storage."""
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
 
-    def is_as_host_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is just what the host copy is."""
+    def is_host_copy(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a view of the host copy's storage with the same offset, size, stride and dtype."""
         host_copy = self.host_copy
         return (
             tensor.dtype == self.dtype
             and bool(tensor.storage_offset() == host_copy.storage_offset())
             and tensor.size() == self.size
             and tensor.stride() == self.stride
-            and self.is_at_host_copy(tensor)
+            and self.shares_host_copy(tensor)
         )
 
 
@@ -118,20 +118,20 @@ class StreamedParameter:
         """Return a gradient of the parameter that fills a storage."""
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
 
-    def is_at_host_copy(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter is the one that streams, and made of the host copies."""
+    def is_unchanged(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter, which a module has now, is the one that streams, and each of its parts is its host copy."""
         if parameter is not self.parameter:
             return False
         if not self.wrappers:  # asked of all parameters ahead of each pass
-            return self.parts[0].is_as_host_copy(parameter)
+            return self.parts[0].is_host_copy(parameter)
         tensors = parts_of(parameter)
         if len(tensors) != len(self.parts):
             return False
         pairs = zip(self.parts, tensors, strict=True)
-        return all(part.tensor is tensor and part.is_as_host_copy(tensor) for part, tensor in pairs)
+        return all(part.tensor is tensor and part.is_host_copy(tensor) for part, tensor in pairs)
 
     def is_of_kind(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter could be the host copy."""
+        """Tell whether another parameter could stream in place of this one: its class, dtypes and sizes, on the CPU."""
         tensors = parts_of(parameter)
         return (
             has_plain_parts(parameter)

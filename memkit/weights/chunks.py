@@ -93,17 +93,21 @@ class LayerChunk:
         return (part for streamed in self.parameters for part in streamed.parts)
 
     def become(self, residency: Residency) -> None:
-        """Its bytes are there from now on."""
+        """Note where its bytes are from now on; an assertion fails where that would lose some."""
         assert self.residency.may_become(residency), f"{self.name}: from {self.residency} to {residency}"
         self.residency = residency
 
     def evict(self) -> None:
-        """Its bytes are in host memory from now on, and in no slot."""
+        """Note that its bytes are in host memory from now on, and in no slot."""
         self.become(Residency.HOST)
         self.slot = None
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Copy the parameters to the host copy, in `span` or on a disk, or read them into that, and let them be that."""
+        """Copy the parameters to the host copy, in `span` or on a disk, and point them at it.
+
+        Args:
+            read: reads a parameter (its first argument) into its host copy (its second), in place of a copy.
+        """
         memory = self._memory()
         self._restored, self.held = {}, []
         with without_modes():
@@ -178,12 +182,12 @@ class LayerChunk:
         self._restored = {}
 
     def write_back(self) -> None:
-        """Copy what the parameters are to the host copy."""
+        """Copy the parameters, as they are now, to the host copy."""
         with without_modes():
             for part in self._parts():
                 if part.tensor.size() == part.size:
                     distinct(part.host_copy).copy_(distinct(part.tensor.data))
 
     def state(self) -> tuple[int, ...]:
-        """Return what changes with every write to the host copy that can be seen."""
+        """Return numbers that change with every write to the host copy that can be seen: versions, and `num_changes`."""
         return (self.num_changes, *self.binding.versions())
