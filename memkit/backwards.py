@@ -1,7 +1,7 @@
-"""Which backward runs, when it comes to what, and when it ends.
+"""Which backward is running, when it reaches a tensor, and when it ends.
 
 Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
-one. What follows them notes the number, and is told of the end here.
+one. Whoever keeps state for a backward keeps it under this number, and registers with `on_end` to hear of the end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from memkit import torch_private
 class BackwardEnd:
     """Tells when a backward is over: see `on_end`.
 
-    The engine alone holds a callback: not even the frames of a traceback that the caller keeps do. It is called when the
-    backward has ended well. Where that fails, or the backward does, the engine drops it, which tells as much.
+    The engine calls its callbacks when a backward has succeeded, and drops them when it, or one of them, has failed. It alone holds
+    a reference to this one, so that the callback's death means a failure.
 
-    Source: DistributedDataParallel, which has the engine call it so.
+    Source: DistributedDataParallel, which queues its callback the same way.
     """
 
     __slots__ = ("_held", "_hook")
@@ -36,7 +36,7 @@ class BackwardEnd:
 
     @property
     def is_over(self) -> bool:
-        """Whether the backward is over, also where an interrupt has kept the hook from hearing of it."""
+        """Whether the backward is over, even if an interrupt kept the hook from being called."""
         return self._hook is None or self._held() is None
 
     def _tell(self, has_failed: bool) -> None:
@@ -49,7 +49,7 @@ class BackwardEnd:
 def on_end(hook: Callable[[bool], None]) -> BackwardEnd:
     """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is.
 
-    Where `hook(False)` raises, the backward fails by that, and `hook(True)` is called as well, which ends what that has begun.
+    If `hook(False)` raises, the backward fails with that error, and `hook(True)` is called as well, to finish the clean-up.
     """
     return BackwardEnd(hook)
 
@@ -61,7 +61,7 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
     """Call `hook(gradients)` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or
     tensors in tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
 
-    What has come through from an earlier call, and was among its outputs, is left to that one.
+    A tensor that was already among the outputs of an earlier call of this function keeps the hook of that call alone.
 
     Returns:
         Whether there is any such tensor.
@@ -80,7 +80,7 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
 
 
 def gradient_node(parameter: Tensor) -> Any:
-    """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
+    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now.
 
     Source: `torch.autograd.graph.get_gradient_edge`.
     """

@@ -1,4 +1,4 @@
-"""The forwards that are going on, and what must be undone when one ends, however that is."""
+"""The module forwards under way in each thread, and what is undone when one ends: by returning, raising or an interrupt."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from torch import nn
 
 
 class Ending(Enum):
-    """How a call was over."""
+    """How a call ended."""
 
     RETURNED = "returned"
     RAISED = "raised"
-    """With an exception, as also a checkpoint that has recomputed all it needs: the caller could do nothing since."""
+    """With an exception, such as that by which a checkpoint stops once it has recomputed all it needs. No code of the caller's
+    has run since."""
     LEFT = "left"
-    """By an interrupt, some time ago: anything may have been done since."""
+    """By an interrupt that kept the end from being seen when it happened: any code may have run since."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A forward of a module that is going on."""
+    """A forward of a module under way."""
 
     module: nn.Module
     frame: FrameType | None
-    """Where it is called from: once that is off the stack, the call is over."""
+    """The frame that called it: once that is off the stack, the call is over."""
     is_outermost: bool
-    """Whether it is within no other."""
+    """Whether no other call is around it in this thread."""
     end: Callable[[Ending], None] | None = None
-    """What to do then; None where it did not come to begin. After an interrupt it is done again."""
+    """Called when it ends; None until the call has begun its work. Called again if an interrupt broke it off."""
     end_here: Callable[[], None] | None = None
-    """What to do before, in the thread of the call and no other. After an interrupt it is done again."""
+    """Called before `end`, in the thread of the call only. Called again if an interrupt broke it off."""
 
 
 class Claims:
-    """Which thread is the one whose calls are going on."""
+    """Which thread has calls under way: one at a time may."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -90,13 +91,13 @@ class Calls(threading.local):
         return call
 
     def cancel(self, call: Call) -> None:
-        """A call goes on, and its end will not be told."""
+        """Forget a call that is still under way: its end will not be noted."""
         self._calls.remove(call)
 
     def claim(self, claims: Claims) -> bool:
-        """Have this thread be the one whose calls are going on, and tell whether it is: not as long as those of another are.
+        """Try to make this thread the one that has calls under way. Return False while another thread has some.
 
-        To be called within one of these calls, which alone says how long that is.
+        To be called within such a call: the claim lasts as long as it does.
         """
         with claims.lock:
             if claims.calls is not self._calls:
@@ -108,11 +109,11 @@ class Calls(threading.local):
             return True
 
     def is_last(self, module: nn.Module) -> bool:
-        """Tell whether the innermost call is one of a module."""
+        """Tell whether the innermost call is of this module."""
         return bool(self._calls) and self._calls[-1].module is module
 
     def end(self, module: nn.Module, *, depth: int) -> None:
-        """A call has returned or raised.
+        """End the innermost call of a module, which has returned or raised.
 
         Args:
             depth: how many frames above this function's the module is called.

@@ -1,4 +1,5 @@
-"""Storages whose bytes are another's at times: who owns them, and what streams through them."""
+"""Storages that are overwritten while tensors of the user may still refer to them, such as slots: who owns each, and which
+parameters stream through them."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from memkit.storages import storage_key
 
 
 class Owner(Protocol):
-    """Who lends a storage out: its bytes are another's at times, so that saved tensors may hold no reference to it."""
+    """Owner of storages that it overwrites: a saved tensor must not keep a plain reference to one."""
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives the tensor again at any later time, with the bytes that it has now.
+        """Return a function that returns the tensor with the bytes that it has now, whenever it is called.
 
-        That raises autograd's in-place error if they were changed meanwhile.
+        The function raises autograd's in-place error if the tensor was written to since.
         """
 
     def streamed(self) -> StreamedWeights:
-        """Return whose bytes take turns in what it owns."""
+        """Return the parameters that stream through the storages that it owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,10 @@ class StreamedWeights:
     """Parameters that are in host memory, and on a device only around each use."""
 
     layers: tuple[nn.Module, ...] = ()
-    """The modules that are brought as one."""
+    """The modules whose parameters are copied together."""
     parameters: tuple[Tensor, ...] = ()
     slots: tuple[torch.UntypedStorage, ...] = ()
-    """Device memory that the layers take turns in."""
+    """Device memory that holds one layer at a time."""
 
 
 NOTHING_STREAMED = StreamedWeights()
@@ -47,27 +48,27 @@ _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
 def own(storage: torch.UntypedStorage, owner: Owner) -> None:
-    """Say who owns a storage whose bytes will be overwritten, for as long as the owner lives or until `disown`."""
+    """Register the owner of a storage, until `disown` is called or the owner is dead."""
     _owners[torch_private.storage_address(storage)] = owner
 
 
 def disown(storage: torch.UntypedStorage) -> None:
-    """A storage has no owner any more."""
+    """Undo `own`."""
     _owners.pop(torch_private.storage_address(storage), None)
 
 
 def owners() -> list[Owner]:
-    """Return all who own a storage."""
+    """Return all owners of storages."""
     return list(dict.fromkeys(_owners.values()))
 
 
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
-    """Return who owns a storage, None if it has none."""
+    """Return the owner of a storage, None if it has none."""
     return _owners.get(torch_private.storage_address(storage)) if _owners else None
 
 
 def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
-    """Return what of some modules' parameters streams, and the slots of its owners."""
+    """Return those parameters of some modules that stream, and the slots of their owners."""
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
     everywhere = [owner.streamed() for owner in owners()]
     here = [found for found in everywhere if any(id(parameter) in parameters for parameter in found.parameters)]
@@ -84,11 +85,11 @@ first step will make that stay on the device."""
 
 
 class ModelStorages:
-    """The storages of parameters and buffers, wherever they are: also a slot that a parameter lies in while its layer runs.
+    """The storages of parameters and buffers: those that they have at rest, and those (slots) that they are in for a while.
 
     Args:
         keys: of the storages that they have at rest.
-        gathered: others that they lie in meanwhile.
+        gathered: other storages that they are in for a while, as FSDP2 gathers them.
     """
 
     def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
@@ -110,7 +111,7 @@ aside = _Aside()
 
 @contextmanager
 def owners_set_aside() -> Iterator[None]:
-    """Return a context in which the weights that stream do not, in this thread: others stand in for them, without data."""
+    """Return a context in which, in this thread, weights do not stream: the model runs on stand-ins without data."""
     before, aside.is_set = aside.is_set, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Who steps parameters within the backward while their layers stream, and who does so for them."""
+"""The interface between a `LayerOffload` that steps parameters within the backward and a `StateOffload` that does it for it."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from memkit.device.base import Device, Event, Stream
 
 
 class ParameterSteps(Protocol):
-    """How a parameter is stepped within a backward, for a `LayerStepper`: behind the backward, on a stream for that."""
+    """Steps parameters within a backward on a stream of its own, when a `LayerStepper` asks for it."""
 
     @property
     def stream(self) -> Stream:
-        """Where steps are put."""
+        """The stream that steps run on."""
 
     def begin_backward(self) -> None:
-        """A backward is about to have its first parameter stepped."""
+        """Called before the first step of a backward."""
 
     def step(self, parameter: nn.Parameter) -> Event:
-        """Step a parameter that lies where it is to be, by what is in its `grad`. Return what is reached once that is done."""
+        """Step a parameter, which is on the device, with its `grad`. Return an event that is reached once that is done."""
 
     def await_steps(self) -> None:
         """Let the current stream wait for all steps."""
 
     def end_backward(self) -> None:
-        """A backward is over: have each parameter be stepped whole or not at all, and the current stream wait for that. The
-        host waits for states on their way."""
+        """Called when a backward is over, or has failed: see to it that each parameter is stepped as a whole or not at all, let
+        the current stream wait for that, and make the host wait for states that are being copied."""
 
     def leave(self) -> None:
-        """The `LayerStepper` is closed."""
+        """Called when the `LayerStepper` is closed."""
 
 
 class LayerStepper(Protocol):
-    """Who streams layers, and steps their parameters within the backward: it knows when, and where each lies then."""
+    """Streams layers and steps their parameters within the backward: it knows when a gradient is complete."""
 
     @property
     def device(self) -> Device:
-        """Where steps are made."""
+        """The device that steps run on."""
 
     def streamed(self) -> Iterable[Tensor]:
-        """Return the parameters that are in host memory but for their uses."""
+        """Return the parameters that stream."""
 
     def in_place(self, parameter: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which a parameter that a step has begun to write to lies where that has done so."""
+        """Return a context in which a parameter is in the slot where a step has begun to write to it."""
 
     def have_stepped_by(self, steps: ParameterSteps | None) -> None:
-        """Have parameters be stepped by somebody from now on; None: by the optimizer, as it is."""
+        """Set who steps the parameters from now on; None for the optimizer itself."""
 
 
 steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LayerStepper]] = weakref.WeakKeyDictionary()
@@ -59,6 +59,6 @@ steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LayerStep
 
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> LayerStepper | None:
-    """Return who streams the layers of an optimizer, and steps them within the backward; None if nobody does."""
+    """Return the `LayerStepper` that an optimizer belongs to, None if there is none."""
     ref = steppers.get(optimizer)
     return None if ref is None else ref()

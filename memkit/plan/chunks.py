@@ -13,26 +13,26 @@ HEADER_BYTES = 512
 
 
 class Residency(Enum):
-    """Where the bytes of a chunk are that count: of a layer's weights, or of optimizer states that move together."""
+    """Where the current bytes of a chunk are: of a layer's weights, or of optimizer states that move together."""
 
     HOST = "host"
     """In host memory, and nowhere else."""
     IN_FLIGHT = "in flight"
-    """Where they were; a copy to the device is under way, or about to be."""
+    """Where they were, on the host or a disk; a copy to the device is under way, or about to be."""
     DEVICE = "device"
-    """On the device, and where they go back to, alike, unless the caller has written to host memory since. States that stay on
-    the device are nowhere else."""
+    """On the device, with an equal copy where they came from, unless the caller has written to host memory since. States that
+    stay on the device have no such copy."""
     STEPPING = "stepping"
-    """Where they were. On the device, and in the parameters, a step may have written half of it. The parameters as they were
-    are kept."""
+    """Where they came from: a step is running on the copy on the device, and may have written a part of it, and of the
+    parameters. These are kept as they were before, so that the step can be undone."""
     DIRTY = "dirty"
-    """Written to: where they go back to they are older, or about to be. Of states that the host has stepped, the parameters
-    are."""
+    """On the device alone: written to, and the copy where they go back to is older. For states that were stepped on the host:
+    these are current, and the parameters on the device are older."""
     DISK = "disk"
     """In a file, or in a buffer on their way there, and nowhere else."""
 
     def may_become(self, following: Residency) -> bool:
-        """Tell whether bytes that are here may be there next.
+        """Tell whether this state may be followed by another one.
 
         Example:
             >>> Residency.DEVICE.may_become(Residency.DIRTY), Residency.DIRTY.may_become(Residency.HOST)
@@ -51,12 +51,12 @@ _FOLLOWING = {
 }
 """What is dirty is written back before anything else becomes of it; what is on disk is read to host memory first."""
 WRITTEN = (Residency.STEPPING, Residency.DIRTY)
-"""Of what is so, the device has something that is nowhere else: nothing may be brought over it, or stepped."""
+"""In these, the device has bytes that are nowhere else: nothing may be copied over them, and no step may begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a chunk that belong together: those of one tensor, or of several that have bytes in common."""
+    """A range of a chunk with one tensor, or several that share bytes."""
 
     start: int
     """The first byte in the chunk."""

@@ -30,95 +30,95 @@ from memkit.weights.chunks import LayerChunk
 
 
 class Made(NamedTuple):
-    """What a backward has made of a parameter's gradient."""
+    """A gradient of a parameter, or a part of one, that a backward has computed."""
 
     streamed: StreamedParameter
     gradient: Tensor
 
 
 class Accumulation(ABC):
-    """Sees the gradients of streamed parameters as they are made, and hands over each when it is complete."""
+    """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, BackwardEnd] = {}
-        """The backwards that run, each within the one before, or have ended by an interrupt of what was done then."""
+        """The backwards under way, each inside of the one before; also those whose end was interrupted."""
 
     @abstractmethod
     def watch(self, chunk: LayerChunk) -> None:
-        """See the gradients of a layer, of those of its parameters that require one now."""
+        """Set hooks on those parameters of a layer that require grad now."""
 
     @abstractmethod
     def unwatch(self, chunk: LayerChunk) -> None:
-        """Leave the gradients of a layer to autograd and the caller. No backward runs."""
+        """Remove the hooks of a layer. No backward may be running."""
 
     @abstractmethod
     def _take_left(self, task: int) -> None:
-        """A backward has come to its end: hand over what it has made and is held still."""
+        """Hand over what is still held of a backward that has ended."""
 
     @abstractmethod
     def _forget_parts(self, task: int) -> None:
-        """A backward is over: what is held of it is not to be used."""
+        """Drop what is held of a backward that is over."""
 
     @abstractmethod
     def _finish(self, has_failed: bool) -> None:
-        """No backward runs any more. What an interrupt has kept from being done here is done with `has_failed`."""
+        """Called when no backward is running any more; again, with `has_failed`, if an interrupt broke it off."""
 
     @abstractmethod
     def _reset(self) -> None:
-        """A backward has failed, some time ago, and `_finish` has not come to its end: what is left of it is not to be used."""
+        """Drop what is left of a backward that has failed some time ago, and for which `_finish` was interrupted."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
-        """See the gradients of layers from now on."""
+        """Set hooks on layers."""
         for chunk in chunks:
             self.watch(chunk)
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """See no gradients any more. No backward runs. Calling it again does what an interrupt has kept from being done.
+        """Remove all hooks. No backward may be running. Calling it again finishes a call that was interrupted.
 
         Returns:
-            Storages of host memory that the caller holds, each with one of the same bytes.
+            Pairs of a storage of host memory that the caller still holds, and a copy of it that outlives the host memory.
         """
         return []
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
-        """See the forwards within backwards of what does not stream as well. Calling it again does nothing."""
+        """Have `note_recompute` called for modules that do not stream as well. Calling it again does nothing."""
 
     def note_recompute(self) -> None:  # noqa: B027
-        """A forward begins within a backward, which a checkpoint may run another backward of before that one is over."""
+        """Called when a forward begins within a backward: a checkpoint may run another backward inside of this one."""
 
     def note_call(self, chunk: LayerChunk) -> object:
-        """A layer's forward has an output, and is about to end.
+        """Called when a layer's forward has an output, before it ends.
 
         Returns:
-            What is to live as long as the graph behind the output.
+            An object that the graph behind the output is to keep alive.
         """
         return None
 
     @abstractmethod
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
-        """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made.
+        """Called when a layer's forward is over, while its parameters are still in a slot: note the nodes that it made.
 
         Args:
-            is_followed: whether what `note_call` has returned lives as long as the graph, and `begin_backward` is called.
+            is_followed: whether the output has a graph, which keeps what `note_call` returned and calls `begin_backward`.
         """
 
     def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
-        """The backward has come to an output of a layer."""
+        """Called when a backward reaches an output of a layer."""
 
     # In a backward
 
     def _enter_backward(self) -> int:
-        """Return the backward that runs; the first time, have its end seen."""
+        """Return the number of the backward that is running; the first time, register for its end."""
         task = torch_private.backward_task()
         if task not in self._tasks:
             self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
         return task
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
-        """A backward has ended: what is left is handed over now.
+        """Hand over what is left when a backward has ended.
 
-        Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made. If this raises,
-        the backward has failed by that, and this is called again.
+        Where it has failed, gradients are as the engine leaves them: some parameters have theirs, others not. If this raises,
+        the backward fails with that error, and this is called again.
         """
         if task not in self._tasks:
             return
@@ -130,8 +130,8 @@ class Accumulation(ABC):
         del self._tasks[task]
 
     def reset_interrupted(self) -> None:
-        """Drop what is left of backwards that were interrupted, and again when they ended. No forward runs, nor a backward in
-        this thread."""
+        """Drop what is left of backwards that were interrupted, and whose end was, too. No forward, nor a backward in this
+        thread, may be running."""
         if self._tasks and all(end.is_over for end in self._tasks.values()):
             for task in self._tasks:
                 self._forget_parts(task)
@@ -140,7 +140,7 @@ class Accumulation(ABC):
 
 
 def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
-    """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
+    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now.
 
     Args:
         has_modes: whether grad mode is off, or a dispatch mode on.

@@ -1,18 +1,19 @@
 """Gradients of streamed parameters, those of a layer handed over together.
 
-[Note: gradients by the layer] From when a backward comes to a layer until it comes to the next one, or is over, `grad` is what
-it has made of the layer's parameters: what was there before is set aside, the engine adds on the device as it always does, and
-then all is taken at once. It is all there by then: the engine runs the nodes of a later forward first, and those that add to a
-gradient as soon as they may. Where that is not so (branches, a checkpoint inside of a layer that runs a backward of its own, an
-output that nothing leads to), a gradient comes while another layer is under way, or none: a hook on each parameter sees that,
-ahead of the gradient, and has its layer be under way. What was taken before is then added to.
+[Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
+the next one, or ends. When a layer is opened, the `grad` of each of its parameters is set aside; the engine accumulates on the
+device as usual; and when the layer is closed, all its gradients are taken at once. They are complete by then, since the engine
+runs the nodes of a later forward first, and nodes that accumulate a gradient as soon as they can run. There are exceptions:
+branches, a checkpoint inside of a layer that runs a backward of its own, an output that does not lead to the loss. Then a
+gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
+the layer. What was taken of the layer before is then added to.
 
-Whether a gradient is complete (see the note in `memkit.weights.accumulation`) is asked only where several graphs over the layer
-are alive: by how many of these its gradient has come from. A call of the layer that can be followed counts for as long as the
-graph behind its outputs is alive, any other one (that of a module inside of the layer, outputs that are no tensors) for as long
-as each of the nodes. A graph may outlive the nodes of all outputs: these are dropped, and something that was computed inside
-leads to the loss, or they are views and written to. So once a layer has been called again before a backward has come to its
-last call, the nodes of all its later calls are counted.
+Whether a gradient is complete (see the note in `memkit.weights.accumulation`) is a question only where several graphs over the
+layer are alive: it is complete once it has come from each of them. A call of the layer whose outputs have a graph counts for as
+long as that graph is alive; any other call (of a module inside of the layer, or with outputs that are not tensors) for as long
+as each of its nodes. A graph may outlive the nodes of all outputs, if the outputs are dropped, or are views and written to,
+while something that was computed inside leads to the loss. So once a layer has been called again before a backward has reached
+its last call, the nodes of all its later calls are counted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NOT_WAITING = -2
 
 
 class _Alive:
-    """Stands for what brings gradients: one node, or, by its weak references, all graphs behind a layer's outputs."""
+    """Stands for a source of gradients: one node, or, by its weak references, all graphs behind a layer's outputs."""
 
     __slots__ = ("__weakref__",)
 
@@ -232,7 +233,7 @@ class LayerAccumulation(Accumulation):
                     self._open(layer, task)
 
     def _note_arrival(self, layer: _Layer, streamed: StreamedParameter) -> None:
-        """A gradient comes that asks for more than that its layer is under way."""
+        """Handle a gradient that comes while its layer is not open, or that is one of several parts."""
         with self._lock:
             task = torch_private.backward_task()
             if layer.task != task:
@@ -247,7 +248,7 @@ class LayerAccumulation(Accumulation):
                 layer.elsewhere[streamed] = self._device.current_stream()
 
     def _open(self, layer: _Layer, task: int) -> None:
-        """Have a layer be under way, and no other."""
+        """Open a layer, and close the one that is open."""
         if task not in self._tasks:
             self._enter_backward()
         if self._layer is not None:
@@ -264,7 +265,7 @@ class LayerAccumulation(Accumulation):
         layer.task = task
 
     def _collect(self, layer: _Layer) -> None:
-        """Take what has come of a layer: it is not under way any more."""
+        """Close a layer: take the gradients that have come."""
         task, self._layer = layer.task, None
         if task == -1:
             return
@@ -284,7 +285,7 @@ class LayerAccumulation(Accumulation):
                 self._hand_over(layer, task, [one for one in made if elsewhere.get(one.streamed, layer.stream) == stream])
 
     def _hand_over(self, layer: _Layer, task: int, made: Sequence[Made]) -> None:
-        """Hand over what is complete, and hold the rest."""
+        """Hand over the gradients that are complete, and hold the other parts."""
         if any(map(_requires_grad, map(_gradient_of, made))):
             refuse_graph(made)
         if layer.is_shared or task in layer.parts:
@@ -293,7 +294,7 @@ class LayerAccumulation(Accumulation):
             self._take(made)
 
     def _complete(self, layer: _Layer, task: int, made: Iterable[Made]) -> Iterable[Made]:
-        """Add to what is held, and yield what no more is to come of."""
+        """Add parts to those that are held, and yield the gradients that are complete by that."""
         for streamed, gradient in made:
             layer.add_part(task, streamed, gradient)
             if layer.num_come[task, streamed] == layer.num_alive(streamed):
