@@ -20,8 +20,8 @@ from memkit import torch_private
 class BackwardEnd:
     """Tells when a backward is over: see `on_end`.
 
-    The engine calls its callbacks when a backward has succeeded, and drops them when it, or one of them, has failed. It alone holds
-    a reference to this one, so that the callback's death means a failure.
+    The engine calls its callbacks when a backward has succeeded, and drops them when it, or one of them, has failed. It alone
+    holds a reference to this one, so that the death of the callback means a failure.
 
     Source: DistributedDataParallel, which queues its callback the same way.
     """

@@ -24,7 +24,7 @@ Entries = dict[Any, Any]
 
 
 class Given:
-    """Stand-ins of parameters with their states, in host memory.
+    """What the optimizer steps on the host instead of the user's parameters: stand-ins with their states, in host memory.
 
     [Note: a steady step on the host] While the thread that steps runs Python, the cores have nothing to do. So whatever a step
     has in common with the one before is looked up once. That is so where `optimizer.state` has the very tensors that it had,
@@ -40,25 +40,25 @@ class Given:
         self._due = list(due)
         self._route = route
         self.keys = route.stand_ins
-        """What is stepped in the place of parameters."""
+        """The stand-ins: float32 copies, or copies of parameters that have none."""
         self.state: dict[Any, Entries] = defaultdict(dict)
-        """What `optimizer.state` is to the step."""
+        """The `state` of the optimizer during the step."""
         self.rows: list[Entries] = [{} for _ in self._due]
-        """What `optimizer.state` had of each when it was last asked."""
+        """The entries of `optimizer.state` for each parameter, as they were when they were last looked up."""
         self._given: list[Entries] = []
         """The same without float32 copies."""
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
-        """The float32 copy of each, as this rank has it."""
+        """The float32 copy of each parameter; of a shard, this rank's part."""
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        """States that stay where they are, each with what it was before the step."""
+        """States that are not copied (counts of steps), each with its value before the step."""
         self._is_at_home = False
-        """Whether all others lie as laid out."""
+        """Whether all other states are where the layout says."""
         self.has_copies = False
         """Whether there is a float32 copy of each parameter that is to have one."""
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
-        """Have the stand-ins be what is to be stepped, but for what is yet to come: see `follow`.
+        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`.
 
         Args:
             layout: where the states are.
@@ -100,7 +100,7 @@ class Given:
         self.rows, self._layout = rows, layout
 
     def follow(self, *, is_unwritten: bool) -> None:
-        """Parameters have come, where there is need of them: have float32 copies follow these.
+        """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed.
 
         Args:
             is_unwritten: whether the copies are what the parameters were rounded from.
@@ -114,7 +114,8 @@ class Given:
                 follow(key.data, on_host.parameters[number])  # by which no write counts: others tell users' by that
 
     def is_written_in_place(self) -> bool:
-        """Tell whether a step has written in place, to what lies as laid out before it: then all that was made is `rows`."""
+        """Tell whether a step wrote its results in place, to states that are where the layout says: `rows` are the results
+        then."""
         return self._is_at_home and all(map(self._is_in_place, range(len(self.keys))))
 
     def _is_in_place(self, number: int) -> bool:
@@ -123,7 +124,8 @@ class Given:
         return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._given[number])
 
     def made(self) -> list[Entries]:
-        """Return what the states have become, float32 copies among them. Parameters without one are where they are to be."""
+        """Return the states after the step, float32 copies among them. A parameter without one is in host memory, to be
+        copied."""
         found = []
         for number, (record, key) in enumerate(zip(self._due, self.keys, strict=True)):
             entries = dict(self.state[key]) if key in self.state else {}
@@ -137,15 +139,15 @@ class Given:
         return found
 
     def put_numbers_back(self) -> None:
-        """The step has failed: have the numbers be what they were."""
+        """Restore the states that are not copied, after a step that has failed."""
         for value, before in self._numbers:
             value.copy_(before)
 
     def let_go(self, *, is_steady: bool) -> None:
-        """Hold no gradient any more.
+        """Drop references to gradients.
 
         Args:
-            is_steady: whether states are where they were. Else none is held either: others come in their place.
+            is_steady: whether states are where they were. Otherwise references to them are dropped as well.
         """
         for key in self.keys:
             key.grad = None
@@ -155,12 +157,12 @@ class Given:
 
 
 def _are_same(one: Entries, other: Entries) -> bool:
-    """Tell whether two dicts have the very same values by the same names, in the same order."""
+    """Tell whether two dicts have the same keys in the same order, and identical (`is`) values."""
     return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
 
 
 def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:
-    """Tell whether all of some states that can leave are those that a layout has."""
+    """Tell whether those states of a row that are copied are the tensors of a layout."""
     leaving = {name: value for name, value in row.items() if may_leave(value)}
     return lie_as(leaving, host)
 

@@ -9,9 +9,14 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Have a copy be the parameter wherever it is not the parameter any more, once rounded.
+    """Copy those elements of a parameter to its float32 copy that the copy, rounded, is not equal to: somebody wrote to them.
 
-    It is compared bit by bit, in each step: a write through `.data` moves no version. The host waits for nothing.
+    All elements are compared bit by bit, since a write through `.data` changes no version counter. Nothing here makes the host
+    wait for a device.
+
+    Args:
+        master: the float32 copy, which is written to; of the parameter's size.
+        parameter: of a 16-bit or 8-bit floating-point dtype.
     """
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)

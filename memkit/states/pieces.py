@@ -1,4 +1,4 @@
-"""The states of some parameters, which move together: where they are, in host memory and in a slot on the device."""
+"""`Piece`: parameters whose states are copied and stepped together, and where these are: on the host, on a disk, in a slot."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Place(Protocol):
 
 
 class Piece:
-    """Parameters whose states move together.
+    """Parameters whose states are copied and stepped together. `CutPiece` and `Window` in `memkit.states.windows` are the
+    others.
 
     Args:
         plan: what was planned of it.
@@ -101,27 +102,27 @@ class Piece:
         for index, record in enumerate(records):
             record.index = index
         self._is_cut = False
-        """Whether the step under way, or the last one, is made in windows."""
+        """Whether the step under way, or the last one, steps it window by window."""
         self.slot = plan.slot
-        """Which slot it comes to; -1 where it needs none."""
+        """The number of the slot that it uses on the device; -1 if it needs none."""
         self.residency = self.rest
         self.room: Span | None = None
-        """Host memory that was set aside ahead."""
+        """Host memory that was reserved for it before there were states."""
         self.layout: Layout | None = None
         self.left: Event | None = None
-        """Behind the last copy to host memory, or from there where states stay in it: nobody may write to them before."""
+        """Reached when the last copy to host memory is done, or the last one from there: until then nobody may write to it."""
         self.views: list[dict[str, Tensor]] = []
         """The states of each record in the slot."""
         self.stand_ins: list[nn.Parameter | None] = []
-        """What is stepped in a slot instead of each record's parameter."""
+        """For each record, the float32 copy in the slot that is stepped instead of the parameter, as a parameter; or None."""
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
-        """In which slot, and how, the views lie."""
+        """The slot's storage and the layout that `views` were made for."""
         self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
-        """The bytes in a slot, cut as those of the span are."""
+        """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
-        """Which records the step that is under way steps."""
+        """The records with a gradient, which the step under way steps."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
-        """What a step that is done has yet to put into `optimizer.state`: of a parameter, its new entries."""
+        """Parameters with their new entries, which are still to be put into `optimizer.state`."""
 
     @property
     def rest(self) -> Residency:
@@ -136,7 +137,7 @@ class Piece:
         return first if first == last else f"{first} to {last}"
 
     def bind(self, storage: torch.UntypedStorage) -> None:
-        """Have the views lie in a slot."""
+        """Make `views` and `stand_ins` over a slot."""
         layout = self.layout
         assert layout is not None
         if self._bound is not None and self._bound[0] is storage and self._bound[1] is layout:
@@ -150,8 +151,8 @@ class Piece:
         self._bound = storage, layout
 
     def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
-        """Return the bytes in a slot of what is in a span, cut as these are: where the span is the piece's own the same ones in
-        each step."""
+        """Return the first bytes of a slot, as many as a span has, split like the pieces of the span. They are kept for the
+        next step if the span is the piece's own."""
         known = self._cut_bytes
         if known is not None and known[0] is storage and known[1] is span:
             return known[2]
@@ -163,7 +164,8 @@ class Piece:
         return found
 
     def staying(self, record: StateRecord, entries: Mapping[Any, Any]) -> list[Tensor]:
-        """Return those states of one of its parameters, as `optimizer.state` has them, that do not leave with it."""
+        """Return those states of a parameter, given its entries in `optimizer.state`, that stay where they are: they are not
+        copied."""
         if self.plan.is_resident:
             return [value for value in entries.values() if isinstance(value, Tensor)]
         # those that were put there are known: to ask what a tensor that wraps others is made of takes the host long
@@ -173,66 +175,70 @@ class Piece:
 
     @property
     def parts(self) -> Sequence[Piece]:
-        """What moves at once, and is stepped at once: the piece itself, or windows of it."""
+        """The units that are copied and stepped one by one: its windows, or the piece itself."""
         return (self,)
 
     @property
     def stored(self) -> Sequence[Piece]:
-        """What lies on a disk at once: as `parts`, but between steps."""
+        """The units that have a place on the disk each: its windows, or the piece itself."""
         return (self,)
 
     @property
     def copies(self) -> Sequence[DiskCopy]:
-        """What its states are on a disk."""
+        """The chunks on the disk that have its states."""
         return () if self.layout is None or self.layout.copy is None else (self.layout.copy,)
 
     @property
     def whole(self) -> Piece:
-        """What it is a part of: itself, unless it is a window."""
+        """The piece that it is a window of; itself if it is not a window."""
         return self
 
     @property
     def alternatives(self) -> Sequence[Piece]:
-        """What else its elements may be stepped in: what is known of them there is of another step."""
+        """The other units that its elements may be stepped in: its windows, or the piece it is a window of. What was kept for
+        these from an earlier step is out of date."""
         return () if self.whole is self else (self.whole,)
 
     @property
     def is_last(self) -> bool:
-        """Whether all of `whole` is stepped once it is."""
+        """Whether it is the last unit of `whole` in a step."""
         return True
 
     @property
     def may_come_early(self) -> bool:
-        """Whether its states may be brought to the slot before it is prepared."""
+        """Whether its states may be copied to the slot before `prepare` was called."""
         return self.layout is not None
 
     @property
     def is_half_way(self) -> bool:
-        """Whether some of its parts are stepped, and others are not."""
+        """Whether a step was broken off between its windows, so that some are stepped and others are not."""
         return False
 
     def remaining(self) -> Sequence[Piece]:
-        """Return the parts that are yet to be stepped, of one that is half way.
+        """Return the windows that are still to be stepped, of a piece that is half way.
 
         Raises:
-            StateOffloadError: they can't be any more.
+            StateOffloadError: they can't be stepped any more.
         """
         return ()
 
     def await_turn(self) -> None:
-        """Raise if something of the same parameter comes first that was not stepped."""
+        """Raise if an earlier window of the same parameter was not stepped."""
 
     def note_left_half_way(self) -> None:
-        """Be half way for as long as the rest can't be stepped: nobody may write to the parameter meanwhile."""
+        """Note that it stays half way: the rest can only be stepped if nobody writes to the parameter before."""
 
     def give_up(self) -> None:
-        """Be half way no more: the rest is not stepped."""
+        """Forget that it is half way: the rest is not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
-        """A step of what is due begins, with these states of the optimizer. Nothing has moved yet.
+        """Begin a step of the parameters in `due`. Nothing was copied yet.
+
+        Args:
+            state: that of the optimizer.
 
         Raises:
-            StateOffloadError: a gradient is of another dtype than what stands for its parameter.
+            StateOffloadError: a gradient has another dtype than the parameter.
         """
         if self.plan.update is Update.DEVICE and not self._is_cut:
             return  # the parameters are stepped themselves
@@ -246,8 +252,12 @@ class Piece:
                 )
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return what of other streams' memory a step is about to read, gradients first: where the class puts another tensor in
-        the place of one, that goes back to its stream at once, while the step may be yet to come. What an owner lends stays."""
+        """Return the tensors that a step on a stream of its own reads, and whose memory belongs to other streams, gradients
+        first.
+
+        Whoever runs the step holds them until it is done: if the optimizer replaces one, its memory would go back to its stream
+        while the step has yet to read it. Parameters in storages with an owner (slots) are not among them.
+        """
         gradients = [record.parameter.grad for record in self.records if record.parameter.grad is not None]
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
         state = self.states_in(optimizer)
@@ -258,58 +268,59 @@ class Piece:
         return gradients + found
 
     def let_gradients_go(self) -> None:
-        """Hold no gradient any more: they were read."""
+        """Drop references to gradients, once they were read."""
 
     def leave_parameters(self) -> None:
-        """Hold no part of the bytes that the parameters lie in now: these are another's from now on."""
+        """Drop views of the storages that the parameters are in now, which will be used for others."""
 
     def put_parameters(self) -> None:
-        """The class has stepped parameters: have the user's be what it has made of those that stand for them."""
+        """Copy what the optimizer has made of stand-ins to the user's parameters, if it has put it elsewhere."""
 
     def states_in(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
-        """Return where the states of its parameters are between steps."""
+        """Return the mapping that has the states of its parameters."""
         return optimizer.state
 
     def may_lie_as_before(self) -> bool:
-        """Tell whether states that have not changed may stay where they are."""
+        """Tell whether states whose layout has not changed may stay where they are."""
         return True
 
     def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
-        """Return where states are from now on, there as in the slot; None if there are none."""
+        """Return the layout of states in a place from now on, with the same offsets as in the slot; None if there are none."""
         return place.layout_of(self, tensors, num_bytes) if num_bytes else None
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
-        """Tell whether what lies on a disk at once is what moves at once."""
+        """Tell whether its units on the disk are those that it would be stepped in."""
         return True
 
     def cut(
         self, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
     ) -> Sequence[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]]:
-        """Return what of some states is to lie on a disk at once: of which part, how it lies, its bytes, and the states."""
+        """Cut states into units for the disk. Return for each: the unit, its packed tensors, their bytes, and the states."""
         return [(self, tensors, num_bytes, rows)]
 
     def note_put(self, tensors: tuple[tuple[Packed, ...], ...]) -> None:
-        """All parts of these states were put on a disk."""
+        """Note that all units of these states are on the disk."""
 
     def empty_rows(self) -> list[dict[str, Tensor]]:
-        """Return what `fill` fills."""
+        """Return rows of states, one per record, for `fill` to fill."""
         return [{} for _ in self.records]
 
     def fill(self, rows: list[dict[str, Tensor]], part: Piece, found: Rows) -> None:
-        """Copy the states of a part, or of all, to those of the piece."""
+        """Copy the states of one unit into rows of the piece's states."""
         for row, values in zip(rows, found, strict=True):
             row.update({name: moved_state(value, torch.device("cpu")) for name, value in values.items()})
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
-        """Return what notes, once called, that what is due was stepped, and where the states are."""
+        """Return functions that note that the parameters in `due` were stepped, and where their states are. They are called at
+        once, so that an interrupt comes before all of them or after."""
         marks = [partial(setattr, record, "done", mark_of(record)) for record in self.due]
         return marks if self.plan.is_resident else [*marks, partial(setattr, self, "layout", layout)]
 
     def new_entries(
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
     ) -> list[tuple[Tensor, dict[Any, Any]]]:
-        """Return what is to be put into `optimizer.state`: what a step has made, with tensors in host memory. Where these lie
-        otherwise than before, the states of what was not due are among them.
+        """Return new entries for `optimizer.state`, by parameter: what a step has made, with tensors in host memory. If the
+        layout has changed, the parameters that were not stepped are among them.
 
         Args:
             state: what `optimizer.state` has.
@@ -330,7 +341,7 @@ class Piece:
         return entered
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put into `optimizer.state` what a step has made. Calling it again does what was broken off."""
+        """Put `entered` into `optimizer.state`. Calling it again finishes a call that was interrupted."""
         state = self.states_in(optimizer)
         while self.entered:
             parameter, made = self.entered[-1]
@@ -341,23 +352,23 @@ class Piece:
             self.entered.pop()
 
     def let_go(self) -> None:
-        """Hold nothing of a slot any more."""
+        """Drop all references to a slot."""
         self.views, self.stand_ins, self._bound, self._cut_bytes = [], [], None, None
 
 
 def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
-    """Return a parameter over a copy of higher precision, with what Python has put on the one that it stands for."""
+    """Return a parameter over a float32 copy, with the Python attributes of the parameter that it stands for."""
     stand_in = nn.Parameter(master, requires_grad=record.parameter.requires_grad)
     follow_attributes(stand_in, record.parameter)
     return stand_in
 
 
 def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
-    """Have what stands for a parameter have what Python has put on it, as it is now."""
+    """Give a stand-in the Python attributes that the parameter has now."""
     vars(stand_in).update(vars(parameter))
 
 
 def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[dict[str, Any], ...]:
-    """Return what `optimizer.state` has of states that are on a disk."""
+    """Return the `OnDisk` objects that `optimizer.state` has for states on a disk, by name for each record."""
     rows = zip(piece.records, tensors, strict=True)
     return tuple({tensor.name: OnDisk(tensor.name, record.name, record) for tensor in row} for record, row in rows)

@@ -75,12 +75,12 @@ class Window(Piece):
 
     @property
     def parameter(self) -> Tensor:
-        """What stands for the whole one."""
+        """The parameter over its elements, which is stepped."""
         return self.records[0].parameter
 
     def own(self, name: Any, value: Any) -> Any:
-        """Return a copy of a count that each window steps by itself: those of all windows come to the same. On the host it is
-        the same tensor in each step."""
+        """Return its own copy of a state without dimensions (a count of steps): each window steps its own, and all come to the
+        same value. A plain tensor on the host is reused in each step."""
         known = self._counts.get(name)
         if known is not None and is_number_on_host(value) and known.dtype == value.dtype:
             return known.copy_(value)
@@ -90,11 +90,11 @@ class Window(Piece):
         return made
 
     def follow(self, flat: Tensor) -> None:
-        """Be over the elements of another tensor, which the parameter has now."""
+        """Point at the same elements of another tensor, which the parameter is now."""
         self.view = self.parameter.data = flat[self.elements]
 
     def leave(self) -> None:
-        """Be over nothing, until `follow` is called."""
+        """Point at no memory until `follow` is called."""
         self.view = self.parameter.data = self.view.new_empty(0)
 
     def let_gradients_go(self) -> None:
@@ -139,13 +139,13 @@ class CutPiece(Piece):
         super().__init__(plan, records)
         self.windows: list[Window] = []
         self.states: dict[Any, Any] = defaultdict(dict)
-        """What `optimizer.state` is to the whole: of what stands for each window, views of the states."""
+        """The states of each window's parameter: views of those in `optimizer.state`."""
         self.coming: Layout | None = None
-        """Where the states are once all windows are stepped."""
+        """The layout that the states have once all windows are stepped."""
         self.seen: Layout | None = None
-        """Which layout the windows follow."""
+        """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
-        """What the first window has come to in a step, of what all of them come to."""
+        """The states without dimensions that the first window of a step came to: those of all others must be equal."""
         self._as_left: tuple[int, int] | None = None
         """Where the parameter was, and how often it was written to, when a step was left half way."""
         self._address = self._version = _NOWHERE
@@ -261,7 +261,7 @@ class CutPiece(Piece):
             local_of(value).view(-1)[part.elements].copy_(found[0][name])
 
     def _follow(self, parameter: Tensor) -> None:
-        """Have the windows be over the parameter as it is now, and over its states."""
+        """Point the windows at the parameter as it is now, and at its states."""
         flat = parameter.detach().view(-1)
         if not self.windows:
             start = 0
@@ -312,7 +312,7 @@ class CutPiece(Piece):
         return packed.dtype
 
     def marks_behind(self, window: Window, optimizer: torch.optim.Optimizer) -> list[partial[None]]:
-        """Return what notes that a window is stepped: all of the parameter, if it is the last.
+        """Return functions that note that a window was stepped, and if it is the last one, the whole parameter.
 
         Raises:
             StateOffloadError: others of the same parameter have another count.
@@ -390,7 +390,7 @@ def _place_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
-    """Tell whether a parameter has these states, and else only numbers."""
+    """Tell whether the states of a parameter are these tensors, and otherwise only states without dimensions."""
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
 
 
