@@ -35,7 +35,7 @@ Streaming:
 - `order`: the order of the layers in the last pass, which the next one is expected to have
 - `inner_hooks`: hooks on modules inside of a layer, set aside while the layer runs
 - `saving`: saved-tensor hooks in a layer's forward: a weight is saved as a reference to its layer
-- `handles`: what stands for a saved weight where other hooks are outside
+- `handles`: an object for a saved weight, for other contexts and to know whether a graph is alive
 
 Gradients:
 

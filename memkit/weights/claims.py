@@ -1,4 +1,4 @@
-"""Who streams a parameter: one `LayerOffload` at a time."""
+"""Which parameters are streamed, and by whom: one `LayerOffload` at a time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueD
 
 
 def claim(streamed: StreamedParameter, host: HostCopies) -> None:
-    """From now on a parameter streams, and has its bytes there."""
+    """Note that a parameter streams, with its host copy in these."""
     _streaming_by[id(streamed.parameter)] = host
 
 
 def release(chunk: LayerChunk) -> None:
-    """The parameters of a layer stream no more."""
+    """Note that the parameters of a layer stream no more."""
     for streamed in chunk.parameters:
         _streaming_by.pop(id(streamed.parameter), None)
 

@@ -1,4 +1,4 @@
-"""What stands for a saved tensor that lies in a slot."""
+"""`StreamedHandle`: a saved tensor in a slot, for other contexts' hooks, and to know whether a graph is alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class StreamedHandle(KeptHandle):
-    """A saved tensor that lies in a slot: a parameter, or a view of one. It holds none of its bytes."""
+    """A saved parameter in a slot, or a view of one. It does not keep the slot: the layer is fetched again when it is
+    unpacked."""
 
     __slots__ = ("_chunk", "_geometry", "_num_changes", "_streamer")
 

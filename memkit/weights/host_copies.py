@@ -91,8 +91,8 @@ class HostCopies:
         self.arena.trim_gaps()
 
     def restore(self, gradients: Accumulation | None) -> None:
-        """Have all parameters be tensors of their own again, and their gradients as well. Calling it again does nothing, or
-        what an interrupt has kept from being done."""
+        """Make all parameters, and their gradients, tensors of their own again. Calling it again does nothing, or finishes a
+        call that was interrupted."""
         if self._held is not None:
             return
         held = [] if gradients is None else gradients.close()

@@ -1,4 +1,4 @@
-"""In which order layers are used: as they were the last time. A wrong guess costs time, nothing else."""
+"""The order in which layers are expected to be used: as in the last pass. A wrong guess costs time, nothing else."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class LayerOrder:
 
     @property
     def known(self) -> Sequence[int]:
-        """What was used in the last pass."""
+        """The layers of the last pass, in order."""
         return self._known
 
     @property
     def noted(self) -> Sequence[int]:
-        """What was used in this pass."""
+        """The layers of this pass so far, in order."""
         return self._noted
 
     def begin(self) -> None:
-        """A pass begins: expect what the last one has done."""
+        """Begin a pass: expect the order of the last one."""
         if self._noted and self._noted != self._known:
             self._know(self._noted)
         self._noted, self._place = [], -1
 
     def expect(self, order: Sequence[int]) -> None:
-        """Expect another order, unless the one that is known is one of the same layers."""
+        """Expect this order, unless the known one is of the same layers."""
         if sorted(self._known) != sorted(order):
             self._know(list(order))
 
@@ -62,7 +62,7 @@ class LayerOrder:
         self._known = order
 
     def note(self, layer: int) -> Mapping[int, int]:
-        """A layer is used that was not the last one used; return what `ahead` does."""
+        """Note the use of a layer other than the last one; return what `ahead` returns for it."""
         if len(self._noted) < _MOST_NOTED:
             self._noted.append(layer)
         known, following = self._known, self._place + 1

@@ -1,5 +1,4 @@
-"""What autograd is given to save while a streamed layer runs: what stands for bytes that lie in a slot, the rest as others want
-it."""
+"""Saved-tensor hooks in the forward of a streamed layer: weights are saved as references, other tensors as outer hooks want."""
 
 from __future__ import annotations
 
@@ -26,44 +25,44 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _DIRTY = Residency.DIRTY
 _MOST_VIEWS = 1024
-"""So many views of a slot are kept for the next time."""
+"""At most this many views of a slot are kept for the next use."""
 
 
 class SavedWeight(tuple[Any, ...]):
-    """A plain parameter that lies in a slot, or a view of one, as autograd saves it: its layer, the parameter, what its version
-    counter and the layer's changes came to, and how it lies in the slot. It holds none of the bytes.
+    """A weight in a slot, or a view of one, as autograd saves it: (layer, parameter, version, geometry in the slot), where the
+    version is the parameter's plus the layer's `num_changes`. It does not keep the slot.
 
-    It is made, and taken apart, without a call of a Python function.
+    It is a plain tuple, so that no Python function is called to make one or take it apart.
     """
 
     __slots__ = ()
 
 
 class Lying(NamedTuple):
-    """Where a layer lies whose backward is going on."""
+    """The slot of the layer whose backward is under way."""
 
     chunk: LayerChunk
     slot: Slot
     stream_number: int
-    """The stream that has waited for the slot."""
+    """The stream that has waited for the slot, by its number."""
     state: object
-    """What the slot's `state` was. As long as it is this very object, the slot has what was brought there, and what was written
-    to the parameters since, which lie there: whether one was written to since it was saved is asked of its own counter."""
+    """The slot's `state` object when this was made. While the slot has the identical object, it was not filled again, and the
+    parameters point at it: then only a parameter's version counter has to be compared."""
 
 
 class _HandedOn(tuple[Any, ...]):
-    """What the hooks outside have made of a tensor, behind what unpacks it."""
+    """(unpack hook, result of the pack hook) for a tensor that was given to outer hooks."""
 
     __slots__ = ()
 
 
 class _Saves:
-    """Takes what autograd saves in the forwards of streamed layers, and gives it back.
+    """Pack and unpack hooks for the forwards of streamed layers.
 
     Args:
-        streamer: who streams the layers.
-        outer: the hooks that were on top before: another context's of memkit, a user's, those of a checkpoint.
-        hands_on_weights: whether those, if there are any, are given the weights as well, which hold the slot then.
+        streamer: streams the layers.
+        outer: the innermost pair of hooks before: of another context of memkit, a user or a checkpoint; None if there is none.
+        hands_on_weights: whether outer hooks are given weights as well. These then keep the slot.
     """
 
     def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
@@ -74,7 +73,7 @@ class _Saves:
         self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
 
     def pack(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves."""
+        """Return what autograd is to keep for a tensor."""
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
         address, slot = tensor.data_ptr(), None  # 0 where there are no bytes

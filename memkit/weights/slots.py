@@ -1,4 +1,4 @@
-"""Device memory that layers take turns in: who has which slot, and from when on the next may.
+"""Device memory that layers use in turn: which layer is in which slot, and when the slot may be written to again.
 
 For the order of notes and copies see [Note: interrupts of streaming] in `memkit.weights.streaming`.
 """
@@ -29,8 +29,8 @@ from memkit.weights.chunks import LayerChunk
 class Slot:
     """A storage of its own, with the bytes of one layer at a time.
 
-    It is in use while the layer runs, or while another holds its storage: a node of the graph a tensor that it was given, the
-    caller a view. What reads it does so on the streams noted here.
+    It is in use while the layer runs, and while anyone else holds its storage: a graph that saved a tensor of it, or the caller
+    a view. `users` are the streams that read it.
     """
 
     __slots__ = (
@@ -58,33 +58,34 @@ class Slot:
         self.key = storage_key(storage)
         self.num_bytes = storage.nbytes()
         self.tensors: dict[Geometry, Tensor] = {}
-        """Views of the storage, made once. Nobody else is given these: what is given out is counted by the storage."""
+        """Views of the storage, made once. They are never handed out: who else holds the storage is told by its use count."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
-        """Of each layer that was here, where its tensors lie, and those of the views that they then are."""
+        """For each layer that was here, the places of its tensors, and the views of the slot there."""
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
-        """Of each layer that was here, what it is copied from, and what to."""
+        """For each layer that was here, the span that it is copied from, and the parts of the slot that it is copied to."""
         self.filled = next(_num_filled)
-        """The larger, the later it was filled."""
+        """A counter: the larger, the later it was filled."""
         self.is_overflow = is_overflow
-        """Whether it was taken because all others were in use: it goes as soon as it is idle."""
+        """Whether it was made because all others were in use: it is released as soon as it is idle."""
         self.chunk: LayerChunk | None = None
-        """Whose bytes it has, or will have once `ready` is reached."""
+        """The layer whose bytes it has, or will have once `ready` is reached."""
         self.state: object = None
         """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
         self.is_ready = False
-        """Whether `ready` was reached when the host has last asked: then it need not ask again."""
+        """Whether `ready` is known to be reached: then it is not queried again."""
         self.stepped: Event | None = None
-        """Since it was filled: behind the last step of a parameter here that was made beside the backward. Streams that use the
-        slot for something else than what is left of the layer's own backward wait for it."""
+        """Reached when the last step of a parameter here is done, of those that run beside the backward; None if there was none
+        since it was filled. Streams wait for it, except for the rest of the layer's own backward."""
         self._left: Event | None = None
-        """Behind the last write to the host copy."""
+        """Reached when the last copy to the host copy is done."""
         self._has_unknown = False
-        """Whether a copy from or to it may be under way that no event is known of: an interrupt came in between."""
+        """Whether a copy from or to it may be under way for which an interrupt kept an event from being recorded."""
         self._device = device
         stream = device.current_stream()
         self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
-        """The streams that have used it since it was filled: behind which event they no longer do, None if they may still."""
+        """The streams that have used it since it was filled, each with the event after which it no longer does; None: it may
+        still."""
 
     @property
     def is_idle(self) -> bool:
@@ -93,13 +94,13 @@ class Slot:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it has weights that the host copy has not yet, or is about to: until they are copied, it is the truth."""
+        """Whether it has, or is about to have, newer weights than the host copy: until they are copied back, these count."""
         chunk = self.chunk
         return chunk is not None and chunk.slot is self and chunk.residency is Residency.DIRTY
 
     @property
     def is_held(self) -> bool:
-        """Whether a tensor that is not one of its own lies here."""
+        """Whether anyone but the slot itself holds its storage."""
         return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
@@ -108,7 +109,7 @@ class Slot:
         return self.chunk is chunk and chunk.slot is self and (self.state == state or chunk.residency is Residency.DIRTY)
 
     def view(self, place: Geometry) -> Tensor:
-        """Return a tensor that lies here. It is not to be handed out: an alias of it is."""
+        """Return a view of the storage. It must not be handed out; hand out an alias of it."""
         found = self.tensors.get(place)
         if found is None:
             with without_modes():
@@ -116,7 +117,7 @@ class Slot:
         return found
 
     def lend(self, chunk: LayerChunk, *, use: object) -> None:
-        """Let the parameters of a layer that is here lie here, if they do not yet, until all who use them have left."""
+        """Point the parameters of the layer in this slot at it, if they are not yet, until all its users have left."""
         is_first = not chunk.uses
         if self.stepped is not None:
             self.await_steps(self._device.current_stream())
@@ -131,7 +132,7 @@ class Slot:
                 deque(chunk.binding.set_data(known[1]), maxlen=0)
 
     def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
-        """Return the bytes that a span is copied to, cut as its pieces are."""
+        """Return the bytes of the slot that a span is copied to, split like its pieces."""
         parts, start = list[Tensor](), 0
         for piece in span.pieces:
             parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
@@ -139,17 +140,15 @@ class Slot:
         return tuple(parts)
 
     def invalidate(self) -> None:
-        """What it holds is not to be found any more."""
+        """Forget what it holds: the layer has to be copied again."""
         self.state = None
 
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
-        """Have the bytes of a layer, which are in a span, copied here, once all work that uses the slot is done; return what is
-        reached when they are here.
-
-        Those of the layer that was here are in host memory alone then.
+        """Copy the bytes of a layer here from a span, once all work that uses the slot is done. Return an event that is reached
+        when they are here. The layer that was here before is evicted.
 
         Args:
-            log: what the copy is added to, by who wants to time it.
+            log: a list that the copy is added to, to be timed.
         """
         there = self.chunk
         if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
@@ -183,27 +182,27 @@ class Slot:
         return self.ready
 
     def fail(self) -> None:
-        """The copy that was to fill it has failed: it holds nothing."""
+        """Note that the copy that was to fill it has failed: it holds nothing."""
         if self.chunk is not None and self.chunk.slot is self:
             self.chunk.evict()
         self.chunk = self.state = self.ready = None
 
     def leave(self) -> None:
-        """The slot goes: no layer that was here is to hold it."""
+        """Drop references from the layer that is here, before the slot is released."""
         for chunk in self._parts:
             if chunk.slot is self:
                 chunk.slot, chunk.residency = None, Residency.HOST
 
     def claim(self, stream: Stream) -> None:
-        """Let work that is put on a stream from now on write to the slot."""
+        """Let a stream write to the slot, once the last copy from it is done. From now on its bytes are what counts (DIRTY)."""
         if self._left is not None:
             self._device.wait_event(stream, self._left)
         assert self.chunk is not None
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """The weights of a layer, which are here, were written to: the slot has them as they are behind `stepped`, or behind
-        what is on the current stream."""
+        """Note that the weights of the layer here were written to: by the work before the event `stepped`, or by what the
+        current stream was given so far."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -211,15 +210,15 @@ class Slot:
             self.stepped = stepped
 
     def await_steps(self, stream: Stream) -> None:
-        """Let a stream wait for the steps of parameters here."""
+        """Let a stream wait for the steps of parameters in this slot."""
         if self.stepped is not None:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Write its bytes to the host copy, behind what the current stream has done with them; return what is reached then.
+        """Copy its bytes to the host copy, after the work of the current stream. Return an event that is reached then.
 
         Args:
-            copy: puts the copy on a lane, behind an event.
+            copy: puts a copy on a lane that waits for an event.
         """
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
@@ -232,7 +231,7 @@ class Slot:
         return self._left
 
     def await_copies(self) -> None:
-        """Make the host wait for a thread that brings bytes here or from here."""
+        """Make the host wait for staging threads that copy to the slot or from it."""
         for event in (self.ready, self._left):
             if event is not None:
                 with suppress(Exception):  # who needs the bytes is told
@@ -252,12 +251,12 @@ class Slot:
 
 
 class SlotRing:
-    """All slots of a device: some of each size, and more for a while where all of a size are in use.
+    """All slots of a device: some of each size, and overflow slots while all of a size are in use.
 
     Args:
         device: where they are.
         slot_bytes: the size of each.
-        owner: who lends them out.
+        owner: the owner of their storages, see `memkit.owners`.
     """
 
     holder = "LayerOffload's slots"
@@ -290,27 +289,27 @@ class SlotRing:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that they take now."""
+        """Bytes of the device that all slots take now."""
         return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
-        """Return the slot that has the bytes of a layer as they are now, or will have them."""
+        """Return the slot that has the current bytes of a layer, or will have them; None if there is none."""
         slot = chunk.slot
         return slot if slot is not None and slot.holds(chunk) else None
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
-        """Return the slot that a storage is, None if it is none."""
+        """Return the slot with this storage, None if there is none."""
         return self.slots.get(storage_key(storage))
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
-        """Return a slot that a layer may take, None if there is none: one with nothing that is expected to be used, or else
-        with what is the last to be. Among equals that is the one filled longest ago, whose work is done soonest.
+        """Return an idle slot for a layer, None if there is none. It is one whose layer is not expected to be used, or else the
+        one whose layer is used last; among equals the one filled longest ago, whose work is done soonest.
 
         Args:
             chunk: the layer.
-            ahead: what is expected to be used, by its position, and how soon.
-            place: what is used sooner than this must stay,
-            current: and so must this.
+            ahead: the layers that are expected to be used, by position, and how soon.
+            place: layers that are used sooner than this stay.
+            current: this layer stays.
         """
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
@@ -341,7 +340,7 @@ class SlotRing:
         return best
 
     def overflow(self, chunk: LayerChunk) -> Slot:
-        """Return one more slot, for a while.
+        """Return an overflow slot.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
@@ -352,23 +351,23 @@ class SlotRing:
         return slot
 
     def sweep(self, current: LayerChunk | None) -> None:
-        """Give those up that were taken for a while, and that are idle."""
+        """Release the overflow slots that are idle."""
         if len(self.slots) > self.num_planned:
             for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
                 self._release(slot)
 
     def invalidate(self) -> None:
-        """What the slots hold is not to be found any more: the caller may have written to the host copies unseen."""
+        """Forget what the slots hold: the caller may have written to the host copies unseen."""
         for slot in self.slots.values():
             slot.invalidate()
 
     def await_copies(self) -> None:
-        """Make the host wait for threads that bring bytes to slots or from there: they hold a slot meanwhile."""
+        """Make the host wait for staging threads, which hold slots while they copy."""
         for slot in self.slots.values():
             slot.await_copies()
 
     def close(self) -> None:
-        """Give all memory back. The host has waited for all work, since a copy that has failed cannot be waited for."""
+        """Release all memory. The host must have waited for the device, since a copy that failed has no event to wait for."""
         for slot in self.slots.values():
             slot.leave()
             disown(slot.storage)
