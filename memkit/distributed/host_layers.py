@@ -1,4 +1,4 @@
-"""A layer whose shard lies in host memory: its chunk there, and the memory of the device that takes chunks."""
+"""A layer whose shards are in host memory: its chunk there, and the device buffers that chunks are copied to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Where the shard of one parameter is in its layer's chunk."""
+    """The place of one parameter's shard in its layer's chunk."""
 
     start: int
     numel: int
@@ -37,7 +37,7 @@ Layout = tuple[_Region, ...]
 
 
 class Buffer:
-    """Memory of the device that takes chunks of one layout, one after the other, with what is read of it made once.
+    """Device memory for chunks of one layout, one after the other, with views of the shards that are made once.
 
     Args:
         storage: goes back to `home`. The next chunk is copied here behind what that stream has to do then, so it has waited for

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class HostShards:
-    """The layers of one model whose shards are on the host, and what of them is on its way to the device.
+    """The layers of one model whose shards are on the host, and their copies to the device.
 
     [Note: ahead of the gather] Where FSDP2 begins to gather a layer, that layer's bytes are on their way already: they were put
     on the lane where it began to gather the one before, so that two chunks at most are on the device beside what is gathered.
@@ -72,7 +72,7 @@ class HostShards:
             leave_untraced(function)
 
     def add(self, module: FSDPModule) -> None:
-        """Bring what FSDP2 gathers as one for a layer from now on. If it has data, that moves to a chunk at once.
+        """Copy a layer's shards ahead of its gathers from now on. If they have data, it moves to a chunk at once.
 
         Raises:
             MissingTorchNameError: FSDP2 does not gather as it did. The layer is left to its own policy.
@@ -89,7 +89,7 @@ class HostShards:
         self.layers.append(layer)
 
     def add_whole(self, model: FSDPModule) -> None:
-        """The same for what is in no layer, last. Bring ahead from now on.
+        """The same for parameters that are in no layer. To be called last: from now on shards are copied ahead.
 
         Raises:
             MissingTorchNameError: as for a layer.
@@ -147,13 +147,13 @@ class HostShards:
                 setattr(parameter, name, shard)
             if stream != brought.home:
                 device.wait_event(brought.home, device.record_event(stream, timed=False))
-        if self._has_heir(layer, brought):
+        if self._is_reused(layer, brought):
             self._spare.append(brought)
 
     # What comes to the device
 
     def _bring(self, layer: HostLayer) -> None:
-        """Put a layer's bytes on the lane, if they are not there or on the device."""
+        """Put the copy of a layer's chunk on the lane, unless it is there or done already."""
         if layer.brought is not None:
             return
         chunk, device = layer.chunk(), self._device
@@ -183,8 +183,9 @@ class HostShards:
                 known = self._packing = stream, self._device.current_stream()
         return known[1]
 
-    def _has_heir(self, layer: HostLayer, buffer: Buffer) -> bool:
-        """Tell whether the memory of a layer that was read is for the next but one: see [Note: ahead of the gather]."""
+    def _is_reused(self, layer: HostLayer, buffer: Buffer) -> bool:
+        """Tell whether the buffer of a layer that was read is reused for the next layer but one: see [Note: ahead of the
+        gather]."""
         is_forward = torch_private.backward_task() == -1
         if is_forward and not self._is_in_forward:
             return False
@@ -195,7 +196,7 @@ class HostShards:
         return 0 <= number < len(self._numbers) and self.layers[number].layout is buffer.layout
 
     def _bring_next(self, layer: HostLayer) -> None:
-        """Bring what FSDP2 will gather after a layer: see [Note: ahead of the gather]."""
+        """Start the copy for the layer that FSDP2 will gather after this one: see [Note: ahead of the gather]."""
         task = torch_private.backward_task()
         if task == -1 and not self._is_in_forward:
             return
@@ -211,7 +212,7 @@ class HostShards:
                 self._bring(following)
 
     def _drop_all(self) -> None:
-        """Let go of what was brought and not gathered, and of the memory that waits for more."""
+        """Drop chunks that were copied and not gathered, and free buffers."""
         self._spare.clear()
         for layer in self.layers:
             brought, layer.brought = layer.brought, None

@@ -1,4 +1,4 @@
-"""What steps draw random numbers from: where any do, the order in which parameters are stepped counts."""
+"""Random number generators: a step that draws from one must keep to the order of the parameters."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from memkit.device import default_generator
 
 
 def generators_of(torch_device: torch.device) -> list[torch.Generator]:
-    """Return what ops on a device, and on the host, draw from by default."""
+    """Return the default generators of the host and of a device."""
     return [torch.default_generator, default_generator(torch_device)]
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Return how far generators have come."""
+    """Return the states of generators."""
     return [generator.get_state() for generator in generators]
 
 
 def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
-    """Have generators begin anew."""
+    """Seed all generators."""
     for generator in generators:
         generator.manual_seed(seed)
 
 
 def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> bool:
-    """Tell whether generators are as they were: nothing has drawn random numbers in between."""
+    """Tell whether generators are in these states: nothing was drawn since."""
     return all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
 
 
@@ -39,6 +39,6 @@ def has_generators(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_numpys(value: object) -> bool:
-    """Tell that without importing NumPy."""
+    """Tell whether a value is a NumPy generator, without importing NumPy."""
     kind = type(value)
     return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")

@@ -1,4 +1,4 @@
-"""Host memory for the states of pieces: set aside at first in few large blocks, and found there again in each step."""
+"""Host memory for the states of pieces: reserved once, in few large blocks, and used again in each step."""
 
 from __future__ import annotations
 

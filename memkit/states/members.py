@@ -24,10 +24,10 @@ class Members:
     """The parameters of an optimizer, as they are now.
 
     Args:
-        optimizer: whose they are.
-        master: of which precision copies are stepped; None for none.
+        optimizer: the optimizer.
+        master: the dtype of copies that are stepped instead of parameters of lower precision; None for none.
         torch_device: where the parameters are.
-        where: what its user has called, for errors.
+        where: the name of the feature or call, for errors.
     """
 
     def __init__(
@@ -39,29 +39,29 @@ class Members:
         self._where = where
         self._kept: list[Kept] = []
         self.draws = False
-        """Whether steps draw random numbers, so that they can't come in another order."""
+        """Whether steps draw random numbers, so that parameters must be stepped in the order of the groups."""
         self._known: list[list[int]] = []
         self.pieces: list[Piece] = []
 
     def try_out(self) -> None:
-        """Find out what the optimizer keeps.
+        """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces.
 
         Raises:
-            ValueError: it can't be stepped in pieces, or has shards, and can't step these by themselves.
+            ValueError: it can't be, or it has shards and is not elementwise.
         """
         optimizer, where, torch_device, master = self._optimizer, self._where, self._torch_device, self._master
         self._kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
         refuse_mixed_shards(optimizer, where=where, torch_device=torch_device, master=master)
 
     def costs(self) -> list[ParameterCosts]:
-        """Return what each parameter takes: by the states that it has, or else by those of the trial."""
+        """Return bytes and elements of each parameter and its states: of the states that it has, or else as the trial tells."""
         kept = self.kept()
         records = list(self.records())
         costs = [self._cost(record, kept[id(record.parameter)]) for record in records]
         return list(self._with_elementwise(costs, records))
 
     def _with_elementwise(self, costs: list[ParameterCosts], records: list[StateRecord]) -> Iterator[ParameterCosts]:
-        """Yield what each parameter takes, with whether those that are larger than a piece can be stepped in windows."""
+        """Yield the costs, with `is_elementwise` set for those larger than a piece that can be stepped in windows."""
         large: dict[int, list[Tensor]] = {}
         places = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
         for cost, record in zip(costs, records, strict=True):
@@ -92,7 +92,7 @@ class Members:
         )
 
     def kept(self) -> dict[int, list[KeptState]]:
-        """Return what the optimizer keeps, by the id of each parameter."""
+        """Return the states that the optimizer keeps for each parameter, by its id."""
         return {
             id(parameter): found[parameter.dtype].of(local_of(parameter).numel()) if parameter.dtype in found else []
             for found, group in zip(self._kept, self._optimizer.param_groups, strict=True)
@@ -110,7 +110,7 @@ class Members:
                 yield StateRecord(name, parameter, has_master=master is not None and needs_master(parameter, master))
 
     def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
-        """Return the pieces of a plan, which count among these from now on."""
+        """Make the pieces of a plan, add them to `pieces`, and return them."""
         added = [piece_of(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
         self.pieces = [*self.pieces, *added]
         return added
@@ -129,7 +129,7 @@ class Members:
         return [record for record in self.records() if id(record.parameter) not in known]
 
     def place(self) -> None:
-        """Note where the optimizer has each parameter."""
+        """Note the group of each parameter, and its position there."""
         groups = self._optimizer.param_groups
         places: dict[int, tuple[int, int]] = {
             id(parameter): (number, position)
@@ -142,10 +142,10 @@ class Members:
         self._known = [[*map(id, group["params"])] for group in groups]
 
     def find_due(self, *, leaves_done: bool) -> list[Piece]:
-        """Return the pieces in which something is to be stepped, with what that is.
+        """Set `due` of each piece, and return the pieces in which anything is due.
 
         Args:
-            leaves_done: whether to leave out what a step that was broken off has stepped.
+            leaves_done: whether to leave out parameters that a step that was broken off has stepped already.
         """
         found = []
         for piece in self.pieces:
@@ -155,7 +155,7 @@ class Members:
         return found
 
     def masters(self) -> set[int]:
-        """Return the ids of parameters in whose place copies are stepped."""
+        """Return the ids of parameters that have float32 copies."""
         return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
 
 
@@ -166,7 +166,7 @@ def _is_due(record: StateRecord) -> bool:
 
 
 def are_any_done(pieces: list[Piece]) -> bool:
-    """Tell whether anything was stepped with the gradient that it has now, in a step that was broken off."""
+    """Tell whether any parameter was stepped with the gradient that it has now, in a step that was broken off."""
     return any(record.is_done() for piece in pieces for record in piece.records)
 
 

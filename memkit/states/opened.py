@@ -29,7 +29,7 @@ def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
 
 
 def _coming_bytes(ref: weakref.ref[Any]) -> int:
-    """Return the bytes of states that stay on the device, where no step has made any yet."""
+    """Return the bytes of states that will stay on the device, if no step has made any yet."""
     states = ref()
     return 0 if states is None or states.optimizer.state else int(states.plan.resident_bytes)
 
@@ -43,11 +43,11 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
-    """Return what calls a method as long as its object is alive, and doesn't keep it alive.
+    """Return a function that calls a method of an object without keeping the object alive.
 
     Args:
-        method: what to call.
-        when_gone: what to call instead from then on.
+        method: the bound method.
+        when_gone: called instead once the object is dead.
     """
     ref = weakref.WeakMethod(method)
 

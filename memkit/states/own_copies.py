@@ -1,4 +1,4 @@
-"""Copies of what a step of an optimizer may write to beside its parameters and states, and whether two are alike."""
+"""Copies of an optimizer's attributes and groups, which a step may write to, and whether two of them are equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
 def may_be_written(name: str, value: object) -> bool:
-    """Tell whether a step may write to an attribute of the optimizer: it is no code, and torch does not keep it."""
+    """Tell whether a step may write to an attribute of the optimizer: neither code nor one of `torch.optim.Optimizer`'s own."""
     return name not in ("param_groups", "state", "defaults") and not name.endswith("_hooks") and not isinstance(value, _SHARED)
 
 
@@ -50,7 +50,7 @@ def own_group(optimizer: torch.optim.Optimizer, group: Group) -> Group:
 
 
 def _memo(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Return what is not copied."""
+    """Return the memo for `copy.deepcopy` with all that is not to be copied."""
     kept = [optimizer, optimizer.state, optimizer.param_groups, optimizer.defaults]
     kept += [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(value): value for value in kept}
@@ -69,7 +69,7 @@ def _told_apart(entries: Any) -> Any:
 
 
 def are_alike(one: Any, other: Any, seen: set[int] | None = None) -> bool:
-    """Tell whether two attributes hold the same, in lists, dicts and objects as well."""
+    """Tell whether two values are equal, tensors bit by bit, also inside of lists, dicts and objects."""
     seen = set() if seen is None else seen
     if one is other or id(one) in seen:
         return True

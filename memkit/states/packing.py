@@ -1,4 +1,4 @@
-"""How states lie side by side: plain tensors, and those that wrap others, as 8-bit states do."""
+"""Offsets of states packed side by side: plain tensors, and those that wrap others, as 8-bit states do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = {Tensor, nn.Parameter}
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """How one plain tensor lies in its piece."""
+    """Layout of one plain tensor in its piece: offset in bytes, size, stride and dtype."""
 
     name: str
     offset: int
@@ -69,14 +69,14 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedWrapper:
-    """How a tensor that wraps others lies in its piece: each of those by itself."""
+    """Layout of a tensor that wraps others in its piece: each inner tensor by itself."""
 
     name: str
     num_bytes: int
     kind: type[Any]
     inner: tuple[PackedTensor | PackedWrapper, ...]
     others: tuple[tuple[str, Any], ...]
-    """What it has of else than tensors, such as the mesh of a shard."""
+    """Its attributes that are not tensors, such as the mesh of a shard."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -181,9 +181,9 @@ def are_same_number(one: Any, other: Any) -> bool:
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
-    """Return how the states of some parameters lie side by side, and how many bytes they come to.
+    """Return layouts of the states of some parameters, packed side by side, and their bytes in all.
 
-    The float32 copies of all parameters come first: one copy over the link brings these alone.
+    The float32 copies of all parameters come first, so that they can be copied alone, in one copy.
     """
     states, offset = list(states), 0
     rows: list[list[Packed]] = [[] for _ in states]
@@ -209,7 +209,7 @@ def _packed(name: str, tensor: Tensor, offset: int) -> Packed:
 
 
 def _inside(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
-    """Return the tensors that one wraps, what it has beside, and how they are made to one."""
+    """Return the inner tensors of a wrapper, its other attributes, and the context for `__tensor_unflatten__`."""
     names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
     found = {name: getattr(wrapper, name) for name in names}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
@@ -217,7 +217,7 @@ def _inside(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
 
 
 def local_packed(packed: Packed) -> Packed:
-    """Return how the local tensor of a shard lies; of any other state, how that lies."""
+    """Return the layout of a shard's local tensor; of any other state, its own."""
     if isinstance(packed, PackedWrapper) and packed.kind.__name__ == "DTensor":
         return replace(packed.inner[0], name=packed.name)
     return packed

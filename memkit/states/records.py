@@ -1,4 +1,4 @@
-"""What is known of one parameter whose states move."""
+"""`StateRecord`: what is known of one parameter of an optimizer whose states move."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ class StateRecord:
     Args:
         name: what to call it.
         parameter: the user's.
-        has_master: whether a copy of higher precision is stepped in its place.
+        has_master: whether a float32 copy is stepped instead of it.
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "done",
-            "group",
-            "has_master",
-            "index",
-            "is_shard",
-            "name",
-            "numbers",
-            "parameter",
-            "position",
-            "undo",
-        ),
+        "__weakref__",
+        "done",
+        "group",
+        "has_master",
+        "index",
+        "is_shard",
+        "name",
+        "numbers",
+        "parameter",
+        "position",
+        "undo",
     )
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
@@ -40,17 +38,17 @@ class StateRecord:
         self.parameter = parameter
         self.has_master = has_master
         self.is_shard = is_dtensor(parameter)
-        """Whether the part of the parameter that this rank has is what is stepped: see `memkit.states.shards`."""
+        """Whether it is a `DTensor`, whose local tensor is stepped: see `memkit.states.shards`."""
         self.index = 0
-        """Which one of its piece it is."""
+        """Its position in its piece."""
         self.group = self.position = -1
-        """Where the optimizer has it: which group, and which parameter there; -1 where it has it no more."""
+        """The number of its group, and its position there; -1 once the optimizer does not have it any more."""
         self.undo: Tensor | None = None
-        """The parameter as it was, while it is stepped."""
+        """A copy of the parameter from before the step, while it is stepped."""
         self.numbers: list[tuple[Tensor, Tensor]] = []
-        """States that do not leave, each with what it was before the step."""
+        """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
-        """With which gradient it was stepped in a step that was broken off."""
+        """The gradient that it was stepped with last, and the version of that: see `mark_of`."""
 
     def is_done(self) -> bool:
         """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
@@ -62,7 +60,7 @@ class StateRecord:
 
 
 def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
-    """Return what tells the gradient of a parameter, as it is now, from others."""
+    """Return a weak reference to the gradient of a parameter, and its version; None if there is no gradient."""
     grad = record.parameter.grad
     if grad is None:
         return None
@@ -70,6 +68,6 @@ def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to. In a shard, an op on it counts there, and one on its local tensor there."""
+    """Return how often a tensor was written to. A `DTensor` and its local tensor count apart: the sum of both."""
     version = torch_private.version_of(tensor)
     return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version

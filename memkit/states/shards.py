@@ -1,6 +1,6 @@
-"""Parameters that are shards (`DTensor`): what is stepped are their local tensors, and `optimizer.state` has shards.
+"""Parameters that are shards (`DTensor`): their local tensors are stepped, and `optimizer.state` has shards.
 
-Only for optimizers that step each element by itself: such a step of a shard is one of its local tensor, on each rank alone.
+Only for elementwise optimizers: stepping the local tensor on each rank is then the same as stepping the shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def shard_over(local: Tensor, like: Tensor) -> Tensor:
-    """Return a shard like another one, of its size and placements, whose part here is a tensor of any device and precision."""
+    """Return a `DTensor` with the size and placements of another one, over a local tensor of any device and dtype."""
     with torch.inference_mode(False), torch.no_grad():
         empty: Any = torch.empty_like(like.detach(), dtype=local.dtype, device="meta")
         names, context = empty.__tensor_flatten__()
@@ -38,29 +38,29 @@ def shard_over(local: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a state of a parameter, of which this rank has a tensor: a shard if the parameter is one, else the tensor."""
+    """Return a local tensor as a state of a parameter: as a `DTensor` if the parameter is one, else as it is."""
     return shard_over(local, parameter) if is_dtensor(parameter) else local
 
 
 def write_local(parameter: Tensor, values: Tensor) -> None:
-    """Have the part of a parameter that this rank has be these values."""
+    """Copy values to the local tensor of a parameter."""
     local_of(parameter).copy_(values)
     note_written(parameter)
 
 
 def note_written(parameter: Tensor) -> None:
-    """The part of a parameter that this rank has was written to: in a shard that counts there alone."""
+    """Raise the version of a `DTensor` whose local tensor was written to: a write there does not count in the `DTensor`."""
     if is_dtensor(parameter):
         torch.autograd.graph.increment_version(parameter)
 
 
 def are_one(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors of the same size begin at the same place, here if they are shards."""
+    """Tell whether two tensors (of shards: the local ones) begin at the same address."""
     return local_of(one).data_ptr() == local_of(other).data_ptr()
 
 
 def lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are shards, split in the same way, over the same ranks."""
+    """Tell whether two tensors are `DTensor`s with the same mesh and placements."""
     if not is_dtensor(one) or not is_dtensor(other):
         return False
     first: Any = one
@@ -69,7 +69,7 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class LocalStep:
-    """What a step of shards is given, and how what it has made is theirs.
+    """The local tensors and states that a step of shards is given; afterwards, its results as shards.
 
     Args:
         records: what is stepped.
@@ -112,7 +112,7 @@ class LocalStep:
         return found
 
     def finish(self) -> None:
-        """The step was made: have what it has made be shards, in the states that were given.
+        """Put the states that the step has made into the mapping that was given, as shards.
 
         Raises:
             StateOffloadError: it has made a state that is of another size than its parameter.
@@ -146,7 +146,7 @@ class LocalStep:
 
 
 def _stand_in(key: Tensor) -> nn.Parameter:
-    """Return a parameter over the local tensor of a shard, with such a gradient, and what Python has put on the shard."""
+    """Return a parameter over the local tensor of a shard, with its local gradient and its Python attributes."""
     stand_in = nn.Parameter(local_of(key), requires_grad=key.requires_grad)
     vars(stand_in).update(vars(key))
     stand_in.grad = local_gradient(key)
@@ -154,6 +154,6 @@ def _stand_in(key: Tensor) -> nn.Parameter:
 
 
 def described(tensor: Any) -> str:
-    """Return of what class a tensor is, and how it is split."""
+    """Return the class of a tensor and its placements, for errors."""
     split = f" with placements {tuple(tensor.placements)}" if is_dtensor(tensor) else ""
     return f"{type(tensor).__name__}{split}"

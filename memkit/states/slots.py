@@ -1,4 +1,4 @@
-"""Device memory that pieces of states take turns in, and the copies to and from it."""
+"""Device memory that pieces of states use in turn, and the copies to and from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StateSlot:
 
 
 class StateSlots:
-    """The slots of a plan: which piece comes to which, and when it is there.
+    """The slots of a plan, and which piece is in which.
 
     Args:
         device: where they are.
@@ -64,8 +64,8 @@ class StateSlots:
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
-        """Have pieces of another plan come to these slots as well: of each side, they take turns in those that are there, or
-        else get their own. Return the plan, with these slots."""
+        """Assign pieces of another plan to these slots: those of the device and of the host each share the slots that there
+        are, or get new ones. Return the plan with the numbers of these slots."""
         known = self._plan.pieces
         sides = {
             update: [part.slot for piece in known if piece.update is update for part in piece.parts if part.slot >= 0]
@@ -83,7 +83,7 @@ class StateSlots:
         return added
 
     def _own_slot(self, slot: int, own: dict[int, int], plan: StatePlan) -> int:
-        """Return which slot stands for one of a plan, with one made where none does yet."""
+        """Return the number of the slot that stands for one of another plan; make a slot if there is none yet."""
         if slot not in own:
             own[slot] = len(self.slots)
             self.slots.append(self._new(plan.slot_bytes[slot]))
@@ -106,8 +106,8 @@ class StateSlots:
         return self.slots[piece.slot]
 
     def deal(self, pieces: Iterable[Piece]) -> None:
-        """Have pieces, which are in no slot, come to their slots by turns in this order: those whose slots were planned to be
-        of one size take turns in these. Where two that follow each other had the same slot, one would wait for the other."""
+        """Assign pieces, which are in no slot now, to slots round robin in this order: those whose slots are of one size share
+        these. If two pieces in a row had the same slot, the second would have to wait for the first."""
         moving = [piece for piece in pieces if piece.plan.slot >= 0]
         numbers: dict[int, list[int]] = {}
         for number in sorted({piece.plan.slot for piece in moving}):
@@ -121,14 +121,14 @@ class StateSlots:
         return self.slots[piece.slot].piece is None
 
     def claim(self, piece: Piece) -> StateSlot:
-        """Have a piece come to its slot without bytes: there are no states yet."""
+        """Assign its slot to a piece that has no states to copy yet."""
         slot = self.slots[piece.slot]
         slot.piece = piece
         self.await_copies(slot)
         return slot
 
     def fetch(self, piece: Piece, span: Span) -> None:
-        """Put a copy of a piece, which is in a span, to its slot on the lane, behind all that uses the slot."""
+        """Put a copy of a piece from a span to its slot on the lane, after all that uses the slot."""
         slot = self.slots[piece.slot]
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
@@ -174,7 +174,7 @@ class StateSlots:
         self._device.note_written(storage, -self._num_writes)
 
     def release(self, piece: Piece) -> None:
-        """What a slot has of a piece counts for nothing."""
+        """Free the slot of a piece: what is there is not needed."""
         slot = self.slots[piece.slot]
         if slot.piece is piece:
             slot.freed = self._device.record_event(timed=False)

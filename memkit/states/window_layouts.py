@@ -21,7 +21,7 @@ def lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:
 
 
 def tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTensor, ...]:
-    """Return how the states of a window lie in a slot: behind each other."""
+    """Return the layout of a window's states in a slot: one behind the other."""
     tensors, offset = [], 0
     for tensor in map(local_packed, whole):
         assert isinstance(tensor, PackedTensor)
@@ -33,10 +33,10 @@ def tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTen
 
 
 def part_of(layout: Layout, elements: slice) -> Layout:
-    """Return where a window of states is, each of which is of as many elements as the parameter.
+    """Return the layout of a window's states within that of all states, each of which has as many elements as the parameter.
 
-    In a slot the states of a window lie behind each other. In host memory they have the others' in between: what is copied are
-    as many ranges.
+    In a slot the states of a window are one behind the other. In host memory each is a range of the whole state, so that a copy
+    has as many ranges as there are states.
     """
     span = layout.span
     assert span is not None

@@ -117,7 +117,7 @@ class Arena:
 
     @_mended
     def take(self, num_bytes: int) -> Span:
-        """Return a span of at least one byte.
+        """Allocate a span of at least one byte.
 
         Raises:
             HostMemoryError: a limit is met, or the system does not pin as much. The arena stays usable.
@@ -137,10 +137,11 @@ class Arena:
 
     @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Return spans each of which is pinned as one, so that any copy from and to it may be: all are pinned side by side.
+        """Allocate spans that are each pinned as one range, so that a single copy may cover any part; all are pinned side by
+        side.
 
-        They are never where other spans were, and take whole pages: for what stays. Where this arena goes on with memory that
-        is not pinned, they are one piece each as well.
+        They are always new memory, in whole pages: for what is kept long. Where this arena goes on with memory that is not
+        pinned, they are one range each as well.
 
         Raises:
             HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
@@ -158,9 +159,9 @@ class Arena:
         return spans
 
     def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
-        """Return what `take` takes, so many bytes in all; where the system does not pin those, of memory that is not pinned.
+        """Return what `take` allocates, so many bytes in all; where the system does not pin them, of memory that is not pinned.
 
-        Such memory comes before buffers for it: without room for both, there are none.
+        The memory comes before staging buffers: without room for both, there are no buffers.
         """
         try:
             return take()
@@ -207,7 +208,7 @@ class Arena:
 
     @_mended
     def give(self, span: Span, last_use: Event | None = None) -> None:
-        """Take a span back. Its bytes mean nothing any more, once `last_use` is reached.
+        """Free a span. Its bytes mean nothing any more, once `last_use` is reached.
 
         `Device.note_host_free` hears of it now, or when the bytes are taken again after that. It never hears of bytes that a
         copy may still read: who takes those is told by `Span.free_events`.
@@ -228,8 +229,8 @@ class Arena:
 
     @_mended
     def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
-        """Take back all spans that are taken, where the caller needs none of them any more, and the host has waited for all
-        copies: also those of which an interrupt has kept the taker from hearing.
+        """Free all spans. The host must have waited for all copies. Also frees spans that were allocated and whose owner never
+        got them because of an interrupt.
 
         Args:
             but_for: those that are needed.

@@ -1,4 +1,4 @@
-"""What memkit itself takes of a device: one account, in which everybody stands who keeps memory there from step to step."""
+"""Bytes of device memory that memkit itself keeps from step to step (slots, undo buffers), by feature, in one account."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from memkit.sizes import format_bytes
 
 
 class Holder(Protocol):
-    """Who keeps memory of a device for what comes and goes, such as slots."""
+    """A part of memkit that keeps device memory from step to step, such as slots."""
 
     holder: str
-    """What it is to a user: "LayerOffload's slots"."""
+    """Its name for users: "LayerOffload's slots"."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that it has now."""
+        """Bytes of device memory that it has now."""
 
 
 class DeviceMemory:
-    """Who of memkit has how much of a device.
+    """The holders of a device's memory, and how much each has.
 
-    The model's weights, activations and states aren't in here: only the room that they pass through. A `MemoryBudget` can move
-    none of it, and tells how much there is where a budget can't be kept to.
+    Weights, activations and states of the model are not counted, only buffers that they pass through. A `MemoryBudget` can move
+    none of these, and says how much they are when a budget can't be kept to.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,7 +43,7 @@ class DeviceMemory:
         """Return a storage for a holder, which counts it from now on.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room. It says who of memkit has how much.
+            torch.OutOfMemoryError: the device has no room. A note on the error lists the holders.
         """
         try:
             with torch.inference_mode(False):
@@ -55,14 +55,14 @@ class DeviceMemory:
             raise
 
     def held(self) -> dict[str, int]:
-        """Return the bytes that are held, by what they are, the most first."""
+        """Return the bytes that are held, by the name of the holder, the most first."""
         counted = Counter[str]()
         for holder in tuple(self._holders):
             counted[holder.holder] += holder.num_bytes
         return {name: num_bytes for name, num_bytes in counted.most_common() if num_bytes}
 
     def describe(self) -> str:
-        """Return that as part of a sentence, "" if nothing is held."""
+        """Return what is held as part of a sentence, "" if nothing is."""
         held = self.held()
         if not held:
             return ""

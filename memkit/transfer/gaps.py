@@ -1,4 +1,4 @@
-"""Free ranges of an arena's addresses, and which of them is taken."""
+"""Free ranges of an arena's addresses, and which of them an allocation takes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Gaps:
         self.ranges.insert(at, (start, end))
 
     def cut(self, byte_range: Range) -> None:
-        """Leave nothing free within a range."""
+        """Remove a range from what is free."""
         start, end = byte_range
         parts = (part for gap in self.ranges for part in ((gap[0], min(gap[1], start)), (max(gap[0], end), gap[1])))
         self.ranges = [part for part in parts if part[0] < part[1]]

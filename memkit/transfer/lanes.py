@@ -1,4 +1,4 @@
-"""The two queues of a device on which bytes leave and come back, beside its work and beside each other."""
+"""The two copy streams of a device, to the host and back, which run beside its compute and beside each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memkit.transfer.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy over the link. `done` is what others wait for; from `started` to it the lane was busy."""
+    """One copy over the link. Others wait for `done`; from `started` to `done` the lane is busy with it."""
 
     num_bytes: int
     started: Event
@@ -29,11 +29,11 @@ class Transfer:
 
 
 class Prefetcher(Protocol):
-    """Who brings bytes to the device ahead of their use in a backward."""
+    """Something that fetches bytes to the device before a backward uses them."""
 
     @property
     def is_active(self) -> bool:
-        """Whether it may have something to bring."""
+        """Whether it may have something to fetch."""
 
     def bring_until(self, use_order: int) -> bool:
         """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`.
@@ -101,15 +101,15 @@ class Lanes:
         return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
 
     def batch_out(self, spans: Sequence[Span]) -> CopyBatch:
-        """Make copies to spans that are pinned, one of a storage for each, for `start_out`. All copies to the host that come
-        from now on wait for the spans' last users."""
+        """Prepare copies to pinned spans, one from a storage to each, for `start_out`. The lane to the host waits for the
+        spans' last users now."""
         for event in {event for span in spans for event in span.free_events}:
             self._device.wait_event(self.out, event)
         return self._device.copy_batch(self.out, [*_pieces_of(spans)], is_out=True)
 
     def start_out(self, batch: CopyBatch, storages: Sequence[torch.UntypedStorage]) -> Event:
-        """Put copies that `batch_out` has made on their queue, behind all work that the current stream has; return what is
-        reached when they are done: good until they are put there again."""
+        """Put copies that `batch_out` has prepared on the lane, after all work of the current stream. Return an event that is
+        reached when they are done; it is reused when they are started again."""
         with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
             batch.start(storages)
             return batch.done
@@ -125,7 +125,7 @@ class Lanes:
         parts: Sequence[Tensor] | None = None,
         start: int = 0,
     ) -> Transfer:
-        """Put a copy on one of the lanes, to the host or back: what the two others do, in one call.
+        """Put a copy on one of the lanes, to the host or back, with more options than `copy_out` and `copy_back`.
 
         Args:
             start: at which byte of the storage what is copied begins.
@@ -147,9 +147,10 @@ class Lanes:
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
     def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
-        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return what is reached then.
+        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`. Return an event that is reached
+        then.
 
-        It costs the host less, since it cannot be timed.
+        It costs the host less than `copy`, since it cannot be timed.
         """
         device, lane = self._device, self.out if is_out else self.back
         for event in after:

@@ -26,8 +26,8 @@ _NUM_THREADS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Memory that was committed as one. `pinned` is done once it is touched and pinned, or could not be; where it is not to be
-    pinned, once it is touched."""
+    """Memory that was committed as one. The future `pinned` is done once it is touched and pinned, or that has failed; without
+    `is_pinned`, once it is touched."""
 
     start: int
     end: int

@@ -1,4 +1,4 @@
-"""Host memory that was taken of an arena, as its taker knows it."""
+"""`Span`: host memory that was allocated from an arena."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Host memory that was taken: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first.
+    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first.
 
     `pieces` are its bytes, in order: tensors of dtype uint8, cut where pinned segments meet, since one copy must not cross such
     an edge. Work that writes to the span waits for `free_events` first: copies that may still read what was there before.
@@ -33,7 +33,7 @@ class Span:
     whole: Tensor | None
     """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
     staging: Staging | None
-    """What copies from and to it, None if it is pinned. `Lanes` see to that."""
+    """Used by `Lanes` to copy from and to it if it is not pinned; None if it is pinned."""
 
     def part(self, start: int, end: int) -> Span:
         """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""

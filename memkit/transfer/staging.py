@@ -28,7 +28,8 @@ NUM_BUFFERS = 4
 
 
 class PromisedEvent(Event):
-    """An event that a thread is yet to record. If it fails, nothing of its copy is under way, and who waits is told why."""
+    """An event that a thread has yet to record. If the thread fails, no part of the copy is under way, and waiting raises
+    why."""
 
     __slots__ = ("_recording", "_which")
 
@@ -199,7 +200,7 @@ def _chunks(pieces: Sequence[Tensor], on_device: Tensor, most_bytes: int | None)
 
 
 def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffers: bool) -> str:
-    """Say what the system did not pin, what that costs, and what to do."""
+    """Return a warning: what the system did not pin, what that costs, and what to do."""
     buffers = f"{NUM_BUFFERS} buffers of {format_bytes(chunk_bytes)}"
     if has_buffers:
         how = f"copies go through {buffers}, and the host copies each byte once more"
