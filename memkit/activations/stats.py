@@ -41,6 +41,7 @@ class SavedTensorStats:
     """
 
     tag: str
+    """The tag."""
     contexts: tuple[str, ...]
     """Which kinds of context were entered under the tag: "CPUOffload", "Rematerialize", "MemoryBudget"."""
     num_iterations: int

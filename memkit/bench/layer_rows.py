@@ -35,17 +35,23 @@ class LayerRow:
     """One ratio. What was moved and waited for is that of one step, on average over those that count."""
 
     ratio: float
+    """The offload ratio."""
     memkit: Measurement
+    """The step with `LayerOffload`."""
     plain: Measurement | None
     """The plain step of the same run; None where the device has no room for it."""
     link: Link
+    """Bandwidth measured in the same run."""
     num_streamed: int
+    """Layers that stream."""
     streamed_bytes: int
     """Bytes of the layers that stream: what each pass moves to the device."""
     slot_bytes: int
+    """Bytes of the device that slots take."""
     d2h_bytes: float
     """Bytes to the host in the backward: gradients with train="host", weights with train="fused"."""
     num_fetches: float
+    """Copies of a layer to the device."""
     num_demand_fetches: float
     """Fetches that began no sooner than the layer was needed."""
     num_overflows: int
@@ -107,6 +113,7 @@ class LayerBench:
     """What a bench has measured."""
 
     name: str
+    """What was run."""
     where: str
     """The device."""
     train: str
@@ -114,11 +121,13 @@ class LayerBench:
     backward: bool
     """Whether the step has one."""
     num_layers: int
+    """Layers of the model."""
     layer_bytes: int
     """Bytes of the layers' parameters."""
     plain: Measurement | None
     """None where the device has no room for the plain step."""
     link: Link
+    """Bandwidth measured in this run."""
     ratios: tuple[float, ...]
     """As they were asked for."""
     rows: tuple[LayerRow, ...]

@@ -32,7 +32,9 @@ class Workload:
     """One step of a model, by default a training step without its optimizer, cut where a context begins and ends."""
 
     name: str
+    """What it is called in tables."""
     model: nn.Module
+    """The model."""
     forward: Callable[[], Any]
     """What runs inside the context."""
     loss: Callable[[Any], Tensor]
@@ -48,7 +50,9 @@ class Measurement:
     """Medians of several steps; peaks are the largest."""
 
     num_steps: int
+    """How many steps were measured."""
     step_s: float
+    """Seconds of a step."""
     forward_s: float
     """From the entry into the context to the start of the backward, so the loss is in it."""
     backward_s: float

@@ -45,16 +45,23 @@ class OffloadRow:
     """One ratio. Seconds are of a whole step."""
 
     ratio: float
+    """The offload ratio."""
     moved_bytes: int
     """Bytes that leave in a step. Of these, what is still on the device when the backward begins is not fetched."""
     window_bytes: int
+    """Bytes that the device may hold beside what the ratio keeps."""
     memkit_s: float
+    """With `CPUOffload`."""
     peak_allocated_bytes: int | None
+    """None where the allocator does not count."""
     peak_reserved_bytes: int | None
+    """None where the allocator does not count."""
     plain_s: float
+    """Without memkit, in the same run."""
     synchronous_s: float | None
     """With synchronous copies of as many bytes; with `torch.autograd.graph.save_on_cpu` at ratio 1. None if nothing moves."""
     synchronous_allocated_bytes: int | None
+    """The peak of that step."""
     roofline_s: float
     """What moving these bytes takes at least, from the plain forward, the plain backward and the link of the same run."""
 
@@ -74,14 +81,19 @@ class OffloadBench:
     """What a bench has measured, or predicted."""
 
     name: str
+    """What was run."""
     where: str
     """The device; or what the prediction is made from."""
     plain: Measurement
+    """The step without memkit."""
     link: Link
+    """Bandwidth of the copies."""
     saved_bytes: int
     """Bytes of the distinct storages that may leave."""
     rows: tuple[OffloadRow, ...]
+    """One row for each ratio."""
     peers: Mapping[str, Measurement]
+    """Steps with other means, by their names."""
 
     def to_text(self, *, width: int | None = None) -> str:
         """Return the tables, for reading, with no line longer than `width`, if that is given."""

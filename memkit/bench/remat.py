@@ -41,8 +41,11 @@ class RematRow:
     budget: int | float | str
     """As it was asked for: bytes, text such as "8GiB", or a share of the saved bytes."""
     memkit: Measurement
+    """The step with `Rematerialize`."""
     plain_s: float
+    """Without memkit, in the same run."""
     stats: SavedTensorStats
+    """What `Rematerialize` did."""
 
     @property
     def to_plain(self) -> float:
@@ -55,13 +58,17 @@ class RematBench:
     """What a bench has measured."""
 
     name: str
+    """What was run."""
     where: str
     """The device."""
     plain: Measurement
+    """The step without memkit."""
     saved_bytes: int
     """Bytes of the distinct storages that may be dropped."""
     rows: tuple[RematRow, ...]
+    """One row for each budget."""
     peers: Mapping[str, Measurement]
+    """Steps with other means, by their names."""
 
     def to_text(self, *, width: int | None = None) -> str:
         """Return the table, for reading, with no line longer than `width`, if that is given."""

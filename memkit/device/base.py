@@ -163,6 +163,7 @@ class Device(ABC):
     """One place where tensors live and kernels run."""
 
     torch_device: torch.device
+    """The device as torch has it; what `Tensor.device` is."""
 
     def __deepcopy__(self, _: object) -> Device:
         return self  # what uses a device may be copied; the device is the same

@@ -22,6 +22,7 @@ class TimedSave:
     """One saved storage and its moments."""
 
     num_bytes: int
+    """Bytes of the storage."""
     saved_at_s: float
     """Seconds from the start of the forward to its first save."""
     needed_at_s: float
@@ -35,7 +36,9 @@ class StepTime:
     """Seconds of one step."""
 
     forward_s: float
+    """Seconds of the forward."""
     backward_s: float
+    """Seconds of the backward."""
 
     @property
     def step_s(self) -> float:

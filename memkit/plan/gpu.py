@@ -65,6 +65,7 @@ class GpuSpec:
     disk_read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """By number of threads, of a disk."""
     disk_write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """The same for writes."""
     source: str
     """Where the figures are from."""
     is_measured: bool = False

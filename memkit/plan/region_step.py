@@ -90,6 +90,7 @@ class RegionNeeds(NamedTuple):
     peak_bytes: int
     """The most bytes of saved values and replay temporaries at once."""
     regions: tuple[RegionBytes, ...]
+    """What each call that is recomputed takes."""
 
 
 class RegionStep:

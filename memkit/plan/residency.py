@@ -36,6 +36,7 @@ class PlannedLayer:
     """Where one layer is to live, and what that is expected to cost."""
 
     name: str
+    """The name of the layer in the model."""
     residency: LayerResidency
     """Whether it streams or stays on the device."""
     num_bytes: int
@@ -55,6 +56,7 @@ class ResidencyPlan:
     """Where each layer is to live, in the order of the forward, and the slots for those that stream."""
 
     layers: tuple[PlannedLayer, ...]
+    """One entry for each layer."""
     slot_bytes: tuple[int, ...]
     """The size of each slot, largest first. A layer uses the slots of the smallest size that holds it: see `slot_size_of`."""
     predicted_s: float | None

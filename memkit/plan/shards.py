@@ -26,6 +26,7 @@ class ShardedParameter:
     gathered_itemsize: int | None = None
     """Bytes of an element while it is gathered; None if these are the same."""
     is_trained: bool = True
+    """Whether it requires grad, and so has a gradient and optimizer states."""
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 0:
@@ -54,6 +55,7 @@ class ShardPlan:
     """What the first rank takes, which takes the most. Activations and temporaries are not in it."""
 
     num_ranks: int
+    """Between how many ranks each parameter is split."""
     param_bytes: int
     """Shards of all parameters."""
     grad_bytes: int

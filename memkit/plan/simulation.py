@@ -23,7 +23,9 @@ class Outcome:
     peak_bytes: int
     """The most bytes of saved values and replay temporaries at once."""
     replayed_s: float
+    """Seconds of ops that run again."""
     num_replayed_ops: int
+    """How many ops run again."""
     dropped: frozenset[int]
     """The values that are dropped in the forward."""
     limit_bytes: float

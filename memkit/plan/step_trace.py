@@ -33,6 +33,7 @@ class OpWork:
     name: str
     """As PyTorch calls it, such as "aten.mm.default"."""
     kind: OpKind
+    """What limits it: see `OpKind`."""
     flops: float
     """Source: `torch.utils.flop_counter`; 0 where that knows none."""
     num_bytes: int

@@ -19,9 +19,11 @@ class LayerCosts:
     """What a plan has to know of one layer. Seconds that were not measured are None."""
 
     name: str
+    """The name of the layer."""
     num_bytes: int
     """Bytes of one copy, if it streams: its weights, packed."""
     forward_s: float | None = None
+    """Seconds that its forward computes."""
     backward_s: float | None = None
     """With what is computed again for it."""
     grad_bytes: int = 0
@@ -42,7 +44,9 @@ class StepPrediction:
     forward_stall_s: tuple[float, ...]
     """Seconds of waiting before each layer's forward."""
     backward_stall_s: tuple[float, ...]
+    """Seconds of waiting before each layer's backward."""
     total_s: float
+    """Seconds of the step."""
 
 
 def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]:

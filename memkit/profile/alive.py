@@ -45,6 +45,7 @@ class Moment:
     """One op of the step, just after it has made its outputs."""
 
     phase: Phase
+    """The part of the step."""
     op: str
     """As PyTorch calls it, such as "aten.mm.default"; of the optimizer's step its class, such as "AdamW.step"."""
     module: str
@@ -57,6 +58,7 @@ class AliveStorage:
     """One storage, and the moments at which it is there: from `begin` up to, and without, `end`."""
 
     category: MemoryCategory
+    """What it holds."""
     module: str
     """Its row in the report: of parameters, buffers, their gradients and optimizer states the module that they are registered
     in, of activations the module that was running as they were first saved, of all else the one whose op made it."""
@@ -65,7 +67,9 @@ class AliveStorage:
     num_bytes: int
     """Rounded up as the allocator does."""
     begin: int
+    """The first moment at which it is there."""
     end: int
+    """The first moment at which it is gone; the number of moments if it outlives the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +77,15 @@ class AliveItem:
     """What is there at one moment of one category in one module: one storage, or several put together."""
 
     category: MemoryCategory
+    """What the storages hold."""
     module: str
+    """The row of the report: see `AliveStorage.module`."""
     what: str
     """See `AliveStorage.what`; of several storages that of the largest, the first one of equals."""
     num_bytes: int
+    """Bytes of all of them."""
     num_storages: int = 1
+    """How many storages are put together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +127,7 @@ class StepMemory:
     """
 
     moments: tuple[Moment, ...]
+    """All ops of the step, in order."""
     storages: tuple[AliveStorage, ...]
     """All that is there at any moment, in the order in which it was made."""
     levels: Mapping[MemoryCategory, tuple[int, ...]] = field(init=False, repr=False, compare=False)

@@ -35,9 +35,13 @@ class ComparedFigure:
     """One figure before and after: bytes, or seconds. None where one of the two does not know it."""
 
     name: str
+    """What it is a figure of."""
     before: float | None
+    """Bytes or seconds in the first report."""
     after: float | None
+    """Bytes or seconds in the second report."""
     in_s: bool = False
+    """Whether it is in seconds; else in bytes."""
 
     @property
     def change(self) -> float | None:

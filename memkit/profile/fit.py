@@ -54,14 +54,17 @@ class Fit:
     """The answer to "does it fit?" of one step and one budget, predicted for one GPU. Its `str()` says it in words."""
 
     budget_bytes: int
+    """The memory that was asked about."""
     budget: str
     """As `memkit.MemoryBudget` takes it, such as "12GiB"."""
     gpu: str
+    """The GPU that seconds are predicted for."""
     is_measured: bool
     """Whether predictions for the GPU were compared with steps on it."""
     plain_peak_bytes: int
     """What the step takes as it is, with the states of the optimizer."""
     plain_s: float
+    """Seconds of the step as it is."""
     resident_bytes: int
     """Of it, what is there all along: parameters, buffers, inputs, states of the optimizer."""
     grad_bytes: int

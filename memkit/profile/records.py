@@ -34,6 +34,7 @@ class SavedTensorRecord:
     storage_bytes: int
     """Bytes of the whole storage."""
     category: SavedCategory
+    """What the storage is."""
     module: str
     """The innermost module whose forward ran at the first save; "(outside modules)" if none did."""
     dtype: str
@@ -60,16 +61,21 @@ class ModuleRecord:
     """
 
     fqn: str
+    """The module's qualified name in the model; "(model)" and "(outside modules)" for these two rows."""
     type_name: str
+    """The class of the module."""
     parent: int | None
     """Index of the parent's row, None for the model and for "(outside modules)"."""
     depth: int
+    """0 for the model, 1 for its children, and so on."""
     num_calls: int
+    """How often its forward was called."""
     param_bytes: int
     """Bytes of the distinct storages of its parameters; tied ones count where they are registered first."""
     host_param_bytes: int = 0
     """Of these, bytes in host memory: of weights that a `LayerOffload` streams."""
     activation_bytes: int
+    """Bytes of the distinct storages that autograd saved in the module and those under it."""
     self_bytes: int
     """Bytes of the storages first saved while this module was the innermost one running."""
     num_storages: int
@@ -77,7 +83,9 @@ class ModuleRecord:
     num_saves: int
     """How many times those storages were saved."""
     input_shapes: Shapes
+    """Shapes of the tensors that its first call was given."""
     output_shapes: Shapes
+    """Shapes of the tensors that its first call returned."""
     num_signatures: int
     """How many different pairs of input and output shapes it was called with; the shapes shown are the first."""
     dtype: str
@@ -101,19 +109,27 @@ class RunInfo:
     model: str
     """Type of the model."""
     num_modules: int
+    """Modules of the model, itself included."""
     fingerprint: str
     """Digest of the names, types and parameter shapes of the modules: equal for models that are built alike."""
     device: str
+    """The device that the run was on, such as "cuda:0" or "meta"."""
     device_name: str
+    """The name of the hardware, such as "NVIDIA H200"."""
     target: str
     """Whose kernels a run on the meta device imitated; the device itself otherwise."""
     training: bool
+    """Whether the model was in train mode."""
     autocast: str
     """Dtype of autocast around the call ("bfloat16"), "" if it was off."""
     backward: bool
+    """Whether a backward was run."""
     torch_version: str
+    """The version of torch."""
     python_version: str
+    """The version of Python."""
     allocator_config: str
+    """`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF`; "" if neither is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +137,7 @@ class ShardInfo:
     """What of a model one rank has, where `memkit.shard` or `fully_shard` has split it."""
 
     rank: int
+    """The rank of this process."""
     num_ranks: int
     """Of the process group."""
     num_shards: int

@@ -41,12 +41,15 @@ class MemoryReport:
     """
 
     tag: str
+    """The name that it is filed under."""
     run: RunInfo
+    """Where and how it was taken."""
     modules: tuple[ModuleRecord, ...]
     """Rows in tree order: the model first, "(outside modules)" last."""
     saved: tuple[SavedTensorRecord, ...]
     """What autograd saved, in the order of first saves."""
     buffer_bytes: int
+    """Bytes of the distinct storages of buffers."""
     slot_bytes: int = 0
     """Bytes of the device that streamed weights take turns in: the slots of a `LayerOffload`, before the forward."""
     before_bytes: int | None

@@ -24,8 +24,11 @@ class Transfer:
     """One copy over the link. Others wait for `done`; from `started` to `done` the lane is busy with it."""
 
     num_bytes: int
+    """Bytes that are copied."""
     started: Event
+    """Recorded on the lane before the copy."""
     done: Event
+    """Recorded on the lane after the copy."""
 
 
 class Prefetcher(Protocol):

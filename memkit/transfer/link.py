@@ -24,8 +24,11 @@ class Link:
     """
 
     d2h_bytes_per_s: float
+    """Bandwidth from the device to the host."""
     h2d_bytes_per_s: float
+    """Bandwidth from the host to the device."""
     latency_s: float = 0.0
+    """Seconds of a copy of no bytes."""
 
     def __str__(self) -> str:
         return (

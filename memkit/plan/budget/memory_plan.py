@@ -39,6 +39,7 @@ class PlannedValue:
     action: Action
     """To recompute an anchor is not to hold it: such anchors are in no plan."""
     num_bytes: int
+    """Bytes of its storage."""
     cost_s: float = 0.0
     """What its replay takes, with what is made on the way; 0 for what is kept or leaves."""
     link_s: float = 0.0
@@ -47,6 +48,7 @@ class PlannedValue:
     op: str = ""
     """The op that makes it, and the module in which that ran; "" where they are not known."""
     reason: str = ""
+    """Why, for people."""
     copy_at: int = NEVER
     """The save at which its copy to the host begins."""
     let_go_at: int = NEVER
@@ -69,6 +71,7 @@ class PlannedReplay:
     request: int
     """That for the value, or the first of several with no op between them: all their replays run before it is answered."""
     value: int
+    """The value that is asked for, by its number in the lineage."""
     ops: tuple[int, ...]
     """Of the lineage of the step, in this order."""
     stays: tuple[int, ...] = ()
@@ -90,10 +93,15 @@ class PlannedStep:
     """Which step a plan is for."""
 
     model: str
+    """The class of the model."""
     inputs: str
+    """The shapes of its inputs, as text."""
     target: str
+    """The device whose kernels the trace imitated, or was made on."""
     num_forward_ops: int
+    """Ops of the forward and the loss."""
     num_ops: int
+    """Ops of the whole step."""
     saves: tuple[tuple[int, int], ...]
     """For each save its value and bytes, in order."""
     uses: tuple[int, ...]

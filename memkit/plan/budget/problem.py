@@ -33,7 +33,9 @@ class HeldValue:
     value: int
     """Its number in the lineage."""
     num_bytes: int
+    """Bytes of its storage."""
     made: int
+    """The slot in which it is made."""
     saved: int
     """Its first save; of an anchor the first save after it was made."""
     released: int
@@ -43,7 +45,9 @@ class HeldValue:
     freed: int
     """When it goes in the plain step."""
     choices: frozenset[Action]
+    """The actions that are possible."""
     is_anchor: bool = False
+    """Whether it is an anchor: autograd does not save it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,9 @@ class Problem:
     """
 
     trace: StepTrace
+    """The step."""
     gpu: GpuSpec
+    """The GPU, whose speed makes seconds of it."""
     base_bytes: int
     """What is there all along: parameters, buffers, inputs, optimizer states."""
     places: tuple[int, ...]
@@ -81,6 +87,7 @@ class Problem:
     plain: tuple[Action, ...]
     """The plain step: all saved values stay, no anchor is held."""
     plain_peak_bytes: int
+    """The peak of the plain step."""
     save_at: Mapping[int, int] = field(default_factory=dict)
     """The last save of the step at each slot where one is."""
     request_at: Mapping[int, int] = field(default_factory=dict)

@@ -32,7 +32,9 @@ class Replay:
     index: int
     """The value that is asked for, by its place in `Problem.values`."""
     point: int
+    """The slot of the request."""
     ops: tuple[int, ...]
+    """The ops that run, in order."""
     stays: tuple[int, ...]
     """Other dropped values that are made on the way and stay until they are freed, by their places in `Problem.values`."""
 
@@ -44,6 +46,7 @@ class Simulated:
     actions: tuple[Action, ...]
     """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
     seconds: float
+    """Seconds of the step."""
     peak_bytes: int
     """The most bytes at once, with the base."""
     over_bytes: int
@@ -51,13 +54,17 @@ class Simulated:
     excess_bytes: int
     """The same, summed over all points."""
     worst_slot: int
+    """The slot with the most bytes."""
     replayed_s: float
+    """Seconds of ops that run again."""
     stall_s: float
     """What compute waits for copies, either way."""
     moved_bytes: int
     """Bytes that leave; as many come back."""
     moves: tuple[Move, ...]
+    """The copies to the host and back, one entry for each value."""
     replays: tuple[Replay, ...]
+    """What runs again, in the order of requests."""
     held_until: dict[int, int]
     """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
     levels: tuple[int, ...]
