@@ -1,8 +1,8 @@
-"""One time in a context, from `with` to its end: the hooks that autograd gives its saved tensors to, and what becomes of each.
+"""`Entry`: one `with` block of a context, with its saved-tensor hooks, and the stages that each saved tensor goes through.
 
-A tensor comes to the first *stage* of the entry. The recording stage drops what can be recomputed, the moving stage lets leave
-for host memory; what a stage does nothing with, it hands on to the next, and the last one keeps it. The stages of a context
-outside come behind those of the one inside, if both are memkit's: the inner context decides first.
+A tensor comes to the first *stage* of the entry. The recording stage drops what can be recomputed, the moving stage moves
+tensors to host memory. A stage hands on what it does nothing with, and the last one keeps it. The stages of an outer context
+of memkit come after those of an inner one: the inner context decides first.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Stage(ABC):
     """What one context does with each saved tensor."""
 
     moves: ClassVar[bool]
-    """Whether it moves to host memory."""
+    """Whether it moves tensors to host memory."""
     model: nn.Module | None = None
-    """Around whose forward the context is, if that is known."""
+    """The module that the context is attached to; None if it was entered by `with`."""
 
     @property
     def take_own(self) -> Callable[[Tensor], KeptHandle]:
-        """What takes the tensors that come to the context itself, and not from a stage before."""
+        """The function for tensors that autograd gives to this context itself, rather than a stage before this one."""
         return self.take
 
     @abstractmethod
     def begin(self) -> None:
-        """The hooks are on."""
+        """Called once the hooks are on."""
 
     @abstractmethod
     def take_off(self) -> None:
@@ -49,32 +49,32 @@ class Stage(ABC):
 
     @abstractmethod
     def end(self, *, has_failed: bool) -> None:
-        """No more tensors come. After an interrupt in here this may be called again."""
+        """Called when no more tensors come; again, if an interrupt broke it off."""
 
     @abstractmethod
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         """Return what autograd is to hold in place of a tensor that it saves.
 
         Args:
-            tensor: the real one, with grad mode off.
-            action: what to do with it, if the user or a stage before has said; by default the stage decides.
+            tensor: the saved tensor itself. Grad mode is off.
+            action: what to do with it, as the user or a stage before decided; None to decide here.
         """
 
     @abstractmethod
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """Do this with what is in a tensor now, or have the next stage do it."""
+        """Apply a mark of the user's to what is in a tensor now, here or in the next stage."""
 
 
 def handing_on(
     moving: Stage | None, outer: SavedTensorHooks | None, *, is_checked: bool = True
 ) -> Callable[[Tensor], KeptHandle]:
-    """Return what makes the handles of tensors that a stage does nothing with: they go to the next stage, else to the hooks
-    outside, else they are kept.
+    """Return a function that makes handles for tensors that a stage does nothing with. It gives them to the next stage; without
+    one, to outer hooks; without these, it keeps them.
 
     Args:
-        moving: the stage that comes next, of the same context or of the one outside.
-        outer: else the hooks that are on top.
-        is_checked: whether a write to them is noticed here: it is not, in tensors of a class that says itself what ops do.
+        moving: the next stage, of the same context or an outer one.
+        outer: the innermost hooks outside.
+        is_checked: whether writes to the tensors are noticed. They are not for classes with `__torch_dispatch__`.
     """
     if moving is not None:
         return moving.take
@@ -84,14 +84,13 @@ def handing_on(
 
 
 class Entry:
-    """One time in a context.
+    """One `with` block of a context.
 
     Args:
-        name: what the user calls the context.
-        tag: that of the context.
-        is_last: whether no other context may be entered inside, which would hide tensors from this one. What it keeps it offers
-            to those outside.
-        block: tells whether the user is still in the context.
+        name: the class of the context, for users.
+        tag: the tag of the context.
+        is_last: whether no context may be entered inside, since that would hide tensors from this one.
+        block: tells whether the user is still in the context; None if that is not to be asked.
     """
 
     def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
@@ -111,15 +110,15 @@ class Entry:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages, the one that a tensor comes to first ahead."""
+        """The stages, in the order in which a tensor comes to them."""
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
     def begin(self, pair: HookPair | None = None) -> None:
-        """Take the tensors that are saved from now on.
+        """Set the hooks.
 
         Args:
-            pair: the hooks, by default its own, which give each tensor to the first stage. With `NO_PAIR` there are none: what
-                is saved never comes here.
+            pair: the hooks; by default those that give each tensor to the first stage. With `NO_PAIR` there are none, and no
+                tensor comes here.
         """
         try:
             if pair is NO_PAIR:
@@ -136,11 +135,11 @@ class Entry:
             raise
 
     def pack(self, tensor: Tensor) -> KeptHandle:
-        """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
+        """Return what autograd is to keep for a tensor. This is the pack hook: grad mode is off, the tensor is the real one."""
         return KeptHandle(tensor) if torch_private.backward_task() != -1 else self._take(tensor)
 
     def end(self, *, has_failed: bool) -> None:
-        """The context was left. After an interrupt in here this may be called again."""
+        """End, since the context was left. Called again if an interrupt broke it off."""
         self._take_off()
         self._hooks, self._take = None, KeptHandle  # they hold `pack`, and so the entry, whatever comes
         try:
@@ -161,7 +160,7 @@ class Entry:
             _bare.entries[:] = [found for found in _bare.entries if found[1] is not self]
 
     def stop_recording(self) -> None:
-        """Leave the ops to a context inside, where this one has recorded them only to heed the user's marks."""
+        """Stop recording because an inner context records. Only for a context that records for the sake of the user's marks."""
         recording = self.recording
         if recording is not None and self.moving is not None:
             self._take = self.moving.take_own
@@ -171,7 +170,7 @@ class Entry:
 
 
 class _Bare(threading.local):
-    """The entries without hooks that a thread is in, the innermost last, each with how many pairs of hooks it is in."""
+    """A thread's entries that have no hooks, the innermost last, each with the number of hook pairs around it."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, Entry]] = []
@@ -191,7 +190,7 @@ def entries_around() -> list[Entry]:
 
 
 def refuse_in_budget(title: str) -> None:
-    """Raise `ValueError` where a context, which is called so, is entered inside a `MemoryBudget`."""
+    """Raise `ValueError` if this thread is inside a `MemoryBudget`. `title` names the context that is being entered."""
     for entry in entries_around():
         if entry.kind == "MemoryBudget":
             raise ValueError(
@@ -201,7 +200,7 @@ def refuse_in_budget(title: str) -> None:
 
 
 def stop_recording() -> None:
-    """Have the contexts around leave the ops to one inside: see `Entry.stop_recording`."""
+    """Have all contexts around stop recording: see `Entry.stop_recording`."""
     for entry in entries_around():
         entry.stop_recording()
 
@@ -212,7 +211,7 @@ def is_within(tag: str) -> bool:
 
 
 def unpack(packed: Any) -> Tensor:
-    """Return the tensor that autograd holds something else of. This is a saved-tensor hook, of all entries."""
+    """Return the tensor for what `pack` returned. This is the unpack hook of all entries."""
     kind = type(packed)
     if kind is tuple:
         alias, version = packed

@@ -1,4 +1,4 @@
-"""One forward under a context, and the backwards through it: what it has saved, and what is asked for next."""
+"""`Forward`: one forward under a context and its backwards: what it saved, and the order in which that is requested."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ it, and their count. One storage may have several counters, which know nothing o
 
 
 def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
-    """Return what is in a tensor now. It means that for as long as the storage and the counting tensor are alive."""
+    """Return a key for what is in a tensor now: valid as long as the storage, and the tensor with its counter, are alive."""
     return torch_private.storage_address(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
 
 
 class SavedValues:
-    """The values that one forward has saved, by their numbers, with the backwards that ask for them."""
+    """The values that one forward has saved, by their numbers, and the backward that requests them."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
@@ -42,20 +42,20 @@ class SavedValues:
         """For each value its record, unless the save was left alone."""
 
     def record_of(self, value: int) -> Record | None:
-        """Return the record of a value, if a graph may still ask for it."""
+        """Return the record of a value if a graph may still request it, else None."""
         reference = self.by_number.get(value)
         record = None if reference is None else reference()
         return record if record is not None and record.num_handles > 0 else None
 
     def handle_of(self, value: int) -> Handle | None:
-        """Return a handle of a value that is not dropped, and is as it was saved."""
+        """Return a handle of a value if it is not dropped and was not written to, else None."""
         record = self.record_of(value)
         if record is None or record.residency is Residency.DROPPED:
             return None
         return next((handle for handle in record.live_handles() if handle.is_unchanged()), None)
 
     def records(self) -> Iterator[Record]:
-        """Yield the records that a graph may still ask for."""
+        """Yield the records that a graph may still request."""
         for value in list(self.by_number):
             record = self.record_of(value)
             if record is not None:
@@ -69,8 +69,8 @@ class Forward(SavedValues):
     only what leaves: see `RecordedForward.moving`.
 
     Args:
-        share: what leaves, and how much of it may be on the device.
-        counts: what is done is counted there.
+        share: decides what leaves, and how much of it may be on the device.
+        counts: the counters of the iteration.
     """
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
@@ -101,7 +101,7 @@ class Forward(SavedValues):
     # Forward
 
     def look_up(self, storage: torch.UntypedStorage, tensor: Tensor) -> tuple[Contents, Tensor, Record | None]:
-        """Return what is in a tensor, what counts the writes to it, and the record if this forward has saved that already."""
+        """Return the key of what is in a tensor, the tensor that has its version counter, and the record if there is one."""
         base = torch_private.base_of(tensor)
         root = tensor if base is None else base
         contents = torch_private.storage_address(storage), id(root), torch_private.version_of(tensor)
@@ -111,35 +111,37 @@ class Forward(SavedValues):
         return contents, root, record if is_here else None
 
     def note_record(self, record: Record, contents: Contents, root: Tensor, use_order: int) -> None:
-        """A value has a record from now on."""
+        """Note the record of a value that is saved for the first time."""
         record.use_order = use_order
         self.by_number[record.index] = reference = weakref.ref(record)
         self.known[contents] = weakref.ref(root), reference
 
     def mark(self, storage: torch.UntypedStorage, tensor: Tensor, action: Action) -> None:
-        """Do this with what is in a tensor now, should it be saved."""
+        """Note a mark of the user's on what is in a tensor now, for when it is saved."""
         self.marks[contents_of(tensor, storage)] = weakref.ref(counted_by(tensor)), action
 
     def marked(self, storage: torch.UntypedStorage, tensor: Tensor) -> Action | None:
-        """Return what the user has asked to do with what is in a tensor."""
+        """Return the user's mark on what is in a tensor, None if there is none."""
         found = self.marks.get(contents_of(tensor, storage)) if self.marks else None
         return found[1] if found is not None and found[0]() is counted_by(tensor) else None
 
     def finish_forward(self, *, learn: bool) -> bool:
-        """End the forward; file what it saved as a trace, unless it broke off. Tells whether a report was of no use."""
+        """End the forward. With `learn`, file what it saved as a trace. Return whether a report that it followed did not
+        match."""
         assert self.is_forward
         self.is_forward = False
         self.counts.window_bytes = max(self.counts.window_bytes, self.share.window_bytes)
         return learn and not self.is_broken and self.share.finish()
 
     def break_off(self) -> None:
-        """Something was broken off that may have had to do with this one: let what is left of it come as it may."""
+        """Stop following a known order, after an interrupt that may have left this forward incomplete."""
         self.is_broken = True
         self._order = ()
         self.forecast = None
 
     def judge_waste(self) -> None:
-        """The forward's frame is gone: what is still alive after it was let go is the caller's, and left alone from now on."""
+        """Find storages that left and are still alive now that the forward is over: others hold them, so they stay in later
+        steps."""
         trace = self.share.trace
         for record in self.records():
             if record.residency is Residency.HOST and record.original() is not None:
@@ -150,7 +152,7 @@ class Forward(SavedValues):
     # Backward
 
     def begin_backward(self, task: int) -> None:
-        """Start over: another backward asks, whose order is the last one seen, or the reverse of the saves."""
+        """Begin another backward: it is expected to request in the order of the last one, or in reverse order of the saves."""
         self.task = task
         self._order = () if self.is_broken else self.share.order()
         self._places = {value: place for place, value in enumerate(self._order)}
@@ -163,7 +165,7 @@ class Forward(SavedValues):
         return self._places.get(record.index, len(self._order))
 
     def next_record(self) -> Record | None:
-        """Return the record that the backward will ask for next, from `cursor` on; the caller moves that on once done."""
+        """Return the record that is expected to be requested next, from `cursor` on. The caller advances `cursor`."""
         order, records, used = self._order, self.by_number, self.used
         for cursor in range(self.cursor, len(order)):
             value = order[cursor]
@@ -176,8 +178,8 @@ class Forward(SavedValues):
         return None
 
     def end_backward(self) -> None:
-        """Learn the order of a backward, unless more is likely to come: it has left something of what it has asked for. What
-        none has asked for may live for as long as it likes: an output that the loss does not reach."""
+        """Learn the order of a backward, unless another is likely to follow, since some handles of what it requested are still
+        alive. Values that no backward requested do not count: the loss may not depend on them."""
         if self.is_broken or not self.used:
             return
         self.backwards.append(tuple(self.requests))
@@ -188,24 +190,24 @@ class Forward(SavedValues):
 
 
 class LiveForwards:
-    """The forwards that a graph may still ask for, and how much of theirs may be on the device."""
+    """The forwards with a live graph, and how many bytes of theirs may be on the device."""
 
     def __init__(self) -> None:
         self.references: list[weakref.ref[Forward]] = []
 
     def add(self, forward: Forward) -> None:
-        """A forward counts for as long as it lives."""
+        """Add a forward; it counts as long as it is alive."""
         self.references.append(weakref.ref(forward))
 
     def live(self) -> list[Forward]:
-        """Return them."""
+        """Return the forwards that are alive."""
         forwards = [forward for forward in (reference() for reference in self.references) if forward is not None]
         if len(forwards) < len(self.references):
             self.references = [weakref.ref(forward) for forward in forwards]
         return forwards
 
     def limit_bytes(self) -> int:
-        """Return the bytes of records that the device may hold."""
+        """Return how many bytes of records the device may hold."""
         forwards = self.live()
         if len(forwards) == 1:
             return forwards[0].share.limit_bytes

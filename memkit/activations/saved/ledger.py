@@ -1,8 +1,8 @@
-"""Every step that the bytes of a saved storage take: between device and host, or away to be recomputed.
+"""`Ledger`: every change of a saved storage's residency, and the copies that go with it.
 
-The ledger moves records from one `Residency` to the next and keeps each move safe; it decides nothing. What dies is noted when
-it does, on whatever thread, and taken up in `Ledger.sweep`: no copy is ever issued by a finalizer. At whatever line an
-interrupt comes, `saved.mending` can put right what it has left: see [Note: interrupts] in `memkit.interrupts`.
+The ledger makes each change safe; it decides nothing. A handle or copy that dies is noted at once, on any thread, and handled
+in `Ledger.sweep`: a finalizer never issues a copy. At whatever line an interrupt comes, `saved.mending` can repair what it
+left: see [Note: interrupts] in `memkit.interrupts`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The records of one tag on one device, and their moves. Callers hold the lock of who owns the ledger.
+    """The records of one tag on one device. Callers hold the lock of the `TagState` that owns the ledger.
 
     Args:
-        device: where they are at first.
-        lanes: what they leave and come back by.
-        arena: where they are in between. No other ledger takes of it.
+        device: the device of the saved storages.
+        lanes: the copy streams.
+        arena: the host memory, which no other ledger uses.
     """
 
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
@@ -61,7 +61,7 @@ class Ledger:
 
     @property
     def num_records(self) -> int:
-        """How many records there are that a graph may still ask for."""
+        """The number of records that a graph may still request."""
         return sum(record.num_handles > 0 for record in self.records)
 
     # Saving
@@ -78,10 +78,11 @@ class Ledger:
         """Return the handle of a new record: DEVICE.
 
         Args:
-            tensor: what was saved, of all or a part of the storage.
-            unpacker: what brings it back.
+            tensor: the saved tensor, over all or a part of the storage.
+            unpacker: unpacks its handles.
             node: the number of the node of the graph that saves it.
-            owner: the forward that moves it, if any does, and there its number.
+            owner: the forward that may move it, None if none may.
+            index: its number there.
         """
         stream = self.device.current_stream()
         for older in self.backlog:
@@ -123,7 +124,7 @@ class Ledger:
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
-        """LEAVING -> HOST for the record whose copy is the oldest: its stream waits for the copy, and we let go."""
+        """LEAVING -> HOST for the record with the oldest copy: its stream waits for the copy, and the storage is freed."""
         self._release(self.backlog.popleft())
 
     def release(self, record: Record) -> None:
@@ -148,7 +149,7 @@ class Ledger:
             self.close(record)
 
     def let_go(self, record: Record) -> None:
-        """Hold the bytes of a record on the device no more."""
+        """Drop the ledger's references to the bytes of a record on the device."""
         for reference in record.handles:
             handle = reference()
             if handle is not None:
@@ -156,7 +157,7 @@ class Ledger:
         record.storage = None
 
     def _wait(self, stream: Stream, event: Event) -> tuple[Event, Event]:
-        """Let a stream wait, and return what tells how long it did."""
+        """Let a stream wait for an event. Return a pair of events whose difference is how long it waited."""
         device = self.device
         with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
             before = device.record_event(stream)
@@ -166,7 +167,7 @@ class Ledger:
     # Dropping, and staying after all
 
     def drop(self, record: Record) -> None:
-        """Any -> DROPPED: let go of the bytes, wherever they are. What a backward was given stays as it is."""
+        """Any -> DROPPED: free the bytes, wherever they are. A tensor that a backward was given stays as it is."""
         if record.residency is Residency.LEAVING:
             self.release(record)
         elif record.residency is Residency.COMING:
@@ -176,7 +177,7 @@ class Ledger:
         self._give_back(record)
 
     def stay(self, record: Record) -> None:
-        """LEAVING -> DEVICE, or BACK if it was recomputed: it does not leave after all."""
+        """LEAVING -> DEVICE, or BACK if it was recomputed: cancel its leaving."""
         assert record.residency is Residency.LEAVING
         assert record.storage is not None
         assert record.left is not None
@@ -189,19 +190,20 @@ class Ledger:
         self._give_back(record)
 
     def adopt(self, record: Record, owner: Forward, index: int) -> None:
-        """A record that could only be dropped belongs to a forward from now on, and may leave."""
+        """Let a record that could only be dropped be moved by a forward as well."""
         record.owner, record.index = owner, index
         self.count_moves(record, owner.counts)
 
     def count_moves(self, record: Record, counts: Counts) -> None:
-        """A record that could only be dropped may leave from now on: its copies are counted there."""
+        """Let a record that could only be dropped be moved as well, and count its copies in `counts`."""
         assert record.counts is None
         record.counts = counts
         if record.residency in ON_DEVICE:
             self.moving_bytes += record.num_bytes
 
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DROPPED -> BACK: the bytes were recomputed, by work on the current stream. HOST -> BACK: they were never gone."""
+        """DROPPED -> BACK: the bytes were recomputed, on the current stream. HOST -> BACK: the original storage is still
+        alive."""
         assert record.residency in (Residency.DROPPED, Residency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)
@@ -235,13 +237,13 @@ class Ledger:
         self.enter(record, Residency.BACK)
 
     def take_back(self, record: Record) -> None:
-        """COMING -> HOST: give up a fetched copy that was not asked for. What is in host memory is whole."""
+        """COMING -> HOST: free a fetched copy that was not requested. Host memory still has the bytes."""
         assert record.residency is Residency.COMING
         self._give_up_copy(record)
         self.enter(record, Residency.HOST)
 
     def _give_up_copy(self, record: Record) -> None:
-        """Let go of a copy that may still be under way; its bytes live on until its stream has waited, in `sweep`."""
+        """Give up a copy that may still be under way. Its storage is held until its stream has waited for it, in `sweep`."""
         assert record.storage is not None
         assert record.came is not None
         assert record.fetched_on is not None
@@ -251,21 +253,21 @@ class Ledger:
     # Handing out
 
     def expect(self, record: Record) -> None:
-        """A backward begins that will ask for all handles of a record, perhaps again."""
+        """Expect a request for each handle of a record, perhaps another one: a backward begins."""
         for reference in record.handles:
             if reference.is_counted and not reference.is_awaiting:
                 reference.is_awaiting = True
                 record.num_awaiting += 1
 
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """Hold another storage with the bytes of a record until each of its handles has been given it."""
+        """Hold a fetched or recomputed storage of a record until each of its handles was unpacked."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
         record.lent = []
         record.fetched = CopyReference(storage, record)
         self.expect(record)
 
     def hand_out(self, handle: Handle) -> Tensor:
-        """COMING or BACK -> BACK: return the tensor over the copy that is there, which the current stream may then use."""
+        """COMING or BACK -> BACK: return the tensor of a handle over the record's copy, for work on the current stream."""
         record = handle.record
         if record.residency is Residency.COMING:
             self.land(record)
@@ -284,17 +286,17 @@ class Ledger:
         return tensor
 
     def serve(self, handle: Handle) -> None:
-        """The backward was given the tensor of a handle."""
+        """Note that the backward was given the tensor of a handle."""
         reference = handle.reference
         if reference.is_awaiting:
             reference.is_awaiting = False
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the copy of a record that was made later, if it is alive and whole.
+        """Return the fetched or recomputed copy of a record, if it is alive and was not written to.
 
-        A backward may write to what it was given, and a gradient that was saved may become a leaf's `grad`, which is written to
-        later: such a copy is theirs from then on.
+        A backward may write to a tensor that it was given, and a saved gradient may become a leaf's `grad`, which is written to
+        later: such a copy is not used again.
         """
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
@@ -306,7 +308,7 @@ class Ledger:
     # Dying
 
     def sweep(self) -> None:
-        """Take up what finalizers have noted since the last time, and free what waited for a copy that is done."""
+        """Handle the deaths that were noted since the last call, and free what was waiting for copies that are done."""
         while self.deaths:
             dead = self.deaths.popleft()
             if isinstance(dead, CopyReference):
@@ -317,7 +319,7 @@ class Ledger:
             self.settle(wait=False)
 
     def settle(self, *, wait: bool) -> None:
-        """Free what waits for copies that are done, or for any: then the streams wait."""
+        """Free what is waiting for copies that are done; with `wait`, let the streams wait for the others, and free all."""
         under_way = []
         for storage, done, stream in self.orphans:
             if wait or done.is_reached():
@@ -340,12 +342,12 @@ class Ledger:
             record.storage = None
 
     def _copy_died(self, record: Record | None) -> None:
-        """BACK -> HOST or DROPPED: the backward has let the copy go."""
+        """BACK -> HOST or DROPPED: the last reference to the copy is gone."""
         if record is not None and record.residency is Residency.BACK and self.fetched_copy(record) is None:
             self.enter(record, Residency.DROPPED if record.span is None else Residency.HOST)
 
     def close(self, record: Record) -> None:
-        """Any -> GONE: no graph can ask for these bytes again."""
+        """Any -> GONE: no graph can request the record again."""
         if record.residency is Residency.COMING:
             self._give_up_copy(record)
         self._give_back(record)
@@ -354,7 +356,7 @@ class Ledger:
         self.records.discard(record)
 
     def _give_back(self, record: Record) -> None:
-        """Give back the host memory of a record, to be used again when its last copy is done."""
+        """Free the host memory of a record, for use once its last copy is done."""
         span, last = record.span, record.came or record.left
         if span is not None:
             self.give_back_span(span, None if last is None else last.done)
@@ -365,7 +367,7 @@ class Ledger:
             self.arena.give(span, last_use)
 
     def enter(self, record: Record, residency: Residency) -> None:
-        """Every change of residency goes through here: the bytes on the device are counted nowhere else."""
+        """Set the residency of a record. All changes go through here, and the bytes on the device are counted only here."""
         was_live, is_live = record.residency in ON_DEVICE, residency in ON_DEVICE
         if residency is Residency.COMING:
             self.coming[record] = None
@@ -381,7 +383,7 @@ class Ledger:
 
 
 def _let_go(handle: Handle) -> None:
-    """Keep the version counter of a handle's tensor, and none of its bytes."""
+    """Empty the alias of a handle, which then only shares the version counter of the saved tensor."""
     alias = handle.alias
     if handle.geometry is None:
         handle.geometry = Geometry(

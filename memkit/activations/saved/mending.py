@@ -1,4 +1,4 @@
-"""What an interrupt has left of a ledger, put right."""
+"""Repairs a ledger after an interrupt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
-    """Put right what was broken off: see [Note: interrupts]. Makes the host wait for all that the device has to do.
+    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device.
 
     Args:
         others: host memory of the ledger's arena that is held elsewhere.

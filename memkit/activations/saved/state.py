@@ -1,4 +1,4 @@
-"""What is remembered under a tag from one iteration to the next."""
+"""What contexts remember under a tag from one iteration to the next: one `TagState` for each kind of context."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TagState(ABC):
         self._warned = set[str]()
 
     def windows(self) -> list[OffloadWindow]:
-        """Return where the records are, one window for each device."""
+        """Return the windows, one for each device."""
         with self.lock:
             return list(self._windows.values())
 
@@ -69,18 +69,18 @@ class TagState(ABC):
             window.is_broken = is_broken
 
     def mend(self) -> None:
-        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+        """Repair what an interrupt left: see [Note: interrupts] in `memkit.interrupts`."""
         for window in self._windows.values():
             window.mend()
 
     @mended
     def sweep(self) -> None:
-        """Take up what has died, and free what waited for copies that are done."""
+        """Handle deaths of handles and copies, and free what was waiting for copies that are done."""
         for window in self._windows.values():
             window.settle()
 
     def warn_once(self, what: str, message: str) -> None:
-        """Warn the user of something, once under the tag."""
+        """Warn the user, once under the tag for each `what`."""
         if what not in self._warned:
             self._warned.add(what)
             warn_user(f'{self.name} (tag "{self.tag}"): {message}')
@@ -143,26 +143,26 @@ class RematState(TagState):
         self._timed: list[tuple[OpTrace | None, Recording]] = []
 
     def know(self, kinds: OpKinds) -> None:
-        """Forget what was learned with another word on which ops are pure: it is of other values."""
+        """Forget what was learned if the user now calls other ops pure: values are numbered differently then."""
         if kinds is not self._kinds:
             self._kinds, self.traces = kinds, Traces()
 
     def unsettle(self) -> None:
-        """Something was not as before: the next step is recorded."""
+        """Record the next step, since something was not as before."""
         if self.settled is not None:
             self.num_left += self.settled.regions is not None
             self.settled = None
             self.num_deviations += 1
 
     def choose_again(self) -> None:
-        """A call that was to be a region was none: the next step is recorded, and regions chosen by what modules are then."""
+        """Record the next step and choose regions anew, since a call could not be the region that it was planned to be."""
         self.unsettle()
         for trace in self.traces:
             if trace.ops is not None:
                 trace.ops.forget_regions()
 
     def give_up_regions(self) -> None:
-        """A module that ran again as a whole did something else than before: all steps are recorded from now on."""
+        """Record all steps from now on, since a recomputed module did not do the same as before."""
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
 
     def are_measured(self) -> bool:
