@@ -1,4 +1,4 @@
-"""What becomes of a record on which the user says another word than it was saved with."""
+"""Changes what is done with a saved record when the user marks it later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def change(window: OffloadWindow, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-    """Do something else with a record, whose bytes are also in a storage of the user's. The caller holds the window's lock."""
+    """Apply another action to a record, whose bytes are also in a storage of the user's. The caller holds the window's lock."""
     ledger, forward = window.ledger, record.owner
     ledger.sweep()
     if action is Action.RECOMPUTE:

@@ -16,13 +16,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RatioDecider(RatioSoFar):
-    """Says for each save of one forward whether it leaves, by the plan of the trace that is followed; without one it keeps the
-    ratio as it goes.
+    """Decides for each save of one forward whether it leaves: by the plan of the trace that is followed, or without one so that
+    the share of bytes that left so far comes to the ratio.
 
     Args:
         traces: those of the tag.
         ratio: the share that leaves.
-        window_bytes: what the device may hold beside what stays; None for twice the largest storage.
+        window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
     """
 
     def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
@@ -36,10 +36,10 @@ class RatioDecider(RatioSoFar):
         self._take_plan()
 
     def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
-        """Return what to do with the next first save; None to leave it alone, because to move it would free nothing.
+        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing.
 
         Args:
-            asked: what the user, or the context inside, has said on it.
+            asked: the action that the user, or an inner context, asked for.
         """
         follower = self.follower
         index, trace = len(follower.keys), follower.trace
@@ -55,7 +55,7 @@ class RatioDecider(RatioSoFar):
         return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
 
     def resume(self, trace: Trace, num_values: int, leaving: Collection[int]) -> None:
-        """Go on behind the first values of a trace, which another has seen to: some of them are leaving."""
+        """Continue after the first values of a trace, which followed a schedule: some of them are leaving."""
         self._is_partial = True
         for value, key in enumerate(trace.keys[:num_values]):
             followed = self.follower.trace
@@ -74,16 +74,16 @@ class RatioDecider(RatioSoFar):
 
     @property
     def most_offload_bytes(self) -> int:
-        """The most that leaves in any forward that is known."""
+        """The most bytes that leave in any known forward."""
         return max((trace.plan(self.ratio, self._asked_window_bytes).offload_bytes for trace in self._traces), default=0)
 
     @property
     def trace(self) -> Trace | None:
-        """What the forward is like: what it has followed, and in the end what it was."""
+        """The trace that the forward follows; once it is over, the one that it was."""
         return self._filed or self.follower.trace
 
     def finish(self) -> bool:
-        """File what the whole forward has saved; tell whether a report was of no use."""
+        """File what the forward has saved as a trace. Return whether a report that was followed did not match."""
         follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
         if not keys:
             return False
@@ -123,11 +123,11 @@ class RatioDecider(RatioSoFar):
         *,
         is_whole: bool,
     ) -> None:
-        """Take note of a backward: the saves in the order of their first uses, what else was allocated then, and all uses of
-        this and the ones before.
+        """Learn from a backward: the order of first requests, the bytes that were allocated beside saved values at each, and
+        all requests of this backward and of earlier ones through the forward.
 
         Args:
-            is_whole: whether nothing is left. Else the order is that of a part.
+            is_whole: whether no value is left to be requested. Otherwise the order is incomplete.
         """
         trace = self.trace
         if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
@@ -140,7 +140,7 @@ class RatioDecider(RatioSoFar):
             trace.schedule, trace.requests = None, requests
 
     def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
-        """Take note of all that the hooks were given: see `Trace`."""
+        """File all that the hooks were given: see `Trace`."""
         trace, follower = self._filed, self.follower
         if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
             return  # a forward that is new is looked at again

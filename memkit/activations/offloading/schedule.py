@@ -1,4 +1,4 @@
-"""All that can be known ahead of a forward that goes as an earlier one did: what becomes of each save, and the copies."""
+"""`Schedule`: for a forward that goes like an earlier one, what is done at each save and each request, and prepared copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_PLACES = 4
 
 
 class ScheduledSave:
-    """What becomes of one save."""
+    """What is done with one save."""
 
     __slots__ = (
         "before",
@@ -85,7 +85,7 @@ class ScheduledSave:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTotals:
-    """What a forward that follows the schedule adds to what is counted."""
+    """What a forward that follows the schedule adds to the counters (see `Counts`)."""
 
     seen_bytes: int
     unique_bytes: int
@@ -96,12 +96,12 @@ class ScheduledTotals:
 
 
 class Schedule:
-    """What forwards of one trace do at one ratio. It serves one of them at a time.
+    """What forwards of one trace do at one ratio. One forward at a time follows it.
 
     Args:
-        seen: what was saved.
-        plan: what leaves.
-        parts: when, for each backward; all are of the same forward.
+        seen: the saves.
+        plan: which of them leave.
+        parts: when each copy is due, for each backward through the forward.
         requests: for each backward the value of each request.
         paused: before which saves a region of `no_offload` began, or ended.
     """
@@ -189,19 +189,20 @@ class Schedule:
         self._placed: dict[object, Placement] = {}
 
     def find_no_room(self) -> None:
-        """There is no host memory for it now: pass over some forwards, more each time, up to `_MOST_PASSED`."""
+        """Note that there is no host memory for it now: some forwards do without it, more each time, up to `_MOST_PASSED`."""
         self._num_refused += 1
         self.num_passed = min(2**self._num_refused, _MOST_PASSED)
 
     def is_passed(self) -> bool:
-        """Tell whether a forward that begins now is to do without."""
+        """Tell whether a forward that begins now does without it."""
         if self.num_passed:
             self.num_passed -= 1
             return True
         return False
 
     def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
-        """Return the most bytes on the device. A value that stays goes with the last backward that asks for it."""
+        """Return the most bytes of its values on the device. A value that stays is freed by the last backward that requests
+        it."""
         copies, sizes_bytes = self.copies, self.sizes_bytes
         gone = {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
         live = set(sizes_bytes) - gone
@@ -226,7 +227,8 @@ class Schedule:
         self._placed.clear()
 
     def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> Placement:
-        """Return the copies from and to spans of `host_bytes`: those of the last forward whose spans lay there."""
+        """Return the prepared copies from and to spans of `host_bytes`; those of the last forward if its spans were the
+        same."""
         key = tuple(
             None if span is None else (span.offset, span.ranges, tuple(piece.data_ptr() for piece in span.pieces))
             for span in spans
@@ -240,7 +242,7 @@ class Schedule:
 
 
 class Placement:
-    """The copies of a schedule from and to where its spans lie. No two forwards that are alive have the same ones."""
+    """The prepared copies of a schedule from and to given spans. Forwards that are alive at once never share one."""
 
     def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
         self._device, self._lanes = device, lanes
@@ -275,7 +277,7 @@ class Placement:
         ]
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        """Return the copy of a single value: for steps that go another way."""
+        """Return the copy of a single value, for a step that deviates."""
         found = self._alone.get((value, is_out))
         if found is None:
             lane = self._lanes.out if is_out else self._lanes.back
@@ -284,7 +286,7 @@ class Placement:
 
 
 def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
-    """Tell whether a tensor begins and ends with its storage of so many bytes, and is read as it is."""
+    """Tell whether a tensor covers its whole storage of so many bytes, and is neither conjugated nor negated lazily."""
     if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
         return False
     last = sum((length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True))
@@ -344,7 +346,7 @@ def make_schedule(
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
-    """Return what is due in a backward, at its first request of each value of which a request shows in any backward."""
+    """Return what is due in a backward at the first request of each value whose requests are seen in any backward."""
     due = dict(zip(part.requests, part.num_fetched, strict=True))
     requests, num_fetched, num = [], [], 0
     for value in dict.fromkeys(asked):

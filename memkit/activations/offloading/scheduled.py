@@ -1,7 +1,7 @@
-"""A forward that goes as an earlier one did, and its backwards: each save and each request follows arrays made ahead.
+"""`ScheduledForward`: a forward that goes like an earlier one, and its backwards, by the arrays of a `Schedule`.
 
-Nothing is looked for here. A save that is not the one that is due, or a request, is told so to who decides as it goes: the
-forward goes on there, and what was taken by then is served from here.
+Nothing is searched for here. When a save or a request is not the one that is due, the forward goes on save by save in the
+window; what was saved until then is still served from here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class ScheduledForward(ScheduledFetches):
     """One forward that follows a schedule, and its backwards.
 
     Args:
-        window: whose forward it is.
+        window: the window that it belongs to.
         schedule: what to do.
-        placement: its copies, from and to `spans`.
-        spans: the host memory for what leaves and backwards ask for, and for the rest; None for none.
-        trace: what it was made from.
-        counts: what is done is counted there.
+        placement: the prepared copies, from and to `spans`.
+        spans: the host memory: for what leaves and is requested by backwards, and for the rest; None where none is needed.
+        trace: the trace that the schedule was made from.
+        counts: the counters of the iteration.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ScheduledForward(ScheduledFetches):
         return tensor
 
     def _give_ready(self, value: int, tensor: Tensor) -> Tensor:
-        """Return what was fetched for one request, and hold it no more."""
+        """Return what was fetched for a single request, and drop the reference to it."""
         number = self._coming.get(value)
         if number is not None:
             self._await(number)
@@ -131,7 +131,7 @@ class ScheduledForward(ScheduledFetches):
         return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
 
     def _turn(self, task: int) -> None:
-        """Another backward asks than before, or the first one."""
+        """Begin to serve another backward, or the first one."""
         number, num_known = self._num_backwards, len(self.schedule.parts)
         if number == 0:
             self.end_forward()
@@ -147,7 +147,7 @@ class ScheduledForward(ScheduledFetches):
         backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
 
     def _release_late(self) -> None:
-        """Let go of what the device need not have once the backward asks for anything."""
+        """Free what the schedule frees before the first request of a backward."""
         late = self.schedule.copies.num_released_at_request
         if late > self.num_released and not self.was_stopped:
             with self.at_home():
@@ -172,7 +172,7 @@ class ScheduledForward(ScheduledFetches):
         return storage
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
-        """Bring back a value that is needed now."""
+        """Fetch a value that is needed now."""
         schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
         storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
@@ -187,7 +187,7 @@ class ScheduledForward(ScheduledFetches):
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for what cannot wait: what was fetched ahead makes room for it."""
+        """Return a storage for a value that is needed now; if there is no room, values that were fetched ahead are freed."""
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError:
@@ -201,7 +201,7 @@ class ScheduledForward(ScheduledFetches):
             raise
 
     def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
-        """The last tensor of a value was given back: it is held no more, unless it is nowhere else."""
+        """Drop the reference to a value whose last tensor was unpacked, unless its bytes are nowhere else."""
         if self._fetched[value]:
             self.held[value] = self._ready[value] = None
             self._fetched[value] = 0
@@ -216,7 +216,8 @@ class ScheduledForward(ScheduledFetches):
             self.counts.served_bytes += storage.nbytes()
 
     def _let_go_of_served(self, *, wait: bool) -> None:
-        """Let go of what was served while it left, once its copy is done; or have the stream wait for that."""
+        """Free values that were requested while they were being copied out, if the copy is done; with `wait`, let the stream
+        wait for it."""
         device = self.device
         while self._leaving and (wait or self._leaving[0][1].done.is_reached()):
             device.wait_event(self.home, self._leaving[0][1].done)
@@ -224,7 +225,7 @@ class ScheduledForward(ScheduledFetches):
 
     @mended
     def end_backward(self, task: int, *, has_failed: bool) -> None:
-        """A backward is over: give up what was fetched and not asked for."""
+        """End a backward: free what was fetched and not requested."""
         self._has_left = self._has_left or has_failed
         if self.task == task:
             self._is_asking = False
@@ -250,22 +251,22 @@ class ScheduledForward(ScheduledFetches):
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward has asked for anything."""
+        """Whether a backward has requested anything."""
         return self.task != _NO_BACKWARD
 
     @mended
     def close(self) -> None:
-        """Give back the host memory. No graph may ask for anything any more."""
+        """Free the host memory. No graph may request anything any more."""
         self._give_back(self._spans)
 
     @property
     def is_spent(self) -> bool:
-        """Whether graphs can ask for no more than backwards have not asked for before."""
+        """Whether all that is left are values that no backward has requested so far."""
         return not self.is_forward and self.life() is None
 
     @mended
     def put_by(self) -> None:
-        """Hold on to what no backward asks for alone, on the host: another forward begins."""
+        """Keep only the host memory of values that no backward requests, since another forward begins."""
         self._give_back(self._spans[:1])
 
     def _give_back(self, spans: Sequence[Span | None]) -> None:
@@ -284,11 +285,12 @@ class ScheduledForward(ScheduledFetches):
 
     @mended
     def push_out(self) -> None:
-        """Another forward begins: let go of all that was copied."""
+        """Free on the device all that was copied, since another forward begins."""
         self.let_go_of_sent()
 
     def mend(self) -> list[Span]:
-        """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
+        """Repair what an interrupt left (see [Note: interrupts] in `memkit.interrupts`). Return the host memory that it
+        holds."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
         self.take_no_more()

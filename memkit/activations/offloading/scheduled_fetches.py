@@ -42,7 +42,7 @@ class ScheduledFetches(ScheduledSends):
         """The last batch of those that leave that the lane back has waited for."""
 
     def _go_along(self, number: int) -> None:
-        """Begin with what is due in one of the backwards."""
+        """Begin with the fetches that are due in one of the backwards, by its number."""
         schedule = self.schedule
         self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
         self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
@@ -53,11 +53,12 @@ class ScheduledFetches(ScheduledSends):
         """For each value how often the backward is yet to ask for it."""
 
     def _leave(self) -> None:
-        """The backwards go another way than they did: the next forward decides as it goes, and its backwards are learned."""
+        """Stop fetching ahead since a backward deviates: the next forward goes save by save, and its backwards are learned
+        anew."""
         self._has_left, self.trace.requests = True, None
 
     def _note_request(self, value: int) -> None:
-        """Fetch what is due when a value is asked for first."""
+        """Fetch what is due at the first request of a value."""
         self._asked[value] = 1
         if self._has_left or self.was_stopped:
             return
@@ -77,7 +78,7 @@ class ScheduledFetches(ScheduledSends):
                 return
 
     def _can_wait(self, value: int) -> bool:
-        """Tell whether what is fetched next is needed later than the value that is asked for now."""
+        """Tell whether what is fetched next is not needed for the value that is requested now."""
         return self.held[value] is not None or value not in self.schedule.batch_of
 
     def _next_use_order(self, use_orders: list[int]) -> int:
@@ -95,7 +96,7 @@ class ScheduledFetches(ScheduledSends):
         return True
 
     def _fetch_next(self) -> bool:
-        """Put the next batch that comes back on its lane; tell whether there was room."""
+        """Put the next batch of copies to the device on the lane. Return False if there was no room."""
         if self.device.stream_number() != self.stream:  # each request gets its own there
             self._has_left = True
             return False
@@ -138,7 +139,7 @@ class ScheduledFetches(ScheduledSends):
         return True
 
     def _await(self, number: int) -> None:
-        """Have the current stream wait for a batch that comes back: once, for all of it."""
+        """Let the current stream wait for a batch of copies to the device, once for all of it."""
         wait_for(self._back[number])
         self.counts.stall_in.batches.append(self._back[number])
         for value in self._copies.back[number]:

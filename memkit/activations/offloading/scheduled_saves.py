@@ -1,4 +1,4 @@
-"""The saves of a forward that goes as an earlier one did: what each becomes is known ahead, and nothing is looked for."""
+"""The pack hook for forwards that go like an earlier one: what is done with each save is known ahead."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _Parameter = nn.Parameter
 
 
 class _NoForward:
-    """Stands for the forward where none follows a schedule."""
+    """A forward without saves, for when no forward follows a schedule."""
 
     num_saves = 0
     is_forward = False
 
 
 class ScheduledSaves:
-    """Takes what autograd saves in a context, for as long as it is what the schedule of a forward has.
+    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next.
 
     Args:
-        take: takes all else. It may have a forward followed from the save on that it is given: see `follow`.
+        take: takes every other tensor. It may call `follow` to have a forward followed from this tensor on.
     """
 
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
@@ -56,7 +56,7 @@ class ScheduledSaves:
         """For the address of a storage, the last value that it was held for."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves: a saved-tensor hook."""
+        """Return what autograd is to keep for a tensor. This is the pack hook."""
         forward = self.forward
         place = forward.num_saves
         if place < self._num_saves and forward.is_forward:
@@ -87,11 +87,11 @@ class ScheduledSaves:
         return self._take(tensor)
 
     def _is_here(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is made of bytes on the device."""
+        """Tell whether a tensor is a plain one on the device."""
         return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
-        """Return the handle of a save with which, or at which, something is to be done; None if it is not the one due."""
+        """Return the handle of a save for which, or at which, something is due; None if it is not the save that is due."""
         forward = self.forward
         with forward.lock:
             if forward.is_broken:
@@ -124,7 +124,7 @@ class ScheduledSaves:
                 raise
 
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
-        """Hold the storage of a value that leaves; tell whether it is the one that is due."""
+        """Hold the storage of a value that leaves. Return whether it is the one that is due."""
         if tensor.device != self._torch_device or tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()

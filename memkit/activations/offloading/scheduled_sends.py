@@ -1,4 +1,4 @@
-"""What a forward that follows a schedule holds on the device, and what of it leaves, and when."""
+"""What a forward that follows a schedule holds on the device, its copies to the host, and when device memory is freed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Life:
-    """What the handles of a forward hold, and who takes its saves: it dies with the last of them."""
+    """Held by each handle of a forward, and by whoever takes its saves, so that its death says that the forward is over."""
 
     __slots__ = ("__weakref__", "forward")
 
@@ -97,12 +97,12 @@ class ScheduledSends(ABC):
         """What all that is held belongs to."""
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
-        work there, and goes back to it."""
+        """Return a context in which the stream that the held storages belong to is current: copies wait for its work, and freed
+        memory goes back to it."""
         return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
-        """Put copies on the lane, and let go of what was copied, up to these batches."""
+        """Start copies, and free what was copied, up to these numbers of batches."""
         schedule = self.schedule
         while self.num_sent < num_sent:
             values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
@@ -143,7 +143,7 @@ class ScheduledSends(ABC):
 
     @mended
     def stop(self) -> None:
-        """Follow the schedule no further: what comes is another's. What was copied is let go."""
+        """Stop following the schedule. What was copied is freed on the device."""
         with self.at_home():
             if self.is_forward:
                 self.take_no_more()
@@ -154,7 +154,7 @@ class ScheduledSends(ABC):
                 self.let_go_of_sent()
 
     def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Let a value leave that was to do so together with others, which do not come, and let go of it."""
+        """Copy a value that was to be copied in a batch with others, which do not come, and free it."""
         number = self.schedule.batch_of[value]
         if number >= self.num_sent and value not in self.alone:
             batch = self.copy_alone(value, is_out=True)
@@ -165,7 +165,7 @@ class ScheduledSends(ABC):
             self.held[value] = None
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        """Return the copy of a single value: where a step goes another way."""
+        """Return the copy of a single value, for a step that deviates."""
         assert self.placement is not None
         return self.placement.copy_alone(value, is_out=is_out)
 
@@ -175,7 +175,7 @@ class ScheduledSends(ABC):
                 self._release_next()
 
     def note_pause(self) -> bool:
-        """A region of `no_offload` begins, or ends; tell whether one did so here as well."""
+        """Note that a region of `no_offload` begins or ends. Return whether the schedule has that here as well."""
         paused, number = self.trace.paused, self.num_pauses
         self.num_pauses = number + 1
         return number < len(paused) and paused[number] == self.num_saves
@@ -187,7 +187,7 @@ class ScheduledSends(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether no graph can ask for anything any more."""
+        """Whether no graph can request anything any more."""
         return self.life() is None and self.rest() is None
 
     @property
@@ -202,17 +202,17 @@ class ScheduledSends(ABC):
 
     @property
     def num_values(self) -> int:
-        """How many values the saves by now are of."""
+        """The number of distinct values that were saved so far."""
         return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
 
     @property
     def num_live(self) -> int:
-        """How many values a graph may still ask for, as far as is known."""
+        """The number of values that a graph may still request, as far as is known."""
         return self.num_values if self.life() is not None else sum(value < self.num_values for value in self.schedule.rest)
 
     @mended
     def end_forward(self) -> None:
-        """No more saves belong to the forward."""
+        """End the forward: no more saves belong to it."""
         with self.at_home():
             if self.num_saves < len(self.schedule.saves):
                 self.stop()
@@ -232,7 +232,7 @@ class ScheduledSends(ABC):
 
 
 def wait_for(batch: CopyBatch) -> None:
-    """Have the current stream wait for copies."""
+    """Let the current stream wait for a batch of copies."""
     if torch_private.profiler_is_on():
         with label("wait"):
             batch.wait()
@@ -241,7 +241,7 @@ def wait_for(batch: CopyBatch) -> None:
 
 
 def settle_scheduled(window: OffloadWindow) -> None:
-    """Close the forwards that are over, and put by the one that is spent. The caller holds the lock."""
+    """Close the forwards that are over; see `ScheduledForward.put_by` for one that is spent. The caller holds the lock."""
     over = [scheduled for scheduled in window.all_scheduled if scheduled.is_over]
     for scheduled in over:
         scheduled.close()

@@ -116,7 +116,7 @@ class MovingStage(SteadyStage):
             )
 
     def _warn_of_whole_model(self) -> None:
-        """A model that is compiled as one graph is one node, which saves its tensors when all of them have been made."""
+        """Warn where a model is compiled as one graph: that is one node, which saves its tensors once all of them are made."""
         sizes_bytes = max(self._saves_of_nodes.values(), key=sum, default=[])
         share = sum(sizes_bytes) / max(1, sum(map(sum, self._saves_of_nodes.values())))
         if len(sizes_bytes) >= _MANY_SAVES and share >= _MOST and self.counts.ratio != 0:
@@ -143,7 +143,7 @@ class MovingStage(SteadyStage):
         return self._take_any(tensor, action)
 
     def _stop_schedule(self) -> None:
-        """Another says what comes, or what is to become of it: a schedule does not know."""
+        """Stop following a schedule, since an inner context or a mark decides what is done with a tensor."""
         self._is_alone, self._capture, self._state.idles_with = False, None, None
         if self._scheduled is not None:
             self._scheduled.stop()
@@ -205,7 +205,7 @@ class MovingStage(SteadyStage):
         return reference is not None and reference() is storage
 
     def _open(self, torch_device: torch.device) -> Device | None:
-        """Return the device to move from, None if nothing is moved from there."""
+        """Return the device that a tensor is moved from, None if nothing is moved from it."""
         asked = self._options.device
         is_cpu = torch_device.type == "cpu" and (asked is None or isinstance(asked, CpuDevice))
         self._saw_cpu = self._saw_cpu or is_cpu
@@ -233,7 +233,7 @@ class MovingStage(SteadyStage):
         return found
 
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """Do this with what is in a tensor now. What is to be recomputed is so from the next forward on, which is recorded."""
+        """Apply a mark to what is in a tensor now. A mark to recompute counts from the next forward on, which is recorded."""
         self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True

@@ -1,4 +1,4 @@
-"""When a forward may follow a schedule, and which."""
+"""When a forward may follow a schedule, and which one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ paused = Blocks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """What was asked for: see `CPUOffload`. A stage holds this and not the context, which dies once its user has left it."""
+    """The arguments of a `CPUOffload`. A stage holds these rather than the context, which may be dead before its graphs."""
 
     min_bytes: int
     window_bytes: int | None
@@ -82,31 +82,31 @@ class SteadyStage(Stage):
 
     @abstractmethod
     def _backward_has_begun(self) -> bool:
-        """Tell whether a backward has asked for what was saved last: the next save is another forward's."""
+        """Tell whether a backward has requested anything since the last save: the next save begins another forward then."""
 
     @property
     def _asked(self) -> tuple[Hashable, ...]:
-        """What was asked for, on which it depends what is seen of a forward."""
+        """The options that what is seen of a forward depends on."""
         return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
 
     def note_pause(self) -> None:
-        """A region of `no_offload` begins here, or ends."""
+        """Note that a region of `no_offload` begins or ends here."""
         if self._capture is not None:
             self._capture.paused.append(len(self._capture.saves))
         if self._scheduled is not None and not self._scheduled.note_pause():
             self._scheduled.stop()
 
     def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a hook that takes the tensors of forwards that go as earlier ones did.
+        """Return a pack hook for forwards that go like earlier ones.
 
         Args:
-            take: the hook that takes all others.
+            take: the pack hook for all other tensors.
         """
         self._saves = ScheduledSaves(take)
         return self._saves.pack
 
     def _follow(self, tensor: Tensor) -> ScheduledForward | None:
-        """Have a forward follow a schedule from this save on, if one is known that begins so."""
+        """Let a forward follow a schedule from this save on, if one is known that begins with it."""
         self._may_follow, behind = False, self._scheduled
         if self._backward_has_begun():
             self._end_part()
@@ -145,7 +145,7 @@ class SteadyStage(Stage):
         return forward
 
     def _end_part(self) -> None:
-        """A forward is over, and another one begins."""
+        """End a forward, since another one begins."""
         if self._scheduled is not None:
             self._end_scheduled(self._scheduled)
         self._file_seen()
@@ -160,7 +160,7 @@ class SteadyStage(Stage):
         return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
 
     def _file_seen(self) -> None:
-        """A forward is over that was decided as it went: note all that it has saved, for later ones to be held against."""
+        """File all saves of a forward that went save by save, so that later ones can be compared with it."""
         capture, left = self._capture, self._left
         for _, forward in self._forwards.values():
             trace = forward.share.trace
@@ -192,7 +192,7 @@ class SteadyStage(Stage):
         self._scheduled = None
 
     def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
-        """Go on as it goes behind what has followed a schedule."""
+        """Go on save by save after a part that has followed a schedule."""
         scheduled.stop()
         self._left = scheduled.trace
         if scheduled.num_saves:

@@ -1,8 +1,8 @@
-"""The byte window, where a step is decided as it goes: who leaves, when the device's bytes are let go, what is fetched ahead.
+"""`OffloadWindow`: steps that are decided save by save: when device memory is freed, and what is fetched ahead.
 
 The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
-is copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
-the backward, whatever falls free is filled with what is needed next. A steady step does the same by a schedule (see `steady`).
+is copied at once, and its device memory is freed when others need room, the oldest copy first. In the backward, room that
+becomes free is filled with what is needed next. A steady step does the same by a schedule (see `steady`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OffloadWindow:
         """Whether others are asked to bring what is theirs."""
 
     def mend(self) -> None:
-        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+        """Repair what an interrupt left: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
         mend(self.ledger, [span for scheduled in self.all_scheduled for span in scheduled.mend()])
@@ -74,12 +74,12 @@ class OffloadWindow:
 
     @property
     def all_scheduled(self) -> list[ScheduledForward]:
-        """The forwards that have followed schedules, and that graphs may still ask for."""
+        """The forwards that followed schedules and that graphs may still request values of."""
         return self.put_by if self.scheduled is None else [*self.put_by, self.scheduled]
 
     @mended
     def open_forward(self, forward: Forward) -> None:
-        """Begin a forward: free what is done with, and pin ahead what its plan will need."""
+        """Begin a forward: free what is not needed any more, and pin host memory that its plan will need."""
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
         if self.scheduled is not None:
@@ -92,7 +92,7 @@ class OffloadWindow:
             self.fit_arena(needed_bytes)
 
     def fit_arena(self, needed_bytes: int) -> None:
-        """Pin ahead what plans need, and give back what none does. The caller holds the lock."""
+        """Pin the host memory that plans need, and free what no plan needs. The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
@@ -105,10 +105,10 @@ class OffloadWindow:
     # Saving: the caller holds the lock, and has mended what was broken off
 
     def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
-        """Return the handle of a tensor that may leave; None if it is to be left alone, as to move it would free nothing.
+        """Return the handle of a tensor that may leave; None if it stays, since moving it would free nothing.
 
         Args:
-            asked: what the user, or the context inside, has said; else the forward's decider does.
+            asked: the action that the user, or an inner context, asked for; None to ask the forward's decider.
         """
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
@@ -139,7 +139,7 @@ class OffloadWindow:
 
     @mended
     def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """A record that could only be dropped is one of a forward's from now on, and may leave."""
+        """Let a record that could only be dropped be moved by a forward as well."""
         if record.owner is None:
             contents, root, _ = forward.look_up(storage, tensor)
             forward.share.action(tensor, storage, Action.OFFLOAD)
@@ -151,7 +151,7 @@ class OffloadWindow:
         change(self, record, storage, action)
 
     def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
-        """Let go what waited for the op that saved it, but what the node `but_for` saves.
+        """Start copies that waited for the op that saved them, except for what the node `but_for` saves.
 
         [Note: saved before it is written] Autograd saves the inputs of an op before the op runs. What carries a gradient is not
         written to unnoticed; but an op may fill a tensor without one that it has saved already, as `rrelu` does with its noise.
@@ -178,7 +178,7 @@ class OffloadWindow:
                 warn_user(f"{self.name} leaves {format_mib(record.num_bytes)} on the device: {error}")
 
     def make_room(self, forward: Forward) -> None:
-        """Let go of what leaves, the oldest copy first, until the limit is kept to."""
+        """Free the device memory of records that leave, the oldest copy first, until the limit is kept."""
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
             ledger.release_oldest()
@@ -233,8 +233,8 @@ class OffloadWindow:
 
     @mended
     def lend(self, handle: Handle) -> torch.UntypedStorage:
-        """Return a storage with the bytes that a handle stands for, to be read by work on the current stream. The handle waits
-        for its tensor as before, and what was fetched for this stays until then."""
+        """Return a storage with the bytes of a handle, to be read by work on the current stream. The handle is still to be
+        unpacked, and what was fetched stays until then."""
         ledger, record = self.ledger, handle.record
         ledger.sweep()
         if record.owner is not None:
@@ -251,7 +251,7 @@ class OffloadWindow:
         return storage
 
     def _bring(self, record: Record) -> None:
-        """Have the bytes of a record on the device, or on their way there, for work on the current stream."""
+        """Bring the bytes of a record to the device, or start to, for work on the current stream."""
         ledger = self.ledger
         if record.residency is Residency.LEAVING:
             ledger.release(record)  # it was recomputed before it left
@@ -263,7 +263,7 @@ class OffloadWindow:
             record.maker.make(record)
 
     def _follow_backward(self, forward: Forward) -> bool:
-        """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
+        """Note the backward that is running, if it is new. Return whether one is running."""
         task = torch_private.backward_task()
         if task == -1:
             return False
@@ -277,7 +277,7 @@ class OffloadWindow:
         return True
 
     def _note_request(self, forward: Forward, record: Record) -> None:
-        """Notice which backward asks for a record, and note when it first does."""
+        """Note the first request of a record by a backward."""
         if not self._follow_backward(forward):
             return
         forward.requests.append(record.index)
@@ -291,7 +291,7 @@ class OffloadWindow:
             self._take_back(forward, until=forward.place_of(record) - _PASSED_OVER)
 
     def _fetch_now(self, record: Record) -> None:
-        """Make a fetched copy of the record available to the current stream, whatever room there is."""
+        """Fetch a record for the current stream now, even beyond the limit."""
         ledger = self.ledger
         if record.residency in (Residency.COMING, Residency.BACK):
             if ledger.fetched_copy(record) is not None and record.fetched_on == self.device.current_stream():
@@ -311,7 +311,7 @@ class OffloadWindow:
                 raise
 
     def _take_back(self, forward: Forward, *, until: int | None) -> None:
-        """Drop what was fetched for places before `until` (None: any) and not asked for."""
+        """Free what was fetched for places before `until` (None: all) and not requested."""
         for record in list(self.ledger.coming):
             if record.owner is forward:
                 if until is not None and forward.place_of(record) >= until:
@@ -319,10 +319,10 @@ class OffloadWindow:
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
-        """Fetch what the backward needs next, while there is room for it all the way to its use; tell whether nothing is left.
+        """Fetch what the backward needs next, while there is room for it until its use. Return whether all of it is fetched.
 
         Args:
-            use_order: only what is needed sooner than what was left then: another prefetcher asks. Else the others are asked.
+            use_order: fetch only what is needed sooner, since another prefetcher asks. None: ask the others first.
         """
         while (record := forward.next_record()) is not None:
             if record.residency is Residency.HOST and record.original() is None:
@@ -338,14 +338,14 @@ class OffloadWindow:
         return True
 
     def is_turn_of(self, use_order: int) -> bool:
-        """Tell whether what was left at `use_order` may come now, ahead of what others bring."""
+        """Tell whether what was used at `use_order` may be fetched now, before what other prefetchers bring."""
         self._is_asking = True
         is_turn = self.lanes.is_turn_of(self, use_order)
         self._is_asking = False
         return is_turn
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than what was left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        """Fetch what is needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         if self._is_asking or self.is_broken:
             return True  # another thread is at it, and perhaps waits for the one that asks
         return self._bring_until(use_order)
@@ -356,7 +356,7 @@ class OffloadWindow:
         return is_done and all(self._fetch_ahead(forward, use_order) for forward in self.forwards.live() if forward.task != -1)
 
     def _make_room_for(self, forward: Forward, record: Record) -> bool:
-        """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
+        """Tell whether a record may be fetched ahead of its use, after freeing dead records if there is no room otherwise."""
         if not self._has_room(forward, record):
             self.ledger.release_dead(wait=True)
         return self._has_room(forward, record)
@@ -375,7 +375,7 @@ class OffloadWindow:
 
     @mended
     def _end_backward(self, forward: Forward, task: int) -> None:
-        """A backward has ended well."""
+        """End a backward that has succeeded."""
         self.ledger.sweep()
         if forward.task == task:
             self._take_back(forward, until=None)
@@ -385,7 +385,7 @@ class OffloadWindow:
 
     @mended
     def settle(self, *, wait: bool = False) -> None:
-        """Take up what has died, and free what waited for copies that are done, or for any: then the streams wait."""
+        """Handle deaths of handles and copies, and free what waits for copies that are done; with `wait`, for any."""
         self.ledger.sweep()
         settle_scheduled(self)
         self.ledger.release_dead(wait=wait)
@@ -395,6 +395,6 @@ class OffloadWindow:
             self.arena.close()
 
     def retire(self) -> None:
-        """Give the host memory back, at once or with the last graph and the last copy that need it."""
+        """Free the host memory, now or once the last graph and the last copy that need it are gone."""
         self.is_retired = True
         self.settle(wait=True)
