@@ -1,6 +1,6 @@
-"""Neighbouring children of a `Sequential`, called as one module: *spans*.
+"""Neighboring children of a `Sequential`, called as one module: *spans*.
 
-[Note: spans] A flat `Sequential` has no module between its children and the whole. For neighbours among them to be called as if
+[Note: spans] A flat `Sequential` has no module between its children and the whole. For neighbors among them to be called as if
 they were in one, there is a `SequentialSpan`, which has them as `sequential[4:8]` would, and of which only the forward of the
 Sequential knows: as long as spans are called, a function stands in the place of that `forward`, as an attribute of its own.
 
@@ -27,7 +27,7 @@ from memkit.hooks import HookSet
 
 
 class SequentialSpan(nn.Sequential):
-    """Some neighbouring children of a `Sequential`.
+    """Some neighboring children of a `Sequential`.
 
     Args:
         whole: that Sequential.

@@ -1,4 +1,5 @@
-"""What is in `grad` of a parameter that was stepped within the backward, so that it is not taken for no gradient."""
+"""`GradientStandIn`: the `grad` of a parameter that was stepped within the backward, so that it is not taken for no
+gradient."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ _Own = TypeVar("_Own", bound="GradientStandIn")
 
 
 class GradientStandIn(Tensor):
-    """In `grad` of a parameter that was stepped within the backward: whatever would use it raises. It is one element large.
+    """The `grad` of a parameter that was stepped within the backward: using it raises. It takes the memory of one element.
 
-    A class of it belongs to what steps, and says what is raised.
+    Each feature that steps in the backward has a subclass, with the error and the advice.
     """
 
     error: ClassVar[type[MemkitError]]
     advice: ClassVar[str]
-    """What gradients cannot be, and what to do instead."""
+    """What cannot be done with gradients, and what to do instead."""
 
     @staticmethod
     def __new__(cls: type[_Own], size: torch.Size, dtype: torch.dtype, device: torch.device) -> _Own:
@@ -31,7 +32,7 @@ class GradientStandIn(Tensor):
 
     @classmethod
     def of(cls: type[_Own], parameter: Tensor) -> _Own:
-        """Return what stands in `grad` of a parameter."""
+        """Return the stand-in for a parameter's gradient."""
         return cls(parameter.size(), parameter.dtype, parameter.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Who goes when room is needed, and how what has gone is recomputed: one walk for the plan's simulation and for the real step.
+"""`Walk`: what is evicted when room is needed, and how it is recomputed: the same code for a plan's simulation and a real step.
 
 The choice is that of dynamic tensor rematerialization (Kirisame et al., arXiv 2006.09616): what is cheap to recompute, large,
 and not needed for long goes first. Its cost is that of its own op and of all ancestors that are missing as well.
@@ -67,7 +67,7 @@ class ValueStore(Protocol):
         """Return how many requests away the next use of a value is, at least 1."""
 
     def drop(self, value: int) -> bool:
-        """Let go of a value that is on the device, unless what it would be made from is gone; tell whether that was done."""
+        """Drop a value that is on the device, if it can be recomputed. Return whether it was dropped."""
 
     def run(self, op: int, in_place: Collection[int]) -> None:
         """Run an op again: its values are the replay's own then. It may write over the values `in_place`."""
@@ -80,13 +80,13 @@ class ValueStore(Protocol):
 
 
 class Walk:
-    """The way of a step through its saves and requests, against a limit in bytes: who goes, and what is recomputed.
+    """Walks through the saves and requests of a step under a limit in bytes: what is evicted, and what is recomputed.
 
     All sizes are bytes of storages.
 
     Args:
         lineage: how values are made. It may grow.
-        score: who goes when room is short.
+        score: chooses what is evicted when room is short.
         limit_bytes: what saved values and replays may take on the device.
         store: what has the values. It is not kept alive: it may own the walk.
     """

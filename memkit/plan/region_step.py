@@ -34,7 +34,7 @@ class ModuleCall:
     device_s: float = 0.0
     """What the device takes for it, where it runs compiled, so that none of its ops is seen."""
     is_span: bool = False
-    """Whether it is that of neighbouring children of a `Sequential`, as if they were in a module."""
+    """Whether it is that of neighboring children of a `Sequential`, as if they were in a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,7 +217,7 @@ class RegionPlanner(RegionStep):
             inside = [child for child in range(index + 1, self._ends[index]) if self._eligible[child]]
             others = [
                 other
-                for other in self._neighbours(index)
+                for other in self._neighbors(index)
                 if not any(one <= other < self._ends[one] or other <= one < self._ends[other] for one in rest)
             ]
             for more in ((), *((child,) for child in inside[:_MOST_SWAPPED]), *((other,) for other in others)):
@@ -229,7 +229,7 @@ class RegionPlanner(RegionStep):
             if found.peak_bytes <= limit_bytes:
                 yield found
 
-    def _neighbours(self, index: int) -> list[int]:
+    def _neighbors(self, index: int) -> list[int]:
         """Return calls next to one, that it may be exchanged for."""
         nearby = range(max(0, index - _MOST_SWAPPED), min(len(self.calls), self._ends[index] + _MOST_SWAPPED))
         return [other for other in nearby if other != index and self._eligible[other]]

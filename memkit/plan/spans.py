@@ -1,4 +1,4 @@
-"""Which neighbours in a row of calls are tried as one region: *spans* of a `Sequential`'s children."""
+"""Which neighbors in a row of calls are tried as one region: *spans* of a `Sequential`'s children."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def predict_step(
         if index in size_of and index not in held[size_of[index]]:
             slots = held[size_of[index]]
             free_s = 0.0
-            if len(slots) == num_slots[size_of[index]]:  # they hold neighbours, in order: needed last is what came first
+            if len(slots) == num_slots[size_of[index]]:  # they hold neighbors, in order: needed last is what came first
                 free_s = computed_s[slots.popleft() if is_forward else slots.pop()]
             (slots.append if is_forward else slots.appendleft)(index)
             copy_s = transfer_s(layers[index].num_bytes, link_bytes_per_s)

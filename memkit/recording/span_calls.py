@@ -18,7 +18,7 @@ from memkit.sequentials import SpanReference, calls_in_turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanCall:
-    """Neighbouring calls in one of a `Sequential`, as the call of one module."""
+    """Neighboring calls in one of a `Sequential`, as the call of one module."""
 
     call: ModuleCall
     """What it would be. Its parent is the Sequential's call, by its place among those that were noted."""
@@ -30,7 +30,7 @@ class SpanCall:
 
 
 class _NotedSpan(NotedCall):
-    """Neighbouring calls in one of a `Sequential`, as one call.
+    """Neighboring calls in one of a `Sequential`, as one call.
 
     Args:
         whole: the call of the Sequential.

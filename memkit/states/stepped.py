@@ -1,4 +1,4 @@
-"""What is in `grad` of a parameter that `when="backward"` has stepped."""
+"""The `grad` of a parameter that `when="backward"` has stepped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memkit.stand_ins import GradientStandIn
 
 
 class ConsumedGradient(GradientStandIn):
-    """See `GradientStandIn`."""
+    """The stand-in of `StateOffload`: see `GradientStandIn`."""
 
     error = StateOffloadError
     advice = 'With when="backward" gradients cannot be clipped, scaled or read. Use when="step"'

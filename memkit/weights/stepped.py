@@ -1,4 +1,4 @@
-"""What is in `grad` of a parameter that `train="fused"` has stepped."""
+"""The `grad` of a parameter that `train="fused"` has stepped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memkit.stand_ins import GradientStandIn
 
 
 class SteppedGradient(GradientStandIn):
-    """See `GradientStandIn`."""
+    """The stand-in of `LayerOffload`: see `GradientStandIn`."""
 
     error = LayerOffloadError
     advice = 'With train="fused" gradients cannot be clipped by their global norm, scaled or read. Use train="host"'

@@ -1,5 +1,5 @@
-"""Which way to keep to a budget is fastest, as measured: a memory plan of single ops and copies, or calls of modules that are
-recomputed as a whole, which costs the host next to nothing, with copies beside or without."""
+"""`Ways`: times, for `MemoryBudget`, whether a plan of single ops and copies is fastest, or regions (which cost the host next
+to nothing), with copies or without."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 - `mending`: the ledger after an interrupt
 - `state`: what a tag remembers from step to step
 - `counts`: counters of one iteration
-- `traces`: recognises a forward that goes like an earlier one
+- `traces`: recognizes a forward that goes like an earlier one
 - `op_trace`: what is known of a forward's ops: costs, module calls, plans
 - `capture`: notes all saves of a forward, so that a schedule can be made of it
 - `seen`: what of a save is compared when a forward follows a schedule

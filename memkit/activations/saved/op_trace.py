@@ -33,7 +33,7 @@ class OpTrace:
     modules: tuple[weakref.ref[nn.Module], ...] = ()
     """For each of them, which module is called."""
     spans: tuple[SpanCall, ...] = ()
-    """Neighbours among them that may be recomputed as one."""
+    """Neighbors among them that may be recomputed as one."""
     num_noted: int = 0
     """In how many forwards they were noted."""
     num_seen: int = 1

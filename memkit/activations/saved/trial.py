@@ -1,4 +1,4 @@
-"""Which of two ways to keep to a budget is faster, as measured."""
+"""`Trial`: times whether recomputing single ops or regions is faster, for `Rematerialize`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Way(Enum):
 
 
 class Trial:
-    """Times a few steps of either way, from the entry to the end of the backward, on the device's own clock. No host waits for
-    that. What is slower by more than noise is so in its fastest step.
+    """Times a few steps of either way with events, from the entry to the end of the backward; the host waits for none of them.
+    The fastest steps are compared, since noise only adds time.
 
     Args:
-        is_open: whether it may be either way; else it is that of regions.
+        is_open: whether both ways are possible; otherwise regions are used, and nothing is timed.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:
@@ -40,17 +40,17 @@ class Trial:
         return self._prefers_ops is None and len(self._pairs[Way.OPS]) + (self._way is Way.OPS) < _NUM_COUNTED
 
     def begin_step(self, device: Device) -> None:
-        """A context is entered."""
+        """Begin to time a step: a context is entered."""
         if self._prefers_ops is None:
             self._device, self._start, self._way = device, device.record_event(), None
 
     def end_forward(self, way: Way) -> None:
-        """The forward has gone this way to its end."""
+        """Note which way the forward went."""
         if self._start is not None:  # else it is not known when it began
             self._way = way
 
     def begin_backward(self) -> None:
-        """A backward runs that asks for something of the step."""
+        """Called when a backward requests a value of the step."""
         if self._start is not None and self._way is not None:
             backwards.on_end(functools.partial(self._end_backward, self._start, self._way))
             self._start = self._way = None
