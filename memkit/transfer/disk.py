@@ -64,9 +64,15 @@ class Disk:
                 f"{stat.S_IMODE(mode):o}). Use another directory, or set the sticky bit: chmod +t '{self.directory}'"
             )
 
-    def open(self, num_bytes: int, device: Device, *, num_threads: int = 4) -> DiskStore:
+    def open(self, num_bytes: int, device: Device, *, num_threads: int = 4, waits_for_all: bool = False) -> DiskStore:
         """Return a store of chunks that together take at most so many bytes, each rounded up to 4 KiB, with those that are
         being written counted twice. Warns if reads and writes must go through the system's cache.
+
+        Args:
+            num_bytes: these.
+            device: whose events tell when bytes in host memory are ready.
+            num_threads: that read and write.
+            waits_for_all: whether errors are raised by `DiskStore.wait` alone.
 
         Raises:
             DiskError: the limit, or what is free on the disk, is less; or the system makes no file there.
@@ -74,7 +80,7 @@ class Disk:
         file = self._make_file(self._allowed(num_bytes))
         if file.refusal is not None:
             warn_user(f"Disk: {file.refusal}")
-        return DiskStore(file, self._make_queue(num_threads), device)
+        return DiskStore(file, self._make_queue(num_threads), device, waits_for_all=waits_for_all)
 
     def extend(self, store: DiskStore, num_bytes: int) -> None:
         """Have a store that was opened here have room for so many bytes.

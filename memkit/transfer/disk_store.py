@@ -36,6 +36,12 @@ class DiskCopy:
         """Whether there is something to read, as far as was noted."""
         return bool(self.places[0])
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way, and the last read or write has not failed."""
+        transfer = self.transfer
+        return transfer is None or (transfer.is_over and transfer.error is None)
+
     def __repr__(self) -> str:
         return f'<DiskCopy of "{self.name}", {format_bytes(self.num_bytes)}>'
 
@@ -48,23 +54,33 @@ class DiskStore:
     was on disk. Until it is known to have ended well (`wait`), the caller keeps the bytes in memory.
 
     A read or a write that fails raises at `wait`; if nobody waits for it, at the next call of any method, which then does
-    nothing else. One that was broken off by Ctrl-C while it was being asked for was not begun. If the interrupt came right
-    behind the call, it goes on: `DiskCopy.transfer` is there.
+    nothing else, unless the caller waits for each of them anyway. One that was broken off by Ctrl-C while it was being asked
+    for was not begun. If the interrupt came right behind the call, it goes on: `DiskCopy.transfer` is there.
 
     Args:
         file: room for all chunks, each in whole pages, and for those that are being written beside them.
         queue: does what is asked for.
         device: whose events tell when bytes in host memory are ready.
         block_bytes: the most that one thread reads or writes at once.
+        waits_for_all: whether the caller calls `wait` for each transfer: what has failed is raised there alone.
     """
 
-    def __init__(self, file: DiskFile, queue: DiskQueue, device: Device, *, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self,
+        file: DiskFile,
+        queue: DiskQueue,
+        device: Device,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        waits_for_all: bool = False,
+    ) -> None:
         self.file = file
         self.lock = threading.RLock()
         self.is_broken = False
         self.read_bytes = self.written_bytes = 0
         """Of all transfers that were begun."""
         self._queue, self._device, self._block_bytes = queue, device, block_bytes
+        self._waits_for_all = waits_for_all
         self._copies: dict[int, DiskCopy] = {}
         self._moving: dict[int, DiskCopy] = {}
         """Those of them with a transfer."""
@@ -307,7 +323,9 @@ class DiskStore:
     # Errors
 
     def _raise_untold(self) -> None:
-        """Raise what a transfer has raised of which the caller does not know."""
+        """Raise what a transfer has raised of which the caller does not know, and would not hear."""
+        if self._waits_for_all:
+            return
         for copy in self._moving.values():
             transfer = copy.transfer
             if transfer is not None and transfer.is_over and not transfer.is_told:

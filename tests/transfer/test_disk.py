@@ -333,6 +333,27 @@ def test_failure_nobody_waited_for_is_told_at_the_next_call(host: Host, call: st
     store.close()
 
 
+def test_failure_is_told_where_it_is_waited_for_alone_if_all_are(host: Host) -> None:
+    faults = Faults()
+    store = ReferenceDisk(fault=faults, is_late=False).open(MIB, host.device, waits_for_all=True)
+    first, second = store.add("first", 5000), store.add("second", 5000)
+    faults.at = {faults.num_calls: OSError(errno.EIO, "broken")}
+    store.write(first, host.span(5000))
+    store._queue.wait(first.transfer)  # type: ignore[arg-type]
+    assert not first.is_at_rest
+
+    store.write(second, host.span(5000, seed=1))
+    store.wait(second)
+    assert second.is_at_rest
+    assert second.is_written
+    with pytest.raises(DiskError, match=r'writing "first".*broken'):
+        store.wait(first)
+    store.write(first, host.span(5000))
+    store.wait(first)
+    assert first.is_written
+    store.close()
+
+
 def test_file_without_room_for_the_new_bytes_beside_the_old(host: Host) -> None:
     store = ReferenceDisk().open(3 * PAGE, host.device)
     copy = store.add("chunk", 2 * PAGE)
