@@ -150,7 +150,7 @@ def plan_states(
         device_budget_bytes: how many bytes of states may stay on the device.
         update: "device", "host" or "both".
         rates: for "both".
-        apart: whether each parameter is a piece of its own.
+        apart: whether each parameter is a piece of its own, stepped within the backward.
         has_disk: whether states that leave the device may lie on a disk.
         host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
         runs_ahead: whether parameters are stepped beside a forward or within a backward. All gradients may be sent to the host
@@ -175,7 +175,7 @@ def plan_states(
     ]
     pieces = list(with_residents(pieces, device_budget_bytes, moves_large=not runs_ahead))
     if has_disk:
-        pieces = with_disk(pieces, host_budget_bytes)
+        pieces = with_disk(pieces, host_budget_bytes, is_backward=apart)
     if update != "device":
         pieces = list(_with_sides(pieces, rates if update == "both" else None))
     pieces, slot_bytes = _with_slots(pieces, max(PIECE_BYTES, most))

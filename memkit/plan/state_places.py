@@ -140,18 +140,20 @@ def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
     return (max(sizes),) * min(NUM_BUFFERS, len(sizes)) if sizes else ()
 
 
-def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None) -> list[StatePiece]:
-    """Return pieces, with those on the disk that host memory has no room for: the last ones, while the first are stepped
-    from host memory, the disk reads.
+def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
+    """Return pieces, with those on the disk that host memory has no room for: the last to be stepped, while the first are
+    stepped from host memory, the disk reads.
 
     Args:
         pieces: those that leave the device, and those that stay.
         host_budget_bytes: the most host memory to take, buffers included; None for no more than the buffers.
+        is_backward: whether they are stepped in the order of a backward, from the last one to the first.
 
     Raises:
         HostMemoryError: that is less than the buffers take.
     """
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
+    moving = moving[::-1] if is_backward else moving
     in_host: list[int] = []
     if host_budget_bytes is not None:
         sizes = [pieces[index].state_bytes for index in moving]

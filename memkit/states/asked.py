@@ -54,17 +54,15 @@ def check_options(
             f'disk= is for states that are stepped on the device, update="device"; found update="{update}". Leave one of them '
             "out"
         )
-    if when != "step" or overlap_forward:
-        found = 'when="backward"' if when != "step" else "overlap_forward=True"
+    if overlap_forward:
         raise ValueError(
-            f"disk= is for steps that optimizer.step() makes as a whole, since states are read ahead in its order; found "
-            f"{found}. Leave one of them out"
+            "overlap_forward=True has optimizer.step() give out the whole step at once, and with disk= that waits for the disk "
+            'before it returns: nothing would be left to run beside the forward. Use when="backward", where the disk reads and '
+            "writes beside the backward, or leave one of them out"
         )
 
 
-def refuse_beside_layers(
-    optimizer: torch.optim.Optimizer, *, update: str, when: str, overlap_forward: bool, disk: object
-) -> None:
+def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when: str, overlap_forward: bool) -> None:
     """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward.
 
     Raises:
@@ -77,9 +75,7 @@ def refuse_beside_layers(
         found = f'when="{when}". Use when="backward"'
     elif update not in ("auto", "device"):
         found = f'update="{update}". Use update="device"'
-    if disk is not None:
-        found = "disk=. Leave it out: states are in host memory"
-    elif overlap_forward:
+    if overlap_forward:
         found = 'overlap_forward=True. Leave it out, and use when="backward"'
     if found is not None:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_not, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -119,8 +119,6 @@ class DeviceSteps:
         self._slots = slots
         self._host = host
         self._disk = disk
-        self.reads_ahead = disk is not None
-        """Whether any of the pieces may be on a disk."""
         self._undo = Undo(device, undo_bytes)
 
     @property
@@ -128,6 +126,20 @@ class DeviceSteps:
         """Where those pieces are that are on a disk."""
         assert self._disk is not None
         return self._disk
+
+    def tidy(self, pieces: Sequence[Piece]) -> None:
+        """A step begins, of these pieces or some of them: a disk forgets what none of them has. None is on its way."""
+        if self._disk is not None:
+            self._disk.tidy(pieces)
+
+    def read_ahead(self, parts: Sequence[Piece], start: int = 0) -> None:
+        """Have parts, from one of them on, be read that lie on a disk, as many as there is room for. Nobody waits for them.
+
+        Raises:
+            HostMemoryError: a buffer is too small for one, and there is no more.
+        """
+        if self._disk is not None:
+            self._disk.read_ahead(parts[start:])
 
     def begin(self, piece: Piece) -> None:
         """Have a piece come to its slot. Waits for the disk, if that is where it comes from."""
@@ -244,7 +256,8 @@ class DeviceSteps:
         piece.residency = piece.rest
 
     def drop(self, piece: Piece) -> None:
-        """A step was broken off before the piece was stepped."""
+        """A piece is not stepped now: a step was broken off, or others come first. A copy to its slot may still be under way,
+        which brings nothing that counts any more: what comes to the slot next does so behind it."""
         if piece.slot >= 0:
             self._release(piece)
         piece.residency = piece.rest

@@ -63,6 +63,9 @@ class DiskRing:
     A write goes on in the background. If it fails, the bytes stay in the buffer, and are written again at the next step, or
     when somebody needs the buffer. Where that fails as well, the step is broken off, and nothing is lost.
 
+    A part on its way to its slot keeps its buffer. There are no more slots than buffers, and that of the part whose turn it is
+    has none of the others any more: so one buffer is left for it.
+
     Args:
         store: what is on the disk.
         device: whose copies use the buffers.
@@ -148,10 +151,9 @@ class DiskRing:
             buffer.holds = holds
 
     def read(self, buffer: Buffer, layout: Layout) -> None:
-        """Have the bytes of its part be read to a buffer.
+        """Have the bytes of its part be read to a buffer. Who waits for them is told of errors.
 
         Raises:
-            DiskError: another read or write has failed.
             HostMemoryError: there is no room for a larger buffer.
         """
         assert layout.copy is not None
@@ -162,10 +164,10 @@ class DiskRing:
         buffer.holds = Holds.READ
 
     def write(self, buffer: Buffer) -> None:
-        """Have the bytes in a buffer be written, once they are there.
+        """Have the bytes in a buffer be written, once they are there. Who waits for that is told of errors.
 
         Raises:
-            DiskError: another read or write has failed.
+            DiskError: the scratch file has no room.
         """
         assert buffer.part is not None
         assert buffer.copy is not None
@@ -210,6 +212,19 @@ class DiskRing:
                 with contextlib.suppress(DiskError):
                     self.store.wait(copy)
         buffer.part = None
+
+    def end_transfer(self, buffer: Buffer) -> None:
+        """Wait until nothing is read to a buffer any more, nor written from it. Its bytes count for nothing then."""
+        if buffer.copy is not None:
+            with contextlib.suppress(DiskError):
+                self.store.wait(buffer.copy)
+        buffer.holds = Holds.NOTHING
+
+    def give_up_reads(self) -> None:
+        """Have buffers be free that were read ahead, and whose parts nobody came to. None of these is on its way any more."""
+        for buffer in self.buffers:
+            if buffer.part is not None:
+                self.release(buffer.part)
 
     def keep_only(self, copies: Collection[DiskCopy]) -> None:
         """Let go of all else that was on the disk. No part is under way."""

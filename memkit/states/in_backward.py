@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,11 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import Update
 from memkit.plan.chunks import Residency
+from memkit.states.noted_options import NotedOptions
 from memkit.states.one_step import OneStep
 from memkit.states.opened import weakly
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
-from memkit.states.shells import changes_of_group, versions_in
 from memkit.states.stepped import ConsumedGradient
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ _HELD_BYTES = 256 * 2**20
 class BackwardSteps:
     """Steps pieces of one parameter each, as gradients come.
 
-    The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first.
+    The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first. Those
+    on a disk are read ahead of that. A hook waits for the disk where the states of its own parameter are not there yet.
 
     [Note: held gradients] Steps wait for states, and the backward should not wait for steps: there is a stream for these. A
     gradient is held until the stream whose memory it is in has waited for its step, since what is allocated next may get that
@@ -92,7 +93,7 @@ class BackwardSteps:
         self._met: dict[Piece, None] = {}
         """Which were stepped since the optimizer's last step, in this order."""
         self._num_accumulating = 0
-        self._options: list[tuple[dict[str, Any], list[tuple[str, int]]]] | None = None
+        self._options = NotedOptions(optimizer)
         """What the groups had when the backward stepped the first parameter."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
@@ -171,8 +172,9 @@ class BackwardSteps:
             self.mend(self._pieces)
         run = stepping.unfinished
         if run is None:
+            self._on_device.tidy(self._pieces)
             run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
-            self._note_options()
+            self._options.note()
         stepping.is_broken = True
         try:
             piece.due = list(piece.records)
@@ -202,7 +204,7 @@ class BackwardSteps:
                 self._note_begun(record.parameter, gradient)
             ahead = piece.parts
             if not self._rest.is_at_home(piece):
-                self._drop_ahead()
+                self.drop_ahead()
                 self._rest.adopt_due([piece], self._pieces)
             piece.prepare(self._optimizer.state)
             for part in [part for part in ahead if part in self._begun and part not in piece.parts]:
@@ -251,12 +253,14 @@ class BackwardSteps:
             self._on_host.begin(part)
             self._on_host.start(part, run)
             return
+        coming = self._coming_after(part)
+        self._on_device.read_ahead([part, *coming])
         if part not in self._begun:
             self._make_room(part)
             self._begin(part)
         self._on_device.step(part, run)
         self._begun.remove(part)
-        self._fetch_ahead(part)
+        self._fetch_ahead(coming)
 
     def join(self) -> None:
         """Wait for what is stepped on the host, and have its parameters come back.
@@ -287,11 +291,14 @@ class BackwardSteps:
         self._on_device.drop(piece)  # what comes to the slot next does so on the same lane, behind the copy
         self._begun.remove(piece)
 
-    def _drop_ahead(self) -> None:
-        for piece in list(self._begun):
-            self._drop(piece)
+    def drop_ahead(self) -> None:
+        """Have nothing be on its way that the backward has not come to."""
+        with self._device.on_stream(self._stream):
+            for piece in list(self._begun):
+                self._drop(piece)
 
-    def _fetch_ahead(self, part: Piece) -> None:
+    def _coming_after(self, part: Piece) -> list[Piece]:
+        """Return the next parts that may be brought ahead, as the backward before has come to them."""
         piece = part.whole
         order, place = self._order, self._places.get(piece)
         rest = list(piece.parts)
@@ -299,34 +306,25 @@ class BackwardSteps:
         if place is not None:
             others = [other for other in order[place + 1 : place + 1 + _AHEAD] if other not in self._met]
             coming += [part for other in others for part in other.parts]
-        for other in coming[:_AHEAD]:
-            if other in self._begun or not other.may_come_early or other.plan.update is Update.HOST:
-                continue
-            if self._on_device.is_free_for(other):
+        return [other for other in coming[:_AHEAD] if other.may_come_early and other.plan.update is Update.DEVICE]
+
+    def _fetch_ahead(self, coming: Sequence[Piece]) -> None:
+        """Have parts come to their slots that are free, where nobody has to wait for a disk."""
+        for other in coming:
+            if other not in self._begun and self._on_device.is_free_for(other):
                 self._begin(other)
 
     def end(self) -> list[Piece]:
         """The optimizer's step begins: return which pieces were stepped already. Nothing is on its way any more."""
-        with self._device.on_stream(self._stream):
-            self._drop_ahead()
+        self.drop_ahead()
         self.join()
         met = list(self._met)
         if met and met != self._order:
             self._follow(met)
             self._on_device.follow(met)
         self._met.clear()
-        self._options = None
+        self._options.forget()
         return met
-
-    def _note_options(self) -> None:
-        """What the groups have now is what parameters are stepped with."""
-        self._options = self._options_now()
-
-    def _options_now(self) -> list[tuple[dict[str, Any], list[tuple[str, int]]]]:
-        return [
-            ({name: value for name, value in group.items() if name not in ("params", "param_names")}, versions_in(group))
-            for group in self._optimizer.param_groups
-        ]
 
     def check_options(self) -> None:
         """Raise if a learning rate, or another entry of a group, was set behind the backward: what was stepped has not had it.
@@ -334,15 +332,7 @@ class BackwardSteps:
         Raises:
             StateOffloadError: it was.
         """
-        known, self._options = self._options, None
-        for (before, versions), (now, versions_now) in zip(known or [], self._options_now(), strict=False):
-            if versions != versions_now or changes_of_group(before, now).entries:
-                names = [*changes_of_group(before, now).entries, *(name for name, _ in {*versions_now} - {*versions})]
-                raise StateOffloadError(
-                    f'"{names[0]}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
-                    "parameters with what it was before. Set it ahead of the backward, or behind the step, or use "
-                    'when="step". Another optimizer.step() ends this step as it is'
-                )
+        self._options.check()
 
     def close(self) -> None:
         """Nothing is on its way any more, and what was stepped has no gradient."""

@@ -97,7 +97,7 @@ class LayeredSteps(BackwardSteps):
         if run is not None and self._met:
             run.write_changes()
             setattr(self._optimizer, torch_private.STEPPED_MARK, True)
-            self._note_options()
+            self._options.note()
             self._stepping.num_steps += 1
 
     def _end_step(self) -> None:

@@ -71,7 +71,8 @@ class DiskStates:
         planned = [*self._planned, *sizes]
         num_bytes = disk_bytes(planned, num_written_at_once=NUM_BUFFERS)
         if self._ring is None:
-            self._ring = DiskRing(self._disk.open(num_bytes, self._device), self._device, self._host)
+            store = self._disk.open(num_bytes, self._device, waits_for_all=True)
+            self._ring = DiskRing(store, self._device, self._host)
         self._make_room(num_bytes)
         ring = self._ring
         ring.add(min(NUM_BUFFERS, len(planned)) - len(ring.buffers), max(planned))
@@ -87,14 +88,15 @@ class DiskStates:
         """A step begins: write again what could not be written, and forget what no piece has any more."""
         if self._ring is not None:
             self._ring.note_written()
+            self._ring.give_up_reads()
             self._ring.keep_only({copy for piece in pieces for copy in piece.copies})
             self._ring.write_again()
 
     def read_ahead(self, parts: Sequence[Piece]) -> None:
-        """Have parts be read that come next, as many as there are free buffers for.
+        """Have parts be read that come next, as many as there are free buffers for. What fails is raised when its turn comes.
 
         Raises:
-            DiskError: another read or write has failed.
+            HostMemoryError: a buffer is too small for one, and there is no more.
         """
         ring = self._ring
         if ring is None:
@@ -116,8 +118,7 @@ class DiskStates:
             return False
         if part.layout is None or buffer.holds is Holds.DIRTY:
             return True
-        is_over = buffer.copy is not None and (buffer.copy.transfer is None or buffer.copy.transfer.is_over)
-        return buffer.holds is not Holds.NOTHING and is_over
+        return buffer.holds is not Holds.NOTHING and buffer.copy is not None and buffer.copy.is_at_rest
 
     def bring(self, part: Piece) -> None:
         """Have the bytes of a part, if there are any yet, be in its buffer: waits for the disk.
@@ -177,7 +178,7 @@ class DiskStates:
         """Have the bytes in the buffer of a part be written, once they are there.
 
         Raises:
-            DiskError: another read or write has failed. The bytes stay in the buffer.
+            DiskError: the scratch file has no room. The bytes stay in the buffer.
         """
         buffer = self.ring.find(part)
         assert buffer is not None
@@ -226,9 +227,7 @@ class DiskStates:
     def _put(self, part: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows) -> None:
         before, layout = part.copies, part.layout
         buffer = self.ring.claim(part)
-        if buffer.holds is Holds.WRITTEN:
-            self.ring.end_write(buffer, Holds.READ)
-        buffer.holds = Holds.NOTHING
+        self.ring.end_transfer(buffer)
         if layout is None or layout.copy is None or layout.tensors != tensors:
             layout = self.layout_of(part, tensors, num_bytes)
         assert layout.copy is not None

@@ -80,8 +80,7 @@ class StateOffload:
             for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
             parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
         disk: where states lie that don't stay on the device, and pass through a few buffers in host memory: all, or with
-            `host_budget` those that host memory has no room for. Only with `update="device"` and `when="step"`, and without
-            `overlap_forward`.
+            `host_budget` those that host memory has no room for. Only with `update="device"`, and without `overlap_forward`.
         device: where the parameters are; by default what they say.
 
     Raises:
@@ -116,7 +115,7 @@ class StateOffload:
         device: str | torch.device | Device | None = None,
     ) -> None:
         refuse_by_kind(optimizer, _WHERE)
-        refuse_beside_layers(optimizer, update=update, when=when, overlap_forward=overlap_forward, disk=disk)
+        refuse_beside_layers(optimizer, update=update, when=when, overlap_forward=overlap_forward)
         check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
@@ -218,8 +217,7 @@ class StateOffload:
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
         run = (stepping.unfinished if is_rest else None) or OneStep(optimizer, copies=self._overlap is not None)
-        if self._disk is not None:
-            self._disk.tidy(members.pieces)
+        self._on_device.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
         refuse_gradients([record for piece in due for record in piece.due])
         self._rest.adopt_due(due, members.pieces)
@@ -243,7 +241,7 @@ class StateOffload:
             self._stepping.unfinished = None  # last: an interrupt ahead of it leaves a step of which nothing is to be done
 
     def _settle(self, *, gives_up: bool = False) -> None:
-        """Put right what a step has left that was broken off, or not waited for."""
+        """Put right what a step has left that was broken off, or not waited for. Nothing is on its way then."""
         try:
             self._join()
         except StateOffloadError as error:
@@ -252,6 +250,8 @@ class StateOffload:
             warn_user(f"StateOffload: {error}")
         if self._stepping.is_broken:
             (self._in_backward or self._stepping).mend(self._members.pieces, gives_up=gives_up)
+        if self._in_backward is not None:
+            self._in_backward.drop_ahead()
 
     def wait(self) -> None:
         """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""

@@ -62,10 +62,11 @@ class Clock:
 class OnDevice:
     """Stands for `DeviceSteps`."""
 
-    reads_ahead = False
-
     def __init__(self, clock: Clock) -> None:
         self._clock, self.is_free_for = clock, clock.is_free_for
+
+    def read_ahead(self, *_: Any) -> None:
+        """There is no disk."""
 
     def begin(self, part: Part) -> None:
         clock, slot = self._clock, self._clock.slot(part)

@@ -15,6 +15,7 @@ from torch import nn
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError, StateOffloadError
+from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import assert_same
@@ -35,6 +36,7 @@ class _Trained:
         *,
         has_master: bool = False,
         has_states: bool = True,
+        disk: memkit.Disk | None = None,
     ) -> None:
         self.device, self.dtype = device, torch.bfloat16 if has_master else torch.float32
         torch.manual_seed(0)
@@ -46,7 +48,7 @@ class _Trained:
         assert self.layers.optimizer is not None
         self.optimizer = self.layers.optimizer
         options: dict[str, Any] = {"master": torch.float32} if has_master else {}
-        self.states = memkit.StateOffload(self.optimizer, when="backward", device=device, **options)
+        self.states = memkit.StateOffload(self.optimizer, when="backward", disk=disk, device=device, **options)
         self.plain_optimizer = plain_kind(self.plain.parameters(), lr=1e-2)
         self.plain_states = memkit.StateOffload(self.plain_optimizer, device=ReferenceDevice(), **options)
         for _ in range(2 if has_states else 0):
@@ -102,15 +104,22 @@ class _Trained:
     has_states=st.booleans(),
     has_master=st.booleans(),
     is_cut=st.booleans(),
+    disk=st.sampled_from([None, None, ReferenceDisk(), ReferenceDisk(seed=1), ReferenceDisk(is_late=False)]),
 )
 def test_a_fault_of_the_device(
-    name: str, at: int, error: type[BaseException], has_states: bool, has_master: bool, is_cut: bool
+    name: str,
+    at: int,
+    error: type[BaseException],
+    has_states: bool,
+    has_master: bool,
+    is_cut: bool,
+    disk: memkit.Disk | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
         device, kind = Faulty(), KINDS[name]
-        trained = _Trained(device, kind, kind, has_master=has_master, has_states=has_states)
+        trained = _Trained(device, kind, kind, has_master=has_master, has_states=has_states, disk=disk)
         loss = trained.loss_of(trained.model)
         device.num_calls, device.fails_at = 0, {at: error("injected")}
         try:
@@ -125,11 +134,11 @@ def test_a_fault_of_the_device(
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
-@pytest.mark.parametrize("options", [{}, {"has_states": False}, {"has_master": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"has_states": False}, {"has_master": True}, {"disk": ReferenceDisk()}], ids=["", "new", "master", "disk"]
+)
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.full)])
-def test_a_fault_of_the_optimizer(
-    name: str, options: dict[str, bool], is_behind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that one is as it was."""
     _cut(monkeypatch)
     kind: Any = _failing(KINDS[name])
@@ -171,11 +180,9 @@ def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_lo
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize("num_lines", [6, pytest.param(120, marks=pytest.mark.full)])
-@pytest.mark.parametrize("options", [{}, {"has_master": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"has_master": True}, {"disk": ReferenceDisk()}], ids=["", "master", "disk"])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_interrupts_at_any_line(
-    is_cut: bool, options: dict[str, bool], num_lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts_at_any_line(is_cut: bool, options: dict[str, Any], num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
     trained = _Trained(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)

@@ -312,8 +312,7 @@ def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch)
             'are stepped on the device, update="device"; found update="host"',
         ),
         ({"update": "both"}, ValueError, 'found update="both"'),
-        ({"when": "backward"}, ValueError, 'as a whole, since states are read ahead in its order; found when="backward"'),
-        ({"overlap_forward": True}, ValueError, "found overlap_forward=True"),
+        ({"overlap_forward": True}, ValueError, "waits for the disk before it returns: nothing would be left to run beside"),
         ({"disk": "/tmp"}, TypeError, "disk is a memkit.Disk"),
     ],
 )

@@ -146,7 +146,7 @@ def _run(seed: int, update: str) -> None:
     assert not device.races
 
 
-def _every_other_on_disk(pieces: Sequence[StatePiece], _: int | None) -> list[StatePiece]:
+def _every_other_on_disk(pieces: Sequence[StatePiece], *_: Any, **__: Any) -> list[StatePiece]:
     """Stand for `with_disk`, which leaves as much in host memory as is in no small test."""
     all_on_disk = with_disk(pieces, None)
     return [other if number % 2 else one for number, (one, other) in enumerate(zip(pieces, all_on_disk, strict=True))]

@@ -1,0 +1,740 @@
+"""States on a disk that are stepped within the backward: read ahead in its order, and the same bits whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import DiskError, StateOffloadError
+from memkit.plan import state_pieces, state_places
+from memkit.states.device_steps import DeviceSteps
+from memkit.states.disk_ring import DiskRing
+from memkit.transfer import ReferenceDisk
+from memkit.transfer.disk_queue import DiskTransfer
+from tests.drawn import examples
+from tests.interrupts import interrupts
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    Net,
+    assert_resumes,
+    assert_same,
+    assert_same_training,
+    batch,
+    groups_of,
+    make_net,
+    offload,
+    often,
+    train,
+)
+from tests.states.test_faults import ERRORS, Faulty
+from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, _real_disk
+from tests.threads import num_own_threads
+
+
+def _offload(optimizer: torch.optim.Optimizer, device: Device, disk: memkit.Disk, **options: Any) -> memkit.StateOffload:
+    return offload(optimizer, device, disk=disk, when="backward", **options)
+
+
+def _train(model: Net, optimizer: Any, states: memkit.StateOffload, device: Device, steps: Any, accumulate: int = 1) -> None:
+    """Train as `tests.states.cases.train` does."""
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        for part in range(accumulate - 1):
+            with states.accumulate():
+                model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
+        model(batch(device, 10 * step + accumulate - 1, dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_no_races(device: ReferenceDevice) -> None:
+    device.synchronize()
+    assert not device.races
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
+@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
+def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
+    device = ReferenceDevice(seed=seed)
+    plain, model = make_net(device, case), make_net(device, case)
+    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
+    schedulers = [StepLR(own, 2, 0.5) for own in (plain_optimizer, optimizer)]
+    with _offload(optimizer, device, ReferenceDisk(seed=seed)) as states:
+        for step in range(5):
+            train(plain, plain_optimizer, device, [step], accumulate=2)
+            _train(model, optimizer, states, device, [step], accumulate=2)
+            for scheduler in schedulers:
+                scheduler.step()
+            if step % 2:
+                assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert states.plan.host_bytes == 0 < states.plan.disk_bytes
+        assert states.stats().disk_written_bytes > 0
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    train(plain, plain_optimizer, device, range(5, 7))
+    train(model, optimizer, device, range(5, 7))
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    _assert_no_races(device)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("budget", [0, "10KiB"])
+def test_the_same_bits_on_a_real_disk(
+    device: Device, budget: int | str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    threads = num_own_threads()
+    with _offload(optimizer, device, _real_disk(tmp_path), device_budget=budget) as states:
+        train(plain, plain_optimizer, device, range(4), accumulate=2)
+        _train(model, optimizer, states, device, range(4), accumulate=2)
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert (states.plan.resident_bytes > 0) == (budget != 0)
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    assert num_own_threads() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [_adamw(net) for net in nets]
+    with (
+        offload(optimizers[0], device, master=torch.float32, device_budget="1GiB"),
+        _offload(optimizers[1], device, ReferenceDisk(), master=torch.float32) as states,
+    ):
+        for steps in (range(4), range(4, 6)):
+            train(nets[0], optimizers[0], device, steps, dtype=torch.bfloat16)
+            _train(nets[1], optimizers[1], states, device, steps)
+            for net in nets:
+                with torch.no_grad():
+                    net.head.weight.mul_(0.5)
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+class _Drawn(nn.Module):
+    """Layers of several sizes, of which each forward takes some, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, inner), nn.Linear(inner, 24, bias=False)) for inner in (8, 64, 24, 3, 100, 40)
+        )
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for number in order:
+            x = x + self.layers[number](x).tanh()
+        return x
+
+
+def _drawn_order(step: int) -> list[int]:
+    draw = random.Random(step)
+    return draw.sample(range(6), draw.randint(1, 6))
+
+
+class _Prompt(ReferenceDisk):
+    """A disk that is done at once, so that as many parts as may be are on their way to their slots."""
+
+    def _make_queue(self, num_threads: int) -> Any:
+        queue: Any = super()._make_queue(num_threads)
+        put = queue.put
+
+        def put_and_wait(transfer: DiskTransfer) -> None:
+            put(transfer)
+            queue.wait(transfer)
+
+        queue.put = put_and_wait
+        return queue
+
+
+DISKS: dict[str, Callable[[], memkit.Disk]] = {
+    "late": partial(ReferenceDisk, seed=3),
+    "threads": partial(ReferenceDisk, is_late=False),
+    "prompt": _Prompt,
+}
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("kind", DISKS)
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("budget", [0, "4KiB"])
+def test_backwards_that_come_otherwise_than_predicted(
+    budget: int | str, is_cut: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    torch.manual_seed(1)
+    plain = _Drawn()
+    model = copy.deepcopy(plain)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with _offload(optimizer, device, DISKS[kind](), device_budget=budget):
+        for step in range(16):
+            for net, own in ((plain, plain_optimizer), (model, optimizer)):
+                net(batch(device, step), _drawn_order(step)).square().mean().backward()
+                if step % 4 == 1:
+                    own.state_dict()  # with parameters on their way that the backward has not come to
+                own.step()
+                own.zero_grad()
+            assert_same(plain.state_dict(), model.state_dict(), f"parameters after step {step}")
+            if step % 5 == 4:
+                assert_same(plain_optimizer.state_dict(), optimizer.state_dict(), f"states after step {step}")
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    _assert_no_races(device)
+
+
+def test_parameters_that_come_later() -> None:
+    device = ReferenceDevice()
+    nets = [make_net(device) for _ in range(2)]
+    later = [Net(width=24, depth=8) for _ in range(2)]
+    later[1].load_state_dict(later[0].state_dict())
+    optimizers = [_adamw(net) for net in nets]
+    with _offload(optimizers[1], device, ReferenceDisk(seed=1)) as states:
+        train(nets[0], optimizers[0], device, range(2))
+        _train(nets[1], optimizers[1], states, device, range(2))
+        for net, extra, optimizer in zip(nets, later, optimizers, strict=True):
+            optimizer.add_param_group({"params": extra.parameters(), "lr": 1e-3})
+            for step in range(3):
+                (net(batch(device, step)) + extra(batch(device, step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        assert_same(later[0].state_dict(), later[1].state_dict())
+        assert states.plan.disk_bytes > 2 * 13312
+
+
+def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large parameter is stepped in windows, or as a whole where it isn't contiguous: what was read ahead is another then."""
+    _cut(monkeypatch)
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with _offload(optimizer, device, ReferenceDisk(is_late=False)) as states:
+        for step in range(8):
+            for net in (plain, model):
+                for weight in (net.layers[0].weight, net.layers[1].weight):
+                    data = weight.data
+                    weight.data = data.mT.contiguous().mT if step in (2, 3, 6) else data.contiguous()
+            train(plain, plain_optimizer, device, [step])
+            _train(model, optimizer, states, device, [step])
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+    _assert_no_races(device)
+
+
+def test_a_step_that_was_left_out(device: Device) -> None:
+    """A backward whose loss is not finite has stepped already, as in host memory: that is told, and the loop goes on."""
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with _offload(optimizer, device, ReferenceDisk()) as states:
+        _train(model, optimizer, states, device, range(2))
+        model(batch(device, 5)).square().mean().backward()
+        optimizer.zero_grad()
+        with pytest.raises(StateOffloadError, match=r"call optimizer\.step\(\) first"):
+            model(batch(device, 6)).square().mean().backward()
+        optimizer.step()
+        _train(model, optimizer, states, device, range(7, 8))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda _, optimizer: torch.amp.GradScaler("cpu", enabled=True).unscale_(optimizer),
+    ],
+)
+def test_gradients_can_not_be_clipped_or_scaled(device: Device, use: Callable[[Any, Any], object]) -> None:
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with _offload(optimizer, device, ReferenceDisk()):
+        model(batch(device, 0)).square().mean().backward()
+        with pytest.raises((StateOffloadError, AssertionError)):
+            use(model, optimizer)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
+@pytest.mark.parametrize("is_all", [True, False])
+@pytest.mark.parametrize("kind", DISKS)
+def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: bool) -> None:
+    """The backward finds them when it comes to the parameter, whose states are on their way by then."""
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [_adamw(net) for net in nets]
+    with _offload(optimizers[1], device, DISKS[kind]()) as states:
+        for step in range(5):
+            train(nets[0], optimizers[0], device, [step])
+            _train(nets[1], optimizers[1], states, device, [step])
+            for net, own in zip(nets, optimizers, strict=True):
+                saved = copy.deepcopy(own.state_dict()["state"])
+                for number, parameter in enumerate(net.parameters()):
+                    if number in (3, 4) and number in saved:
+                        found = {name: value * 0.5 for name, value in saved[number].items() if name != "step"}
+                        own.state[parameter].update(found if is_all else {"exp_avg": found["exp_avg"]})
+        train(nets[0], optimizers[0], device, [6])
+        _train(nets[1], optimizers[1], states, device, [6])
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    _assert_no_races(device)
+
+
+# What is where, and when
+
+
+def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the backward, each once, and as many ahead as there are buffers."""
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    read, stepped, num_read = list[str](), list[str](), list[int]()
+    read_part, step_part = DiskRing.read, DeviceSteps.step
+
+    def note_read(self: DiskRing, buffer: Any, layout: Any) -> None:
+        read.append(buffer.part.names)
+        read_part(self, buffer, layout)
+
+    def note_step(self: DeviceSteps, part: Any, run: Any) -> None:
+        stepped.append(part.names)
+        num_read.append(len(read))
+        step_part(self, part, run)
+        self.disk.ring.end_writes()  # a disk that is fast
+
+    monkeypatch.setattr(DiskRing, "read", note_read)
+    monkeypatch.setattr(DeviceSteps, "step", note_step)
+    with _offload(optimizer, device, ReferenceDisk()) as states:
+        _train(model, optimizer, states, device, range(2))
+        for noted in (read, stepped, num_read):
+            noted.clear()
+        model(batch(device, 2)).square().mean().backward()
+
+        assert read == stepped
+        assert num_read == [4, 5, 6, 7, 8, 9, 9, 9, 9]
+        optimizer.step()
+
+
+def test_no_more_parts_are_on_their_way_than_there_are_buffers() -> None:
+    assert state_pieces._NUM_SLOTS <= state_places.NUM_BUFFERS
+
+
+def test_gradients_are_let_go_within_the_backward(device: Device) -> None:
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with _offload(optimizer, device, ReferenceDisk()) as states:
+        _train(model, optimizer, states, device, range(2))
+        model(batch(device, 2)).square().mean().backward()
+        sizes = [parameter.grad.untyped_storage().nbytes() for parameter in model.parameters() if parameter.grad is not None]
+        assert len(sizes) == 9
+        assert max(sizes) == 4
+        optimizer.step()
+
+
+def test_host_budget_says_how_much_is_in_host_memory() -> None:
+    """What the backward comes to first is in host memory: while that is stepped, the disk reads."""
+    device = ReferenceDevice()
+    width, found = 512, []
+    for budget in (None, "9MiB", "20MiB", "1GiB"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(12)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        with _offload(optimizer, device, ReferenceDisk(), host_budget=budget) as states:
+            for _ in range(3):
+                model(torch.ones(2, width)).square().mean().backward()
+                assert states.stats().host_bytes <= {None: 16, "9MiB": 9, "20MiB": 20, "1GiB": 50}[budget] * MIB
+                optimizer.step()
+                optimizer.zero_grad()
+            are_on_disk = [piece.is_on_disk for piece in states.plan.pieces]
+            assert are_on_disk == sorted(are_on_disk, reverse=True)
+            found.append((states.plan.disk_bytes // MIB, optimizer.state_dict()))
+
+    assert [num for num, _ in found] == [24, 24, 12, 0]
+    for _, state_dict in found[1:]:
+        assert_same(found[0][1], state_dict)
+
+
+@pytest.mark.full
+def test_a_long_run_takes_no_more_than_a_short_one() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with _offload(optimizer, device, ReferenceDisk(is_late=False)) as states:
+        found = []
+        for step in range(60):
+            _train(model, optimizer, states, device, [step])
+            if step % 10 == 5:
+                optimizer.state_dict()
+            if step in (8, 20) or step > 57:
+                gc.collect()
+                disk: Any = states._disk
+                taken = disk.ring.store.file.num_bytes, len(disk.ring.store.sizes), disk.ring.store.in_use_bytes > 0
+                found.append((states.stats().host_bytes, num_own_threads(), *taken))
+
+    assert len(set(found)) == 1
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)
+def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    assert_resumes(case, ReferenceDevice(), tmp_path, num_steps_before=1, disk=ReferenceDisk(), when="backward")
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_saving_within_a_step(is_cut: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the backward and the step, with parameters on their way that this backward has not come to."""
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    nets = [make_net(device) for _ in range(2)]
+    optimizers = [_adamw(net) for net in nets]
+    with _offload(optimizers[1], device, ReferenceDisk(is_late=is_late)) as states:
+        train(nets[0], optimizers[0], device, range(2))
+        _train(nets[1], optimizers[1], states, device, range(2))
+        for net, own in zip(nets, optimizers, strict=True):
+            hidden = torch.tanh(net.layers[0](batch(device, 5)))
+            net.layers[2](hidden).square().mean().backward()
+            if own is optimizers[0]:
+                own.step()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        optimizers[1].step()
+        for own in optimizers:
+            own.zero_grad()
+        train(nets[0], optimizers[0], device, range(6, 8))
+        _train(nets[1], optimizers[1], states, device, range(6, 8))
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    _assert_no_races(device)
+
+
+def test_loading_between_a_backward_and_the_step() -> None:
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [_adamw(net) for net in nets]
+    with _offload(optimizers[1], device, ReferenceDisk(is_late=False)) as states:
+        train(nets[0], optimizers[0], device, range(3))
+        _train(nets[1], optimizers[1], states, device, range(5, 7))
+        nets[1](batch(device, 8)).square().mean().backward()
+        nets[1].load_state_dict(nets[0].state_dict())
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        optimizers[1].zero_grad()
+        train(nets[0], optimizers[0], device, range(3, 5))
+        _train(nets[1], optimizers[1], states, device, range(3, 5))
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_closing_behind_a_backward() -> None:
+    device = ReferenceDevice()
+    models = [make_net(device), make_net(device)]
+    optimizers = [_adamw(net) for net in models]
+    train(models[0], optimizers[0], device, range(1))
+    states = _offload(optimizers[1], device, ReferenceDisk())
+    models[1](batch(device, 0)).square().mean().backward()
+    states.close()
+
+    assert all(parameter.grad is None for parameter in models[1].parameters())
+    optimizers[1].step()
+    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+
+
+# What goes wrong
+
+
+def _assert_old_or_new(net: Net, optimizer: Any, old: Any, new: Any, where: str = "") -> None:
+    for mine, before, after in zip(_copied(net, optimizer), old, new, strict=True):
+        assert _is_same(mine, before) or _is_same(mine, after), where
+
+
+def _end_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have the rest of a step be made, however often its disk fails meanwhile."""
+    for _ in range(20):
+        try:
+            optimizer.step()
+        except (DiskError, StateOffloadError):
+            continue
+        return
+    optimizer.step()
+
+
+class _Compared:
+    """A model whose states are on a disk, and a plain one that has made the next step."""
+
+    def __init__(self, device: ReferenceDevice, disk: memkit.Disk, *, has_states: bool = True, **options: Any) -> None:
+        self.device = device
+        self.plain, self.model = make_net(device), make_net(device)
+        self.plain_optimizer, self.optimizer = _adamw(self.plain), _adamw(self.model)
+        self.states = _offload(self.optimizer, device, disk, **options)
+        train(self.plain, self.plain_optimizer, device, range(2 * has_states))
+        _train(self.model, self.optimizer, self.states, device, range(2 * has_states))
+        self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        self.old = _copied(self.plain, self.plain_optimizer)
+        train(self.plain, self.plain_optimizer, device, [5])
+        self.new = _copied(self.plain, self.plain_optimizer)
+
+    def begin_anew(self) -> None:
+        self.model.load_state_dict(self.begin[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.begin[1]))
+        self.model.zero_grad()
+
+    def backward(self) -> None:
+        self.model(batch(self.device, 50)).square().mean().backward()
+
+    def assert_whole(self, where: str = "") -> None:
+        """Assert that each parameter is as before the step or as after it."""
+        _assert_old_or_new(self.model, self.optimizer, self.old, self.new, where)
+
+    def assert_goes_on(self) -> None:
+        """Assert that the next steps are those of a plain model which is as this one is now."""
+        self.optimizer.zero_grad()
+        self.plain.load_state_dict(self.model.state_dict())
+        self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        train(self.plain, self.plain_optimizer, self.device, range(7, 9))
+        _train(self.model, self.optimizer, self.states, self.device, range(7, 9))
+        assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
+
+    def close(self) -> None:
+        self.states.close()
+        assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
+        _assert_no_races(self.device)
+
+
+@examples(60)
+@given(
+    what=st.sampled_from(["read", "write"]),
+    at=st.integers(0, 14),
+    number=st.sampled_from([errno.EIO, errno.ENOSPC]),
+    lasts=st.booleans(),
+    budget=st.sampled_from([0, "8KiB"]),
+    has_states=st.booleans(),
+    is_cut=st.booleans(),
+    seed=st.sampled_from([None, 1, 2]),
+    is_late=st.booleans(),
+)
+def test_a_disk_that_fails(
+    what: str,
+    at: int,
+    number: int,
+    lasts: bool,
+    budget: int | str,
+    has_states: bool,
+    is_cut: bool,
+    seed: int | None,
+    is_late: bool,
+) -> None:
+    """Each parameter is as before the step or as after it, the step can be ended, and nothing is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
+        faults = _Faults()
+        disk = ReferenceDisk(fault=faults, seed=seed, is_late=is_late)
+        compared = _Compared(ReferenceDevice(), disk, has_states=has_states, device_budget=budget)
+        faults.arm(what, at, number, lasts=lasts)
+        has_failed = False
+        for act in (compared.backward, compared.optimizer.step):
+            try:
+                act()
+            except (DiskError, StateOffloadError):
+                has_failed = True
+                break
+        faults.disarm()
+        compared.assert_whole()
+        if has_failed:
+            _end_step(compared.optimizer)
+        else:
+            assert_same(_copied(compared.model, compared.optimizer), compared.new)
+        compared.assert_whole()
+        compared.assert_goes_on()
+        compared.close()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_reads_and_writes_of_fewer_bytes_than_asked_for(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+
+    def short(what: str, offset: int, num_bytes: int) -> int:
+        return num_bytes if what == "reserve" else 4096
+
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(fault=short))
+    compared.backward()
+    compared.optimizer.step()
+    assert_same(_copied(compared.model, compared.optimizer), compared.new)
+    compared.assert_goes_on()
+    compared.close()
+
+
+def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
+    faults = _Faults()
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(fault=faults, is_late=False))
+    faults.arm("write", 8, errno.ENOSPC, lasts=False)
+    compared.backward()
+    compared.optimizer.step()
+    assert_same(_copied(compared.model, compared.optimizer), compared.new)
+    compared.assert_goes_on()
+    compared.close()
+
+
+def test_a_read_that_fails_breaks_off_the_backward_when_its_turn_comes() -> None:
+    faults = _Faults()
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(fault=faults))
+    compared.optimizer.state_dict()  # nothing is in a buffer any more
+    faults.arm("read", 2, errno.EIO, lasts=False)
+    with pytest.raises(DiskError, match="reading"):
+        compared.backward()
+
+    assert _num_new(compared) == 2  # it was asked for ahead of both
+    compared.optimizer.step()  # which has its gradient
+    assert _num_new(compared) == 3
+    compared.assert_whole()
+    compared.assert_goes_on()
+    compared.close()
+
+
+def _num_new(compared: _Compared) -> int:
+    found = zip(_copied(compared.model, compared.optimizer), compared.old, compared.new, strict=True)
+    return sum(_is_same(mine, new) and not _is_same(old, new) for mine, old, new in found)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_disk_that_takes_no_more_writes(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward is broken off, and all is there once closed."""
+    if is_cut:
+        _cut(monkeypatch)
+    faults = _Faults()
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(fault=faults))
+    faults.arm("write", 0, errno.ENOSPC, lasts=True)
+    with pytest.raises((DiskError, StateOffloadError)):
+        compared.backward()
+    if is_cut:  # one may be stepped in part, which needs a buffer to go on
+        faults.disarm()
+        compared.optimizer.state_dict()
+        faults.arm("write", 0, errno.ENOSPC, lasts=True)
+    compared.states.close()
+
+    compared.assert_whole()
+
+
+@pytest.mark.full
+@examples(60)
+@given(
+    at=st.integers(1, 140),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    is_cut=st.booleans(),
+    is_late=st.booleans(),
+    budget=st.sampled_from([0, "8KiB"]),
+)
+def test_a_fault_of_the_device(
+    at: int, error: type[BaseException], has_states: bool, is_cut: bool, is_late: bool, budget: int | str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
+        device = Faulty()
+        disk = ReferenceDisk(seed=at % 3 or None, is_late=is_late)
+        compared = _Compared(device, disk, has_states=has_states, device_budget=budget)
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        try:
+            compared.backward()
+            compared.optimizer.step()
+        except (*ERRORS, StateOffloadError):
+            device.fails_at = {}
+            compared.assert_whole()
+            compared.optimizer.step()
+        device.fails_at = {}
+        compared.assert_whole()
+        compared.assert_goes_on()
+        compared.close()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_exception_in_the_backward(is_late: bool) -> None:
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=is_late))
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("no")
+
+    handle = compared.model.layers[1].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        compared.backward()
+    handle.remove()
+    compared.assert_whole()
+    found = _copied(compared.model, compared.optimizer)
+    names = [name for name, _ in compared.model.named_parameters()]
+    assert _is_same(found[names.index("head.weight")], compared.new[names.index("head.weight")])
+    assert _is_same(found[names.index("layers.0.weight")], compared.old[names.index("layers.0.weight")])
+    compared.optimizer.step()
+    compared.assert_whole()
+    compared.assert_goes_on()
+    compared.close()
+
+
+@pytest.mark.parametrize("num_lines", [12, pytest.param(150, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_interrupts_at_any_line(is_late: bool, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=is_late))
+    held = set()
+
+    def step() -> None:
+        compared.backward()
+        compared.optimizer.step()
+
+    for place in interrupts(step, num_lines, prepare=compared.begin_anew):
+        compared.assert_whole(place)
+        compared.optimizer.step()
+        compared.assert_whole(place)
+        held.add(compared.states.stats().host_bytes)
+    compared.assert_goes_on()
+    assert len(held) == 1
+    compared.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("within", ["bring", "read_ahead", "claim", "write", "note_coming", "note_written", "finish", "tidy"])
+def test_interrupts_of_what_goes_to_the_disk(within: str) -> None:
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=False))
+
+    def step() -> None:
+        compared.backward()
+        compared.optimizer.step()
+
+    for place in interrupts(step, 60, prepare=compared.begin_anew, within=within):
+        compared.assert_whole(place)
+        compared.optimizer.step()
+        compared.assert_whole(place)
+    compared.assert_goes_on()
+    compared.close()
+
+
+def test_why_a_step_beside_the_forward_is_refused() -> None:
+    optimizer = _adamw(make_net(ReferenceDevice()))
+
+    with pytest.raises(ValueError, match=r'step.* waits for the disk before it returns.*Use when="backward"'):
+        offload(optimizer, ReferenceDevice(), disk=ReferenceDisk(), overlap_forward=True)
