@@ -288,8 +288,8 @@ class BackwardSteps:
                 self._drop(other)
 
     def _drop(self, piece: Piece) -> None:
-        self._on_device.drop(piece)  # what comes to the slot next does so on the same lane, behind the copy
-        self._begun.remove(piece)
+        self._begun.remove(piece)  # first: behind an interrupt it comes to its slot again, whatever that has then
+        self._on_device.drop(piece)
 
     def drop_ahead(self) -> None:
         """Have nothing be on its way that the backward has not come to."""

@@ -716,6 +716,31 @@ def test_interrupts_at_any_line(is_late: bool, is_cut: bool, num_lines: int, mon
     compared.close()
 
 
+@pytest.mark.parametrize("num_lines", [8, pytest.param(200, marks=pytest.mark.full)])
+def test_interrupts_of_what_drops_parts_that_were_fetched(num_lines: int) -> None:
+    """Another backward comes to these behind the interrupt, within the same step."""
+    compared, x = _Compared(ReferenceDevice(), _Prompt()), batch(ReferenceDevice(), 0)
+    compared.plain.load_state_dict(compared.begin[0])
+    compared.plain_optimizer.load_state_dict(copy.deepcopy(compared.begin[1]))
+    for part in (compared.plain.head, compared.plain.layers[3]):
+        part(x).square().mean().backward()
+    compared.plain_optimizer.step()
+    new = _copied(compared.plain, compared.plain_optimizer)
+
+    def prepare() -> None:
+        compared.begin_anew()
+        compared.backward()
+        compared.optimizer.step()  # so that the order is known
+        compared.begin_anew()
+        compared.model.head(x).square().mean().backward()
+
+    for place in interrupts(compared.optimizer.step, num_lines, prepare=prepare, within="_drop"):
+        compared.model.layers[3](x).square().mean().backward()
+        compared.optimizer.step()
+        assert_same(_copied(compared.model, compared.optimizer), new, place)
+    compared.states.close()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("within", ["bring", "read_ahead", "claim", "write", "note_coming", "note_written", "finish", "tidy"])
 def test_interrupts_of_what_goes_to_the_disk(within: str) -> None:
