@@ -14,7 +14,7 @@ from torch import nn
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.plan import LayerCosts, plan_streamed_ratio
-from memkit.weights import layers
+from memkit.weights import layer_offload
 from tests.weights.cases import Stack, only_lora
 
 KIB = 1024
@@ -115,7 +115,7 @@ def test_plan_says_what_it_frees() -> None:
 
 
 def test_without_a_gpu_it_says_how_to_try_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(layer_offload, "cuda_is_available", lambda: False)
     with pytest.warns(
         UserWarning,
         match=r"LayerOffload found no CUDA device: weights stream from host memory to host memory, which frees nothing\. .* "
