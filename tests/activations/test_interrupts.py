@@ -28,7 +28,7 @@ __all__ = ["quick_plans"]
 
 TAG = "interrupted"
 NUM_LINES = 30
-MANY_LINES = [pytest.param(8), pytest.param(NUM_LINES, marks=pytest.mark.full)]
+MANY_LINES = [pytest.param(5), pytest.param(NUM_LINES, marks=pytest.mark.full)]
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded"), pytest.mark.usefixtures("quick_plans")]
 

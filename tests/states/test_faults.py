@@ -359,6 +359,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         assert optimizer.param_groups[0]["d"] == before
 
 
+@pytest.mark.full
 @examples(80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),

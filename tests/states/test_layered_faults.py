@@ -94,6 +94,7 @@ class _Trained:
         assert not self.device.races
 
 
+@pytest.mark.full
 @examples(60)
 @given(
     name=st.sampled_from(sorted(KINDS)),
@@ -124,6 +125,7 @@ def test_a_fault_of_the_device(
         trained.close()
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("options", [{}, {"has_states": False}, {"has_master": True}], ids=str)
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.full)])
