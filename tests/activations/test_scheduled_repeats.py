@@ -213,6 +213,7 @@ def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads:
 # Saves that no backward asks for
 
 
+@pytest.mark.covering(2)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("lives", ["until the backward", "until the next step", "through the next step"])

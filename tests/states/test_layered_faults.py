@@ -171,6 +171,7 @@ def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_lo
     trained.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("num_lines", [6, pytest.param(120, marks=pytest.mark.full)])
 @pytest.mark.parametrize("options", [{}, {"has_master": True}], ids=str)

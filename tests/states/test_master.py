@@ -45,6 +45,7 @@ class Reference:
         return {**found, "state": state}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("budget", [0, 12288])
 @pytest.mark.parametrize("case", often(CASES), ids=str)

@@ -27,6 +27,7 @@ from tests.states.cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)  # it counts outside
 @pytest.mark.parametrize("budget", [0, 8192])

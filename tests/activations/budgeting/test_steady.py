@@ -164,6 +164,7 @@ def _in_a_mode(place: int, x: Tensor) -> Tensor:
 CHANGES = [_longer, _in_place, _of_other_kind, _of_parts, _marked, _in_a_mode]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("retains", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
