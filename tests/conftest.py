@@ -25,7 +25,7 @@ from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
 from memkit.recording import cost
 from memkit.transfer import Link, measure_link
-from tests import drawn, thinning
+from tests import drawn, planned, thinning
 from tests.clock import set_clock
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
@@ -113,6 +113,15 @@ def _small_heap() -> None:
     """Take what is alive by now, torch above all, out of what each collection of a test looks through."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _looks_at_a_plan_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have plans of the same step be simulated once in a file, but in tests that are about plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not planned.is_about_plans(request.path):
+            planned.look_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

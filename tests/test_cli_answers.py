@@ -78,6 +78,7 @@ def test_which_feature_do_i_need_and_what_will_it_cost(capsys: pytest.CaptureFix
     assert 1 < float(said[1]) < 1.5
 
 
+@pytest.mark.full
 def test_what_cannot_fit_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run_command(capsys, "profile", *SPEC, "--fit", "200MiB")
 
@@ -135,6 +136,7 @@ def assert_fits(out: str, width: int) -> None:
     assert [line for line in out.splitlines() if len(line) > width] == []
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
     "options",
     [

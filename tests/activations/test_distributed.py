@@ -73,6 +73,8 @@ def _sharded(device: Device, mesh: DeviceMesh, *, reshard: bool, low: bool) -> n
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("window_bytes", [0, None])

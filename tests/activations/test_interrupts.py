@@ -21,14 +21,16 @@ from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import open_test_device
-from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.remat.conftest import NO_PLAN_FITS, quick_plans
 from tests.interrupts import count_lines, hooks_around, interrupted_after, interrupts
+
+__all__ = ["quick_plans"]
 
 TAG = "interrupted"
 NUM_LINES = 30
-MANY_LINES = [pytest.param(8), pytest.param(NUM_LINES, marks=pytest.mark.full)]
+MANY_LINES = [pytest.param(5), pytest.param(NUM_LINES, marks=pytest.mark.full)]
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded")
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded"), pytest.mark.usefixtures("quick_plans")]
 
 Contexts = Callable[[Device], list[AbstractContextManager[object]]]
 

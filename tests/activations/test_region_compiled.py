@@ -59,7 +59,7 @@ def step(blocks: list[nn.Module], context: AbstractContextManager[Any]) -> list[
 
 
 def _compiled_by(compile_block: Callable[[nn.Module], nn.Module], name: str) -> object:
-    is_core = compile_block is compiled_module or name == "mlp"
+    is_core = compile_block is compiled_module
     return pytest.param(name, compile_block, marks=() if is_core else pytest.mark.full)
 
 

@@ -54,7 +54,7 @@ def stepping(net: nn.Module, context: Callable[[], AbstractContextManager[Any]])
     return step
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("nested", [pytest.param(False, marks=pytest.mark.full), True])
 def test_next_step_has_the_bits_of_the_plain_run(nested: bool, count: int) -> None:
     plain, net = build(), build()
@@ -73,7 +73,7 @@ def test_next_step_has_the_bits_of_the_plain_run(nested: bool, count: int) -> No
         torch.autocast_decrement_nesting()
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_loop_goes_on_within_the_context(count: int) -> None:
     plain, net = build(), build()
     wanted = stepping(plain, nullcontext)()

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("batch_bytes")
 # Everything that may be computed
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("ratio", "window_units"), [(1.0, 0), (0.5, 0), pytest.param(1.0, None, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", COMPUTATIONS)
 def test_steady_steps_have_the_same_bits_and_figures(

@@ -136,6 +136,7 @@ BUCKETS = {"A": (3, IN_BATCHES), "B": (2, [2, 1, 2, 1]), "C": (2, [2, 1, 2, 3])}
 """A multiple of the first save, and what comes after; those of the last two begin alike."""
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("turns", ["AB", "AAB", "BC", "ABC", "BBCC"])
 def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, options: dict[str, float]) -> None:
@@ -212,6 +213,8 @@ def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads:
 # Saves that no backward asks for
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("lives", ["until the backward", "until the next step", "through the next step"])
 @pytest.mark.parametrize("aux_units", [[2, 1, 1], [1] * 6])

@@ -45,6 +45,7 @@ def _records(tag: str) -> list[Record]:
     return [record for run in window.forwards.live() for record in run.records()]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("window_units", [0, 2, 4, None])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_peak_of_a_deep_chain(ratio: float, window_units: int | None, device: Device, offloading: Offload) -> None:

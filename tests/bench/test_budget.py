@@ -158,6 +158,7 @@ def test_what_is_set_by_hand_stands_beside_a_budget_of_its_peak(budget_tables: M
     assert slow == ["slow", "yes", "200.0", "**2.000**", "900", "-", "-", "-", "**-**"]
 
 
+@pytest.mark.full
 def test_picture_has_what_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = list(_by_hand(**{"1 of 2 blocks checkpointed": (0.15, 500.0), "CPUOffload(0.1)": (0.11, 900.0)}).values())

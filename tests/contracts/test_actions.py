@@ -92,6 +92,7 @@ def test_many_marks_are_exact_in_every_context(device: Device, actions: list[Act
     _check_marks(actions, name, device)
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=plans)
 def test_plan_of_all_actions_moves_and_drops_what_it_says(device: Device, actions: list[Action]) -> None:

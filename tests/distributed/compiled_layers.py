@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 import memkit
 from tests.compiling import FORMS, Backend, in_form
 from tests.distributed.cases import Model, assert_same, make, train
-from tests.distributed.composing import CONTEXTS, TAG
+from tests.distributed.composing import CONTEXTS, TAG, Make
 from tests.distributed.hosting import on_host
 
 SHARDS: dict[str, Callable[..., Model]] = {"on the device": memkit.shard, "on the host": on_host}
@@ -32,18 +34,28 @@ def _build(form: str, order: str, where: str, backend: Backend) -> Model:
     return compiled(SHARDS[where](make()))
 
 
+def _trained(form: str, order: str, where: str, context: Make) -> list[Tensor]:
+    backend = Backend()
+    torch.compiler.reset()
+    found = train(_build(form, order, where, backend), dist.get_rank(), numbers=range(5), context=context)
+    torch.compiler.reset()
+    assert backend.num_graphs > 0
+    return found
+
+
+@functools.cache
+def _plain(form: str, order: str, where: str, rank: int, num_ranks: int) -> list[Tensor]:
+    """Return each step without a context. All ranks ask for the same in the same order, so each has it or none."""
+    assert (rank, num_ranks) == (dist.get_rank(), dist.get_world_size())
+    return _trained(form, order, where, nullcontext)
+
+
 def check_same(form: str, order: str, where: str, context: str, _: str = "") -> None:
     """Compare each step in a context with one without it."""
-    rank, numbers, backend = dist.get_rank(), range(5), Backend()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of budgets that can't be kept to, and of Dynamo's
-        torch.compiler.reset()
-        plain = train(_build(form, order, where, backend), rank, numbers=numbers)
-        assert backend.num_graphs > 0
-        torch.compiler.reset()
-        model: nn.Module = _build(form, order, where, backend)
-        assert_same(train(model, rank, numbers=numbers, context=CONTEXTS[context]), plain)
-        torch.compiler.reset()
+        plain = _plain(form, order, where, dist.get_rank(), dist.get_world_size())
+        assert_same(_trained(form, order, where, CONTEXTS[context]), plain)
     stats = memkit.stats(TAG)
     assert stats.live_records == 0
     memkit.reset(TAG)

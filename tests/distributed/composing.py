@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -62,10 +63,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def _plain(rank: int, num_ranks: int, num_steps: int, lora: bool, micro: int, **options: Any) -> list[torch.Tensor]:
+    """Return each step without a context. All ranks ask for the same in the same order, so each has it or none."""
+    assert (rank, num_ranks) == (dist.get_rank(), dist.get_world_size())
+    return train(memkit.shard(make(lora=lora), **options), rank, numbers=range(num_steps), micro=micro)
+
+
 def check_same(context: str, *, attached: bool, num_steps: int = 7, lora: bool = False, micro: int = 1, **options: Any) -> int:
     """Compare each step in a context with one without it; return how many bytes the context has moved or dropped."""
     rank, numbers = dist.get_rank(), range(num_steps)
-    plain = train(memkit.shard(make(lora=lora), **options), rank, numbers=numbers, micro=micro)
+    plain = _plain(rank, dist.get_world_size(), num_steps, lora, micro, **options)
     model = memkit.shard(make(lora=lora), **options)
     if attached:
         attachment = memkit.attach(model, CONTEXTS[context]())
@@ -104,29 +112,37 @@ RESHARDS: dict[str, dict[str, Any]] = {
 }
 
 
+def _by_hand(
+    how: str, reshards: str, forwards: int, rank: int, num_ranks: int, make_context: Make | None, attached: bool = False
+) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    model, found = BY_HAND[how](make(), mesh=mesh, **RESHARDS[reshards]), []
+    # what is not sharded is each rank's own here: its gradients are not reduced
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = memkit.attach(model, make_context()) if attached and make_context else None
+    for number in range(6):
+        torch.manual_seed(10 * rank + number)
+        with make_context() if make_context and not attached else torch.enable_grad():
+            loss = sum(model(tokens_of(rank, forwards * number + part)).square().mean() for part in range(forwards))
+        loss.backward()
+        found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    if attachment is not None:
+        attachment.remove()
+    return found
+
+
+_plain_by_hand = functools.cache(functools.partial(_by_hand, make_context=None))
+"""The same without a context: see `_plain`."""
+
+
 def check_by_hand(how: str, context: str, *, reshards: str = "", forwards: int = 2, attached: bool = False) -> int:
     """Compare steps of several forwards in one context, or each in an attached one, with those without; return how many bytes
     the context has moved or dropped."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def run(make_context: Make | None) -> list[torch.Tensor]:
-        model, found = BY_HAND[how](make(), mesh=mesh, **RESHARDS[reshards]), []
-        # what is not sharded is each rank's own here: its gradients are not reduced
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attachment = memkit.attach(model, make_context()) if attached and make_context else None
-        for number in range(6):
-            torch.manual_seed(10 * rank + number)
-            with make_context() if make_context and not attached else torch.enable_grad():
-                loss = sum(model(tokens_of(rank, forwards * number + part)).square().mean() for part in range(forwards))
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        if attachment is not None:
-            attachment.remove()
-        return found
-
-    assert_same(run(CONTEXTS[context]), run(None))
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    found = _by_hand(how, reshards, forwards, rank, num_ranks, CONTEXTS[context], attached)
+    assert_same(found, _plain_by_hand(how, reshards, forwards, rank, num_ranks))
     stats = memkit.stats(TAG)
     assert stats.live_records == 0
     memkit.reset(TAG)

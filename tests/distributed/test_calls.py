@@ -86,6 +86,7 @@ def test_two_buffers_take_turns_in_a_forward_and_in_a_backward(monkeypatch: pyte
     assert device.counts["storages"] == 2 + 2 + 1  # and what is in no layer
 
 
+@pytest.mark.full
 def test_more_parameters_cost_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adaptors make two more of each matrix."""
     found = []
@@ -141,7 +142,7 @@ def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(budget: 
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("ratio", [0.2, 1.0])
+@pytest.mark.parametrize("ratio", [0.2, pytest.param(1.0, marks=pytest.mark.full)])
 def test_saved_tensor_that_leaves_costs_as_many_calls_as_in_a_model_that_is_not_sharded(ratio: float) -> None:
     found, device = [], ReferenceDevice()
     for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):

@@ -204,6 +204,7 @@ def test_calls_inside_of_layers_are_recomputed_as_a_whole(how: str, forwards: in
     check_regions(how=how, forwards=forwards)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("case", LAYER_CASES)
 def test_sharded_layers_are_recomputed_as_a_whole(case: str, forwards: int) -> None:

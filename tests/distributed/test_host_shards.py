@@ -27,7 +27,7 @@ from tests.distributed.cases import WIDTH, Model, assert_same, local, make, opti
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import HOST, on_host, racing
 
-OFTEN = {*hosting.OFTEN, "on the host: LoRA", "on the host, skipped"}
+OFTEN = {*hosting.OFTEN, "on the host, skipped"}
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_files_hold_the_rows_and_the_plans(capsys: pytest.CaptureFixture[str], t
         assert plan.predicted_s == row["step_s"] <= min(row["offload_s"] or 1e9, row["recompute_s"] or 1e9)
 
 
+@pytest.mark.full
 def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[str]) -> None:
     def plain_peak_mib(*options: str) -> float:
         out = run_command(capsys, *PLAN, "--budget", "1.0", *options)[1]

@@ -72,6 +72,7 @@ def test_names_of_users_are_texts() -> None:
     assert all(any(title.startswith(f"{name.replace('.', '_')} ({name})") for title in titles) for name in EVIL)
 
 
+@pytest.mark.full
 def test_stays_light_for_large_models() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(200)])

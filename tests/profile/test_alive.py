@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,13 @@ def on_meta(name: str) -> tuple[nn.Module, Tensor]:
         return STEPS[name]()
 
 
+@functools.cache
+def profiled(name: str, target: str) -> tuple[nn.Module, Tensor, MemoryReport]:
+    """Return a model, its input and the profile of them, which several tests look at."""
+    model, x = on_meta(name)
+    return model, x, profile(model, x, target=target)
+
+
 def memory_of(report: MemoryReport) -> StepMemory:
     assert report.step_memory is not None
     return report.step_memory
@@ -67,9 +75,7 @@ def memory_of(report: MemoryReport) -> StepMemory:
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", STEPS)
 def test_categories_add_up_to_the_trace_at_each_moment(name: str, target: str) -> None:
-    model, x = on_meta(name)
-
-    report = profile(model, x, target=target)
+    _, _, report = profiled(name, target)
 
     memory, trace = memory_of(report), report.trace
     assert trace is not None
@@ -84,9 +90,9 @@ def test_categories_add_up_to_the_trace_at_each_moment(name: str, target: str) -
 
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_there_at_the_end_and_grow_from_the_backward(name: str) -> None:
-    model, x = on_meta(name)
+    model, x, report = profiled(name, "cpu")
 
-    memory = memory_of(profile(model, x, target="cpu"))
+    memory = memory_of(report)
 
     grads = memory.levels[MemoryCategory.GRAD]
     begin = next(place for place, moment in enumerate(memory.moments) if moment.phase is Phase.BACKWARD)
@@ -100,9 +106,7 @@ def test_gradients_are_there_at_the_end_and_grow_from_the_backward(name: str) ->
 
 @pytest.mark.parametrize("name", STEPS)
 def test_activations_at_the_end_of_the_forward_are_those_of_the_table(name: str) -> None:
-    model, x = on_meta(name)
-
-    report = profile(model, x, target="cpu")
+    _, _, report = profiled(name, "cpu")
 
     memory = memory_of(report)
     last = max(place for place, moment in enumerate(memory.moments) if moment.phase is not Phase.BACKWARD)

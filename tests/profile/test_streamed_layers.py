@@ -104,6 +104,7 @@ def host_copies(offload: memkit.LayerOffload) -> set[int]:
     return {id(item.parameter) for chunk in offload._chunks for item in chunk.parameters}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 @pytest.mark.parametrize("train", ["frozen", "host"])
@@ -123,6 +124,7 @@ def test_saves_are_those_of_the_plain_model(name: str, train: str, ratio: float,
         assert offload.stats().num_overflows == 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("target", [None, "cpu", "cuda"])
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 @pytest.mark.parametrize("name", NAMES)
@@ -218,6 +220,7 @@ def test_smallest_budget_is_that_of_the_plain_model(ratio: float) -> None:
         assert memkit.Rematerialize.min_budget(model, batch, target="cpu", min_bytes=0) == expected > 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 @pytest.mark.parametrize("train", ["frozen", "host"])

@@ -183,6 +183,8 @@ def test_states_are_those_of_torch(device: Device) -> None:
     assert_same(copied, held)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_resumes_into_and_from_plain_torch(device: Device, options: dict[str, Any], fused: bool) -> None:

@@ -275,6 +275,7 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.covering(3)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("num_lines", [16, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -359,6 +360,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         assert optimizer.param_groups[0]["d"] == before
 
 
+@pytest.mark.full
 @examples(80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),

@@ -32,6 +32,8 @@ def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     split_evenly(monkeypatch)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.usefixtures("even_rates")
 @pytest.mark.parametrize("update", ["host", "both"])
 @pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)

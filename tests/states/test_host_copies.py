@@ -210,6 +210,7 @@ WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_others_write_is_followed_as_on_the_device(device: Device, write: str, mixed: bool) -> None:

@@ -124,6 +124,7 @@ def _each_way(names: Any) -> list[Any]:
     return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.full) for way in ways]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "has_own"), _each_way(OPTIMIZERS))
 def test_twenty_steps_are_the_plain_ones(name: str, has_own: bool, device: Device) -> None:
     both = Both(device, in_groups(OPTIMIZERS[name]))

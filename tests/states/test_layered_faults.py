@@ -96,6 +96,7 @@ class _Trained:
         assert not self.device.races
 
 
+@pytest.mark.full
 @examples(60)
 @given(
     name=st.sampled_from(sorted(KINDS)),
@@ -133,6 +134,7 @@ def test_a_fault_of_the_device(
         trained.close()
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"has_states": False}, {"has_master": True}, {"disk": ReferenceDisk()}], ids=["", "new", "master", "disk"]
@@ -178,6 +180,7 @@ def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_lo
     trained.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("num_lines", [6, pytest.param(120, marks=pytest.mark.full)])
 @pytest.mark.parametrize("options", [{}, {"has_master": True}, {"disk": ReferenceDisk()}], ids=["", "master", "disk"])

@@ -45,6 +45,8 @@ class Reference:
         return {**found, "state": state}
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("budget", [0, 12288])
 @pytest.mark.parametrize("case", often(CASES), ids=str)
 def test_steps_as_the_plain_optimizer_over_copies(device: Device, case: Case, budget: int) -> None:

@@ -696,7 +696,7 @@ def test_a_state_dict_that_can_not_be_read() -> None:
 
 
 @pytest.mark.parametrize("num_lines", [12, pytest.param(120, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
@@ -758,6 +758,7 @@ def test_interrupts_while_saving_and_loading(what: str, is_cut: bool, num_lines:
 # What is taken
 
 
+@pytest.mark.full
 def test_a_long_run_takes_no_more_than_a_short_one() -> None:
     device = ReferenceDevice()
     model = make_net(device)

@@ -83,6 +83,8 @@ def _adamax(row: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adamax(row, lr=1e-2)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("options", [{}, {"update": "host"}, {"overlap_forward": True}], ids=str)
 @pytest.mark.parametrize("act", [_set_data, _move_data, _exchange, _exchange_data, _exchange_within, _load_exchanged])
 def test_what_somebody_has_put_there_is_stepped(

@@ -27,6 +27,8 @@ from tests.states.cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)  # it counts outside
 @pytest.mark.parametrize("budget", [0, 8192])
 def test_resumes_into_and_from_plain_torch(device: Device, case: Case, budget: int, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def test_backward_after_close_raises(device: Device) -> None:
         loss.backward()
 
 
+@pytest.mark.full
 def test_opened_and_closed_many_times(device: Device) -> None:
     model, batches = _model(device), inputs(device)
     plain = copy.deepcopy(model)

@@ -351,8 +351,10 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
-@pytest.mark.parametrize("within", [None, pytest.param("_swap", marks=pytest.mark.full)])
-def test_interrupt_leaves_the_model_without_data(tmp_path: Path, within: str | None) -> None:
+@pytest.mark.parametrize(
+    ("within", "count"), [(None, 8), *(pytest.param(within, 40, marks=pytest.mark.full) for within in (None, "_swap"))]
+)
+def test_interrupt_leaves_the_model_without_data(tmp_path: Path, within: str | None, count: int) -> None:
     plain = Whole(2)
     path, models, offloads = saved(plain, tmp_path), list[Whole](), list[memkit.LayerOffload]()
 
@@ -364,7 +366,7 @@ def test_interrupt_leaves_the_model_without_data(tmp_path: Path, within: str | N
     def make() -> None:
         offloads.append(memkit.LayerOffload(models[0], offload_ratio=1.0, num_slots=1, weights=path, device=ReferenceDevice()))
 
-    for place in interrupts(make, 40, prepare=prepare, within=within):
+    for place in interrupts(make, count, prepare=prepare, within=within):
         assert not offloads
         assert all(tensor.is_meta for tensor in (*models[0].parameters(), *models[0].buffers())), place
         with memkit.LayerOffload(models[0], offload_ratio=1.0, weights=path, device=ReferenceDevice()):

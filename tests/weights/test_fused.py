@@ -50,6 +50,7 @@ def _compare(model: nn.Module, device: Device, make: str, num_steps: int, **opti
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_orders(run: str, slots: int, device: Device) -> None:
@@ -186,6 +187,7 @@ def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -
             model(inputs(device)[0]).square().mean().backward()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, "auto"])
 @pytest.mark.parametrize("is_known_first", [False, True])
 @pytest.mark.parametrize("has_own_group", [True, False])

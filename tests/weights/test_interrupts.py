@@ -215,7 +215,7 @@ _ENDS = {
 }
 
 
-@pytest.mark.parametrize("kind", _ENDS)
+@pytest.mark.parametrize("kind", ["host", pytest.param("fused", marks=pytest.mark.full)])
 def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> None:
     case = _begun(kind)
     case.step_plain()
@@ -293,6 +293,7 @@ def _within(context: str, kind: str, count: int) -> None:
     case.assert_interrupts_are_survived([lines[at] for at in spread(len(lines), count)])
 
 
+@pytest.mark.core(1)
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -453,6 +454,7 @@ def test_construction_that_was_interrupted_at_its_end_leaves_the_model_as_it_was
             memkit.detach(case.model)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("function", ["note_detached", "close"])
 def test_close_that_was_interrupted_at_its_end_is_over_or_done_by_detach(function: str, kind: str) -> None:

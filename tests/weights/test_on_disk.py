@@ -166,7 +166,7 @@ class _Faults:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(None, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> None:
     device, faults = ReferenceDevice(), _Faults()
     plain, model = _model(), _model()

@@ -81,6 +81,7 @@ def _step_in(context: Context, device: Device) -> Callable[[nn.Module, list[Tens
     return step
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_contexts_around_forwards(context: str, slots: int, device: Device) -> None:

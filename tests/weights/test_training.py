@@ -333,6 +333,7 @@ def test_scaler_of_torch_is_refused_where_gradients_are_on_the_host(device: Devi
     scaler.step(optimizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_nothing_grows_while_training_and_sampling_take_turns(train: str, device: Device) -> None:
     model = Stack(4).to(device.torch_device)

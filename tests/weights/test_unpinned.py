@@ -53,6 +53,7 @@ def _staging_threads() -> list[str]:
 # The same to the bit
 
 
+@pytest.mark.covering(2)
 @WARNS
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", ["in order", "reused", "branching", "reentrant checkpoint"])
@@ -73,6 +74,7 @@ def test_host(run: str, limit: PinLimit, device: Device) -> None:
     assert not limit.pinned
 
 
+@pytest.mark.covering(2)
 @WARNS
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", ["in order", "reused"])

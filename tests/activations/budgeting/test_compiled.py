@@ -34,6 +34,7 @@ def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Ten
     return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
 
 
+@pytest.mark.full
 def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Learning, "note_link", lambda *_: None)  # how fast copies are here differs from step to step
     device, model = ReferenceDevice(), compiled_blocks()

@@ -678,6 +678,7 @@ class Wired(nn.Module):
         return made[-1] + made[-2]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("every", [1, pytest.param(2, marks=_IN_FULL), pytest.param(3, marks=_IN_FULL)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=_IN_FULL) for seed in range(1, 12))])
 def test_random_programs(seed: int, every: int) -> None:

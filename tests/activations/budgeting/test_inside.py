@@ -105,6 +105,7 @@ def _inputs() -> Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
+@pytest.mark.full
 def test_smaller_budgets_save_less_and_compute_more() -> None:
     block, x = Block(), _inputs()
     found = partitions(block, (x,), {"scale": torch.ones(32)}, (1.0, 0.5, 0.0))
@@ -115,7 +116,7 @@ def test_smaller_budgets_save_less_and_compute_more() -> None:
     assert {each.forward_flops for each in found} == {2.0 * 16 * (32 * 128 + 128 * 128 + 128 * 32)}
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [pytest.param(False, marks=pytest.mark.full), True])
 def test_block_is_left_as_it_was(is_compiled: bool, no_compiled_code_is_left: None) -> None:
     block, x = Counts(), _inputs()
     if is_compiled:
@@ -273,6 +274,7 @@ def _gradient(model: nn.Module, x: Tensor) -> Tensor:
     return same.grad
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 def test_blocks_save_less_with_the_value_that_was_chosen() -> None:
     saved = []

@@ -186,6 +186,7 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
     assert of_copies not in offload_states
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("any_times", "dear_ops")
 def test_copies_beside_regions_follow_a_schedule_and_drop_less(
     fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,6 @@ from tests.activations.budgeting.test_semantics import (
     outcome,
     plain_step,
     retained,
-    words_inside,
 )
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
@@ -37,7 +36,7 @@ pytestmark = [
 ]
 
 
-_OFTEN = (retained, words_inside)
+_OFTEN = (retained,)
 
 
 class Block(nn.Module):
@@ -84,7 +83,7 @@ def _learned(net: BlockNet, device: Device) -> Make:
     return make
 
 
-@pytest.mark.parametrize("room", [0.02, 1.0])
+@pytest.mark.parametrize("room", [pytest.param(0.02, marks=pytest.mark.full), 1.0])
 def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
     room: float, fastest: Callable[[Way], None]
 ) -> None:
@@ -128,6 +127,7 @@ def test_other_steps_are_exact_and_leave_nothing(
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_in_backward", [pytest.param(False, marks=pytest.mark.full), True])
 def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
@@ -151,6 +151,7 @@ def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device
     assert memkit.stats("both").live_records == 0
 
 
+@pytest.mark.full
 def test_another_context_inside_is_refused(device: Device, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
     torch.manual_seed(0)
@@ -165,6 +166,7 @@ def test_another_context_inside_is_refused(device: Device, fastest: Callable[[Wa
     assert_same_bits(outcome(net, plain_step, device, make), outcome(net, plain_step, device, nullcontext))
 
 
+@pytest.mark.full
 def test_copies_end_with_the_context_whatever_fails_at_its_end(
     device: Device, fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

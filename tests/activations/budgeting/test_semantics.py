@@ -208,6 +208,7 @@ def _step_under(train: Callable[[Net, Device, Make], None], budget: str | float)
     return pytest.param(train, budget, id=f"{train.__name__}-{budget}", marks=() if is_core else pytest.mark.full)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("train", "budget"), [_step_under(train, budget) for train in STEPS for budget in ("2KiB", 0.4)])
 def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str | float, device: Device) -> None:
     net = _net(device)

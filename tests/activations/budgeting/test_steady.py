@@ -78,6 +78,11 @@ def _steady(device: Device, action: Action, every: int = 2) -> tuple[nn.ModuleLi
 ACTIONS = [Action.OFFLOAD, Action.RECOMPUTE]
 
 
+def often(action: Action) -> list[object]:
+    """Return both actions, of which one runs by itself, and the other is left to `full`."""
+    return [each if each is action else pytest.param(each, marks=pytest.mark.full) for each in ACTIONS]
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 def test_only_what_the_plan_needs_is_recorded(action: Action, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, make = _steady(device, action, every=6)
@@ -96,7 +101,7 @@ def test_only_what_the_plan_needs_is_recorded(action: Action, device: Device, mo
     assert num_calls == [0] if action is Action.OFFLOAD else 0 < num_calls[0] < stats.num_ops // 2
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", often(Action.RECOMPUTE))
 def test_figures_are_those_of_a_step_that_is_recorded_whole(action: Action, device: Device) -> None:
     blocks, make = _steady(device, action)
     found = []
@@ -159,11 +164,10 @@ def _in_a_mode(place: int, x: Tensor) -> Tensor:
 CHANGES = [_longer, _in_place, _of_other_kind, _of_parts, _marked, _in_a_mode]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("retains", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize(
-    "action", [pytest.param(action, marks=pytest.mark.full) if number else action for number, action in enumerate(ACTIONS)]
-)
+@pytest.mark.parametrize("action", often(Action.OFFLOAD))
 def test_step_that_departs_is_exact(action: Action, change: Change, retains: bool, device: Device) -> None:
     blocks, make = _steady(device, action)
     trace = budget_states[TAG].traces.latest
@@ -179,7 +183,7 @@ def test_step_that_departs_is_exact(action: Action, change: Change, retains: boo
         assert memkit.stats(TAG).follows_plan
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", often(Action.RECOMPUTE))
 def test_shorter_and_other_steps_are_exact(action: Action, device: Device) -> None:
     blocks, make = _steady(device, action)
     fewer = nn.ModuleList(blocks[:4])
@@ -193,7 +197,7 @@ def test_shorter_and_other_steps_are_exact(action: Action, device: Device) -> No
         assert_same_bits(_train(blocks, other, rows=5), expected[1])
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", often(Action.OFFLOAD))
 def test_first_step_of_a_plan_may_end_as_another_one(action: Action, device: Device) -> None:
     """What was noted of it belongs to neither."""
     blocks, make = _blocks(device), partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
@@ -226,7 +230,7 @@ def test_another_thing_at_the_same_op_is_never_taken_for_what_was_planned(action
     assert_same_bits(_train(blocks, make, change), expected)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", often(Action.OFFLOAD))
 def test_steps_that_leave_time_and_again_are_recorded_whole(action: Action, device: Device) -> None:
     blocks, make = _steady(device, action)
     trace, plain, departed = (

@@ -147,6 +147,7 @@ def test_statistics_that_are_read_once_the_step_has_left_its_plan_are_as_they_we
     assert_same_bits(_train(blocks, make, between), _train(blocks, nullcontext, between))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("which", [2, *(pytest.param(which, marks=pytest.mark.full) for which in (0, NUM_BLOCKS - 1))])
 @pytest.mark.parametrize("what", OTHERS)
 def test_step_whose_ops_read_or_write_something_else_is_exact(what: str, which: int, device: Device) -> None:

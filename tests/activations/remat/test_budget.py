@@ -218,6 +218,7 @@ def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, rema
     assert memkit.stats("least").ledger_peak_bytes <= smallest
 
 
+@pytest.mark.full
 def test_each_budget_that_cannot_be_kept_to_warns(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: remat_on("1B", "each"))

@@ -25,6 +25,7 @@ def _remat(budget: float, tag: str, device: Device) -> memkit.Rematerialize:
     return memkit.Rematerialize(budget, tag, min_bytes=1, device=device)
 
 
+@pytest.mark.covering(2)
 @forms_on("cpu", "seed 0")
 @pytest.mark.parametrize(("seed", "budget", "amp"), [(0, 1.0, False), (1, 0.7, True), (2, 0.4, False), (3, 0.1, True)])
 def test_bits_are_those_of_the_compiled_blocks(seed: int, form: str, budget: float, amp: bool, device: Device) -> None:
@@ -133,6 +134,7 @@ def test_error_in_a_block_leaves_nothing_on(device: Device) -> None:
 # What is refused
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("form", ["call", "forward"])
 @pytest.mark.parametrize("is_attached", [False, True])
@@ -168,6 +170,7 @@ def test_compiled_function_inside_of_a_model_is_refused(is_warm: bool, device: D
 # Recomputed as a whole
 
 
+@pytest.mark.covering(2)
 @forms_on("cpu", "seed 0")
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_blocks_alone_are_recomputed_as_a_whole(form: str, is_attached: bool, device: Device) -> None:

@@ -76,6 +76,7 @@ def num_regions(tag: str) -> int:
 _LOOPS = [(name, form) for name in ("blocks", "llama") for form in ("forward", "call")]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize(
     ("name", "form", "device"),

@@ -209,6 +209,7 @@ def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, 
     assert all(recorded[-8:])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
 def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) -> None:
     moved = []
@@ -259,7 +260,7 @@ def test_offload_outside_follows_a_schedule(
     assert memkit.stats("outside").num_copies_in > 0
 
 
-@pytest.mark.parametrize("word", [memkit.keep, memkit.recompute])
+@pytest.mark.parametrize("word", [pytest.param(memkit.keep, marks=pytest.mark.full), memkit.recompute])
 def test_word_of_the_users_has_the_next_steps_recorded(
     word: Callable[[Tensor], Tensor], device: Device, remat_on: Remat
 ) -> None:
@@ -477,6 +478,7 @@ def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) ->
     assert not memkit.stats("two").is_recorded
 
 
+@pytest.mark.full
 def test_context_around_several_steps_is_recorded(device: Device, remat_on: Remat) -> None:
     model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
 
@@ -525,6 +527,7 @@ def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat
     assert [part() for part in parts] == [None] * len(parts)
 
 
+@pytest.mark.full
 def test_models_of_one_tag_take_turns(device: Device, remat_on: Remat) -> None:
     models = [with_dropout().to(device.torch_device) for _ in range(2)]
     x = torch.randn(16, 32, device=device.torch_device)

@@ -70,6 +70,8 @@ def _train(device: torch.device, context: AbstractContextManager[object]) -> lis
     return [*results, *[tensor.clone() for tensor in model.state_dict().values()]]
 
 
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("budget", [0.8, 0.4, 0.1])
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
 def test_buffers_and_generators(policy: str, budget: float | str, device: Device, remat_on: Remat) -> None:

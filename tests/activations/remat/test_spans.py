@@ -258,6 +258,7 @@ def test_copy_that_is_made_within_runs_as_the_model(
         compare(other, x, remat_on, "of the copy")
 
 
+@pytest.mark.full
 def test_hooks_on_the_sequential_see_what_they_see_in_the_plain_run(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     seen: list[tuple[type[nn.Module], int, Tensor]] = []
@@ -329,7 +330,9 @@ def test_change_of_the_model_is_noticed(change: Callable[[nn.Sequential, int], N
     assert recorded[0]
 
 
-@pytest.mark.parametrize("change", [replace_one, insert, append])
+@pytest.mark.parametrize(
+    "change", [replace_one, *(pytest.param(change, marks=pytest.mark.full) for change in (insert, append))]
+)
 def test_change_within_the_context_is_heeded(
     change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat
 ) -> None:
@@ -433,6 +436,7 @@ def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> No
         compare(model, x, remat_on, "raises")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
 def test_offload_outside_is_given_what_spans_are_given(device: Device, remat_on: Remat) -> None:
     def context() -> Around:
@@ -477,6 +481,7 @@ class Masks(nn.Module):
         return x * self.mask
 
 
+@pytest.mark.full
 def test_buffers_that_are_only_read_are_compared_in_one_step(
     device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
