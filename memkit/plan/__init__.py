@@ -43,21 +43,20 @@ Weights and optimizer states:
 - `disk`: room, wear and seconds of chunks on a disk
 """
 
-from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
+from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.asked import budget_or_share, plan_memory
 from memkit.plan.budget import JointPlanner, MemoryPlan, Moving, Problem, fit_copies, fit_regions, make_problem
 from memkit.plan.copies import CopySchedule, schedule_copies
-from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
+from memkit.plan.costs import TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.disk import disk_bytes, disk_step_s, terabytes_written
-from memkit.plan.drop_order import drop_order
-from memkit.plan.eviction import DTRScore, ValueStore, Walk
+from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.forecast import Forecast
 from memkit.plan.gpu import GpuSpec
 from memkit.plan.gpus import find_gpu
 from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
-from memkit.plan.region_step import HostCosts, ModuleCall, RegionBytes, RegionChoice, RegionNeeds
+from memkit.plan.region_step import HostCosts, ModuleCall, RegionChoice, RegionNeeds
 from memkit.plan.regions import RegionPlanner
 from memkit.plan.residency import (
     LayerResidency,
@@ -68,18 +67,16 @@ from memkit.plan.residency import (
     plan_budget,
     plan_resident,
     plan_streamed_ratio,
-    spread,
 )
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
-from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
 from memkit.plan.state_costs import ParameterCosts, StatePiece, StateRates, Update, aligned
 from memkit.plan.state_pieces import WINDOW_NUMEL, StatePlan, in_slots, is_large, plan_states
 from memkit.plan.state_places import interleaved
 from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
-from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
-from memkit.plan.timeline import Lane, Levels, Timeline
+from memkit.plan.streaming import LayerCosts, slot_size_of, slot_sizes
+from memkit.plan.timeline import Levels
 from memkit.plan.trace_format import trace_from_plain, trace_to_plain
 
 __all__ = [
@@ -93,7 +90,6 @@ __all__ = [
     "GrowingLineage",
     "HostCosts",
     "JointPlanner",
-    "Lane",
     "LayerCosts",
     "LayerResidency",
     "Levels",
@@ -105,14 +101,12 @@ __all__ = [
     "Moving",
     "OpKind",
     "OpWork",
-    "Outcome",
     "ParameterCosts",
     "Plan",
     "PlannedLayer",
     "PlannedSave",
     "Problem",
     "RatioSoFar",
-    "RegionBytes",
     "RegionChoice",
     "RegionNeeds",
     "RegionPlanner",
@@ -124,13 +118,9 @@ __all__ = [
     "StatePlan",
     "StateRates",
     "Step",
-    "StepPrediction",
-    "StepTime",
     "StepTrace",
     "TimedSave",
-    "Timeline",
     "Update",
-    "ValueStore",
     "Walk",
     "aligned",
     "auto_ratio",
@@ -139,7 +129,6 @@ __all__ = [
     "check_ratio",
     "disk_bytes",
     "disk_step_s",
-    "drop_order",
     "ends_of",
     "find_gpu",
     "find_spans",
@@ -149,7 +138,6 @@ __all__ = [
     "infeasible",
     "interleaved",
     "is_large",
-    "limit_of",
     "make_problem",
     "plan_again",
     "plan_auto",
@@ -160,14 +148,11 @@ __all__ = [
     "plan_shards",
     "plan_states",
     "plan_streamed_ratio",
-    "predict_step",
     "roofline_s",
     "schedule_copies",
-    "simulate",
     "simulate_lanes",
     "slot_size_of",
     "slot_sizes",
-    "spread",
     "takes_peak",
     "tell_kept",
     "terabytes_written",

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit
-from memkit.plan import Action, StepTime, TimedSave, auto_ratio, costs, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan import Action, TimedSave, auto_ratio, costs, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan.costs import StepTime
 from memkit.profile import MemoryReport, SavedCategory, timed_saves
 from memkit.transfer import Link
 from tests.drawn import examples

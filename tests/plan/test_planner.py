@@ -11,18 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan import (
-    NO_OP,
-    Action,
-    DTRScore,
-    GrowingLineage,
-    Outcome,
-    Plan,
-    RematPlanner,
-    Step,
-    drop_order,
-    simulate,
-)
+from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
+from memkit.plan.drop_order import drop_order
+from memkit.plan.simulation import Outcome, simulate
 from tests.drawn import examples
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 

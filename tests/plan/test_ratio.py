@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan import Action, Plan, RatioSoFar, check_ratio, limit_of, plan_ratio
+from memkit.plan import Action, Plan, RatioSoFar, check_ratio, plan_ratio
+from memkit.plan.actions import limit_of
 from tests.drawn import examples
 
 MIB = 2**20

@@ -21,8 +21,8 @@ from memkit.plan import (
     plan_resident,
     plan_streamed_ratio,
     slot_sizes,
-    spread,
 )
+from memkit.plan.residency import spread
 from tests.drawn import examples
 from tests.plan.test_streaming import MIB, alike, kinds, layer_of, num_slots_of_plans, speeds, timed_layers, untimed
 

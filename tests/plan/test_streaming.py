@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan import LayerCosts, predict_step, slot_size_of, slot_sizes
+from memkit.plan import LayerCosts, slot_size_of, slot_sizes
+from memkit.plan.streaming import predict_step
 from tests.drawn import examples
 
 MIB = 2**20

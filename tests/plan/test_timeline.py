@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan import Lane, Levels, Timeline
+from memkit.plan import Levels
+from memkit.plan.timeline import Lane, Timeline
 
 seconds = st.integers(0, 20)
 lanes = st.sampled_from(list(Lane))

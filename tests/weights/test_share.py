@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio, predict_step
+from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
+from memkit.plan.streaming import predict_step
 from memkit.weights import choice as choice_module
 from memkit.weights.placement import Placement
 from memkit.weights.shares import plan_measured
