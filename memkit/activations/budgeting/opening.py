@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from memkit import backwards
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
-from memkit.activations.budgeting.ways import Way
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
 from memkit.activations.recomputing.settling import choices_ahead, settle_ahead
 from memkit.activations.recomputing.steady import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.state import offload_states, remat_states
-from memkit.activations.saved.trial import Trial
+from memkit.activations.saved.trial import Trial, Way
 from memkit.hooks import innermost_hooks
 
 if TYPE_CHECKING:

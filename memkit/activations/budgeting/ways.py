@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
+from memkit.activations.saved.trial import Way
 from memkit.plan import fit_copies, fit_regions
 
 if TYPE_CHECKING:
@@ -39,14 +39,6 @@ _OF_CAPACITY = 0.95
 """So much of what the process can have it can use: some is in pieces too small."""
 _MOST_LESS = 0.1
 """By so much of itself it is lowered at once, after the choice."""
-
-
-class Way(Enum):
-    """How steps keep to a budget."""
-
-    OPS = "single ops are run again, and copies leave"
-    REGIONS = "calls of modules are run again"
-    REGIONS_AND_COPIES = "calls of modules are run again, and copies leave"
 
 
 @dataclass(eq=False, slots=True)

@@ -13,10 +13,11 @@ _NUM_COUNTED = 2
 
 
 class Way(Enum):
-    """How a step keeps to its budget."""
+    """How a step keeps to its budget. `MemoryBudget` moves tensors beside single ops, and times regions with copies as well."""
 
-    OPS = "single ops are run again"
-    REGIONS = "calls of modules are run again"
+    OPS = "single ops"
+    REGIONS = "regions"
+    REGIONS_AND_COPIES = "regions and copies"
 
 
 class Trial:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from memkit.activations.budgeting import learning, ways
-from memkit.activations.budgeting.ways import Way, Ways
+from memkit.activations.budgeting.ways import Ways
+from memkit.activations.saved.trial import Way
 from memkit.device import CudaDevice, Device, Event, MemoryCounter
 from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
 from tests.activations.conftest import open_test_device

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from memkit.activations.budgeting.ways import Way, Ways
+from memkit.activations.budgeting.ways import Ways
+from memkit.activations.saved.trial import Way
 from memkit.device import Event
 from memkit.plan import Moving
 
