@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 import memkit
-from memkit.activations.saved.records import Record, Residency
+from memkit.activations.saved.records import Record, SavedResidency
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import limit_of
+from memkit.plan.actions import limit_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards, units_that_stay
 from tests.activations.conftest import Offload
@@ -224,7 +224,7 @@ def test_what_fits_stays_when_the_forward_ends(device: Device, offloading: Offlo
         loss = chain(x, [1] * DEPTH).sum()
 
     residencies = [record.residency for record in _records("turn")]
-    assert residencies == [Residency.HOST] * (DEPTH - stays) + [Residency.LEAVING] * stays
+    assert residencies == [SavedResidency.HOST] * (DEPTH - stays) + [SavedResidency.LEAVING] * stays
 
     loss.backward()
     stats = memkit.stats("turn")

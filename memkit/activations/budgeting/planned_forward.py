@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.saved.records import Handle, Record, Residency, Unpacker
+from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
 from memkit.errors import HostMemoryError
 from memkit.kept import KeptHandle
 from memkit.plan import Action
@@ -191,11 +191,11 @@ class PlannedForward(RecordedForward):
             return
         self.walk.evictable.pop(record.value, None)
         is_waiting = any(reference() is record for reference, _ in self._waiting)
-        if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
+        if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
             self.ledger.restore(record, storage)
         if action is Action.KEEP:
             self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not record]
-            if record.residency is Residency.LEAVING:
+            if record.residency is SavedResidency.LEAVING:
                 self.ledger.stay(record)
         elif record.left is None and not is_waiting:
             self._send(record, storage)
@@ -222,7 +222,7 @@ class PlannedForward(RecordedForward):
             storage = None if record is None or record.num_handles == 0 else record.original()
             if node == but_for:
                 self._waiting.append((reference, node))
-            elif record is not None and storage is not None and record.residency is Residency.DEVICE:
+            elif record is not None and storage is not None and record.residency is SavedResidency.DEVICE:
                 self._send(record, storage)
 
     def _send_anchor(self, value: int) -> None:
@@ -243,7 +243,7 @@ class PlannedForward(RecordedForward):
         self._release_record(self._record_that_moves(value))
 
     def _release_record(self, record: Record | None) -> None:
-        if record is not None and record.residency is Residency.LEAVING:
+        if record is not None and record.residency is SavedResidency.LEAVING:
             self.ledger.release(record)
 
     def make_room(self) -> bool:
@@ -261,13 +261,13 @@ class PlannedForward(RecordedForward):
             return True
         for record in self.records():
             storage = record.original()
-            may_leave = record.counts is None and record.owner is None and record.residency is Residency.DEVICE
+            may_leave = record.counts is None and record.owner is None and record.residency is SavedResidency.DEVICE
             if not may_leave or storage is None or record.value in stays or self._is_held(record.value):
                 continue
             self.walk.evictable.pop(record.value, None)
             self.ledger.count_moves(record, self.counts)
             self._send(record, storage)
-            if record.residency is not Residency.LEAVING:  # there is no host memory for it
+            if record.residency is not SavedResidency.LEAVING:  # there is no host memory for it
                 break
             self._release_record(record)
             self._let_go.append(weakref.ref(storage))
@@ -326,7 +326,7 @@ class PlannedForward(RecordedForward):
     def _fetch(self, value: int) -> bool:
         """Put a copy back on its lane, if the value is in host memory alone; tell whether there was room."""
         record = self._record_that_moves(value)
-        if record is None or record.residency is not Residency.HOST or record.original() is not None:
+        if record is None or record.residency is not SavedResidency.HOST or record.original() is not None:
             return True
         try:
             self.ledger.fetch(record)
@@ -341,7 +341,7 @@ class PlannedForward(RecordedForward):
             return
         if record.value in self.recording.overwritten:
             return  # what was saved of it is whole, and perhaps not all of it
-        if record.residency in (Residency.COMING, Residency.BACK):
+        if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             storage = self.ledger.fetched_copy(record)
             if storage is not None:
                 self._lent[record.value] = _Lent(storage, record.lent)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memkit.activations.saved.records import Record, Residency
+from memkit.activations.saved.records import Record, SavedResidency
 from memkit.plan import Action
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def change(window: OffloadWindow, record: Record, storage: torch.UntypedStorage,
     if action is Action.RECOMPUTE:
         ledger.drop(record)
         return
-    if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
+    if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
         ledger.restore(record, storage)
     if forward is None:
         return
@@ -28,7 +28,7 @@ def change(window: OffloadWindow, record: Record, storage: torch.UntypedStorage,
     if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
         forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
         forward.share.stays_after_all(record.num_bytes)
-        if record.residency is Residency.LEAVING:
+        if record.residency is SavedResidency.LEAVING:
             ledger.stay(record)
     elif action is Action.OFFLOAD and record.left is None and not is_waiting:
         forward.share.stays_after_all(-record.num_bytes)

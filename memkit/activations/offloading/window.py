@@ -19,7 +19,7 @@ from memkit.activations.offloading.scheduled_sends import settle_scheduled
 from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
-from memkit.activations.saved.records import Handle, Record, Residency
+from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_no_room, warn_user
@@ -164,7 +164,7 @@ class OffloadWindow:
             storage = record.original()
             if node == but_for:
                 forward.unwritten.append((record, node))
-            elif record.num_handles > 0 and record.residency is Residency.DEVICE and storage is not None:
+            elif record.num_handles > 0 and record.residency is SavedResidency.DEVICE and storage is not None:
                 self.leave(forward, record, storage)
 
     def leave(self, forward: Forward, record: Record, storage: torch.UntypedStorage) -> None:
@@ -243,7 +243,7 @@ class OffloadWindow:
         if tensor is not None:
             return tensor.untyped_storage()
         self._bring(record)
-        if record.residency is Residency.COMING:
+        if record.residency is SavedResidency.COMING:
             ledger.land(record)
         storage = ledger.fetched_copy(record)
         assert storage is not None
@@ -253,12 +253,12 @@ class OffloadWindow:
     def _bring(self, record: Record) -> None:
         """Bring the bytes of a record to the device, or start to, for work on the current stream."""
         ledger = self.ledger
-        if record.residency is Residency.LEAVING:
+        if record.residency is SavedResidency.LEAVING:
             ledger.release(record)  # it was recomputed before it left
         ledger.fetched_copy(record)  # gives up one that was written to
         if record.span is not None:
             self._fetch_now(record)
-        elif record.residency is Residency.DROPPED:
+        elif record.residency is SavedResidency.DROPPED:
             assert record.maker is not None
             record.maker.make(record)
 
@@ -285,7 +285,7 @@ class OffloadWindow:
             return
         ledger, counter = self.ledger, self._counter
         forward.used[record.index] = 0 if counter is None else counter.allocated_bytes() - ledger.moving_bytes
-        if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
+        if record.left is not None and (record.residency is SavedResidency.LEAVING or record.original() is not None):
             forward.counts.served_bytes += record.num_bytes
         if ledger.coming:
             self._take_back(forward, until=forward.place_of(record) - _PASSED_OVER)
@@ -293,10 +293,10 @@ class OffloadWindow:
     def _fetch_now(self, record: Record) -> None:
         """Fetch a record for the current stream now, even beyond the limit."""
         ledger = self.ledger
-        if record.residency in (Residency.COMING, Residency.BACK):
+        if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             if ledger.fetched_copy(record) is not None and record.fetched_on == self.device.current_stream():
                 return
-            if record.residency is Residency.COMING:
+            if record.residency is SavedResidency.COMING:
                 ledger.take_back(record)
         try:
             ledger.fetch(record)
@@ -325,7 +325,7 @@ class OffloadWindow:
             use_order: fetch only what is needed sooner, since another prefetcher asks. None: ask the others first.
         """
         while (record := forward.next_record()) is not None:
-            if record.residency is Residency.HOST and record.original() is None:
+            if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
                     return True
                 if not self._make_room_for(forward, record) or (use_order is None and not self.is_turn_of(record.use_order)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.saved.records import Handle, Residency
+from memkit.activations.saved.records import Handle, SavedResidency
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 
@@ -47,7 +47,7 @@ class Anchors:
     def copy(self, value: int) -> None:
         """See `memkit.recording.roots.Holder`."""
         handle = self._handles.get(value)
-        if handle is not None and handle.record.residency is Residency.LEAVING:
+        if handle is not None and handle.record.residency is SavedResidency.LEAVING:
             self._window.ledger.release(handle.record)  # the lane reads what is about to be written to
         if handle is not None and handle.geometry is None:
             alias = handle.alias

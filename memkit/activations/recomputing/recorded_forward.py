@@ -1,4 +1,4 @@
-"""What a recorded forward has saved, and what of it is on the device or can be recomputed."""
+"""`RecordedForward`: what a recorded forward has saved, and what of it is on the device or can be recomputed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.op_trace import OpTrace
-from memkit.activations.saved.records import Handle, Record, Residency, Unpacker
+from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
 from memkit.device import CpuDevice
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 class RecordedForward(SavedValues):
     """The saved values of one forward.
 
-    `moves` tells whether what leaves for host memory is its own as well, or has records of its own in `moving`.
+    `moves` tells whether the same records move to host memory; otherwise, `moving` has records for what moves.
 
     Args:
-        recording: what made them.
-        window: where their records are.
-        score: who goes when room is short.
-        limit_bytes: what they and the replays may take on the device.
-        counts: what is done is counted there.
+        recording: the ops that made the values.
+        window: the window that holds the records.
+        score: the score that chooses what to evict when the limit is exceeded.
+        limit_bytes: the most bytes that saved values and replays may take on the device.
+        counts: the counters of the iteration.
     """
 
     moves = False
@@ -55,30 +55,31 @@ class RecordedForward(SavedValues):
         super().__init__(counts)
         self.lineage = recording.lineage
         self.walk = Walk(recording.lineage, score, limit_bytes, store=self)
-        """Who goes when room is short, and how values are recomputed."""
+        """Chooses what to evict, and how to recompute values."""
         self.recording = recording
         self.trace: OpTrace | None = None
-        """What is known of forwards like this one."""
+        """What earlier forwards like this one have shown; None if this is the first."""
         self.window = window
         self.unpacker: Unpacker = window
-        """What brings the tensors of its records back."""
+        """Returns the tensors of its records."""
         self.saves = recording.saved
         """The value of each save that counts."""
         self.uses: list[int] = []
         """The value of each request of the first backward."""
         self.save_nodes: list[int] = []
         self.use_nodes: list[int] = []
-        """The numbers of the nodes that save, and that ask."""
+        """The graph nodes of the saves, and of the requests, by their sequence numbers."""
         self.moving: Forward | None = None
-        """What leaves for host memory, in their order; None as long as nothing does."""
+        """The records that move to host memory, in order of saving; None until one does."""
         self.marks = dict[int, Action]()
-        """What the user has asked to do with values."""
+        """The user's mark on each marked value."""
         self.offered_bytes = 0
-        """Bytes of what may leave for host memory, since this context does not drop it."""
+        """Bytes of values that this context keeps and that another context may move."""
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
-        """What else is saved: small values, and those that may leave for host memory."""
+        """Handles of other saved values: small ones, and those that another context may move."""
         self._offered: dict[Contents, tuple[weakref.ref[Tensor], int]] = {}
-        """Which value another context was given, by what was in the tensor; with what counts the writes to that."""
+        """The values that were given to another context: by the key of the contents, the tensor with the version counter, and
+        the value."""
         self._dropped = set[int]()
         self._replay = Replay(recording)
         self._anchors = recording.holder = Anchors(window)
@@ -87,23 +88,23 @@ class RecordedForward(SavedValues):
         self._streams: dict[Stream, None] = {}
         self._places: dict[int, list[int]] = {}
         self._awaited: list[int] = []
-        """Saved values, up to the latest that may still be asked for."""
+        """Saved values, up to the latest that the backward may still request."""
         self._now = 0
 
     @property
     def ledger(self) -> Ledger:
-        """The records."""
+        """The ledger of the records."""
         return self.window.ledger
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """That of its records."""
+        """The lock of the records."""
         return self.window.lock
 
     # Forward
 
     def note_save(self, value: int, node: int) -> None:
-        """Note one more save of a value that counts, by a node of the graph."""
+        """Note one more save of a value that counts, by the graph node `node`."""
         self.walk.clock += 1
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)
@@ -111,8 +112,7 @@ class RecordedForward(SavedValues):
         self.save_nodes.append(node)
 
     def note_offer(self, value: int, tensor: Tensor) -> bool:
-        """Note that a tensor may leave for host memory; tell whether all bytes of the value in its storage do so with it:
-        others may not be as they were when they left (see `counted_by`)."""
+        """Note that a tensor may move. Return whether it has all bytes of the value (see `counted_by`)."""
         contents, root = contents_of(tensor, tensor.untyped_storage()), counted_by(tensor)
         found = self._offered.get(contents)
         if found is None or found[0]() is not root:  # else the addresses were another tensor's before
@@ -120,23 +120,23 @@ class RecordedForward(SavedValues):
         return found[1] == value
 
     def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
-        """Have a record of its own leave for host memory, once the op is over whose node saves it."""
+        """Move a record to host memory once the op whose node saved it is over."""
         raise AssertionError("what leaves has records of its own")
 
     def end_save(self, node: int) -> None:
-        """All is done with one more save, by a node of the graph."""
+        """Called when a save by the graph node `node` has been handled."""
 
     def is_saved(self, value: int) -> bool:
-        """Tell whether a value that counts was saved before."""
+        """Tell whether a value that counts was already saved."""
         return value in self._saved_at
 
     def note_record(self, value: int, record: Record) -> None:
-        """A value has a record from now on."""
+        """Note the record of a value."""
         self.by_number[value] = weakref.ref(record)
         self._streams[record.stream] = None
 
     def open_moving(self) -> Forward:
-        """Return what leaves in this forward. It does not know the recording, which a graph need not keep for what has left."""
+        """Return the records that move. They don't refer to the recording, which a graph need not keep for moved tensors."""
         if self.moving is None:
             from memkit.activations.offloading.ratio import RatioDecider  # only few forwards have such
 
@@ -145,7 +145,7 @@ class RecordedForward(SavedValues):
         return self.moving
 
     def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
-        """Do something else with a value that is saved already, and that is in a storage of the user's."""
+        """Apply another action to a saved value whose storage is still the user's."""
         if action is Action.RECOMPUTE:
             self.walk.drop(record.value)
             return
@@ -155,14 +155,14 @@ class RecordedForward(SavedValues):
         self.window.change(record, storage, action)
 
     def moved_values(self) -> frozenset[int]:
-        """Return the values that have left for host memory by the context outside."""
+        """Return the values that an outer context has moved to host memory."""
         handles = ((value, reference()) for value, reference in self.others.items())
         return frozenset(value for value, handle in handles if isinstance(handle, Handle) and handle.record.left is not None)
 
     # Backward
 
     def _begin_backward(self, task: int) -> None:
-        """A backward begins to ask, in an order that is known or guessed as the reverse of the saves."""
+        """Begin a backward: its requests come in the order that is known, or else in the reverse order of the saves."""
         is_first, self.task = self.task == -1, task
         if self.counts.trial is not None:
             self.counts.trial.begin_backward()
@@ -178,7 +178,7 @@ class RecordedForward(SavedValues):
         self._awaited = sorted(self.by_number)
 
     def note_request(self, record: Record, node: int) -> None:
-        """A node of the graph asks for a record."""
+        """Note that a graph node requests a record."""
         task = torch_private.backward_task()
         if task == -1:
             return
@@ -187,7 +187,7 @@ class RecordedForward(SavedValues):
         self._note_use(record.value, node)
 
     def note_last_use(self, record: Record) -> None:
-        """The backward is about to be given a record that it will not ask for again, as far as is known."""
+        """Note the last expected request of a record, just before it is handed out."""
         self.walk.evictable.pop(record.value, None)
 
     def _note_use(self, value: int, node: int) -> None:
@@ -203,10 +203,10 @@ class RecordedForward(SavedValues):
         self._now = self._now + 1 if place is None else place + 1
 
     def end_backward(self) -> None:
-        """A backward has ended well."""
+        """Called when a backward has ended without an error."""
 
     def learn_order(self) -> None:
-        """Learn what the first backward has asked for, if it was a whole one."""
+        """Learn the order of requests from the first backward, if it was complete."""
         trace = self.trace
         if trace is not None and not trace.has_order and next(self.records(), None) is None:
             trace.learn(replace(trace.step, uses=tuple(self.uses), use_ends=ends_of(self.use_nodes)))
@@ -223,7 +223,7 @@ class RecordedForward(SavedValues):
         record = self.record_of(value)
         if record is not None and (self._has_copy(record) or self._storage_of_record(record) is not None):
             return True
-        if record is not None and record.residency is Residency.DROPPED:
+        if record is not None and record.residency is SavedResidency.DROPPED:
             return False
         if self.lineage.maker[value] == NO_OP or value in self.recording.pinned:
             return True
@@ -231,7 +231,7 @@ class RecordedForward(SavedValues):
 
     def is_wanted(self, value: int) -> bool:
         record = self.record_of(value)
-        return record is not None and record.num_awaiting > 0 and record.residency is Residency.DROPPED
+        return record is not None and record.num_awaiting > 0 and record.residency is SavedResidency.DROPPED
 
     def distance(self, value: int) -> int:
         if self.task == -1:
@@ -242,17 +242,17 @@ class RecordedForward(SavedValues):
         return len(self.saves) + 1
 
     def _has_copy(self, record: Record) -> bool:
-        """Tell whether a record's bytes are in host memory, or on their way."""
+        """Tell whether a copy of a record's bytes is in host memory, or under way."""
         return record.span is not None and self._is_as_saved(record)
 
     def _storage_of_record(self, record: Record) -> torch.UntypedStorage | None:
-        """Return a storage that has the bytes of a record, None if none has."""
-        if record.residency is Residency.BACK:
+        """Return a storage with the bytes of a record, None if there is none."""
+        if record.residency is SavedResidency.BACK:
             storage = self.ledger.fetched_copy(record)
             # A mark has given the user's storage back; and one from the host has what was written over the value meanwhile.
             may_be_written = record.span is not None or (storage is not None and storage is record.original())
             return None if may_be_written and not self._is_as_saved(record) else storage
-        if record.residency is Residency.DROPPED or not self._is_as_saved(record):
+        if record.residency is SavedResidency.DROPPED or not self._is_as_saved(record):
             return None  # if the original lives on, that may end while a replay makes room
         handle = next(record.live_handles(), None)
         if handle is None:
@@ -260,23 +260,23 @@ class RecordedForward(SavedValues):
         return handle.alias.untyped_storage() if handle.geometry is None else record.original()
 
     def _is_as_saved(self, record: Record) -> bool:
-        """Tell whether what a record was saved from was not written to since, by an op that was recorded or any other."""
+        """Tell whether the saved tensor of a record was not written to since, by a recorded op or otherwise."""
         if record.value in self.recording.overwritten:
             return False
         return all(handle.is_unchanged() for handle in record.live_handles())
 
     def kept_source(self, value: int) -> KeptHandle | None:
-        """Return a handle of a value that has no record, by which it is found for as long as that handle lives."""
+        """Return a handle of a value without a record. The value can be found as long as the handle lives."""
         return None
 
     def other(self, value: int) -> KeptHandle | None:
-        """Return the handle of a value that was saved and is no record of this context's, if a graph may still ask for it."""
+        """Return the handle of a value that has no record here, if a graph may still request it."""
         reference = None if value in self.recording.overwritten else self.others.get(value)
         handle = None if reference is None else reference()
         return handle if handle is not None and handle.is_unchanged() else None
 
     def _storage(self, value: int) -> torch.UntypedStorage:
-        """Return a storage that has the bytes of a value that is available, or that the replay has made."""
+        """Return a storage with the bytes of a value that is available, or that the replay has made."""
         storage = self._replay.made.get(value)
         if storage is not None:
             return storage
@@ -303,7 +303,9 @@ class RecordedForward(SavedValues):
 
     def drop(self, value: int, known: dict[int, MadeFrom] | None = None) -> bool:
         record, sources = self.record_of(value), self._sources
-        if record is None or record.residency is Residency.DROPPED or (handles := sources.handles_for(value, known)) is None:
+        if record is None or record.residency is SavedResidency.DROPPED:
+            return False
+        if (handles := sources.handles_for(value, known)) is None:
             return False
         record.hold(handles)
         self.ledger.drop(record)
@@ -333,12 +335,12 @@ class RecordedForward(SavedValues):
         return self.walk.make_room(0)
 
     def make(self, record: Record) -> None:
-        """DROPPED -> BACK: make a value again, for work on the current stream.
+        """DROPPED -> BACK: recompute a value, for work on the current stream.
 
         Raises:
             RuntimeError: what it is made from was written to.
-            torch.OutOfMemoryError: there is no room, also after all was dropped that can be.
-            ReplayMismatchError: with verification, an op has made something else than in the forward.
+            torch.OutOfMemoryError: there is not enough memory, even after dropping all that can be dropped.
+            ReplayMismatchError: with verification, an op made something else than in the forward.
         """
         replay, walk, ledger, counts = self._replay, self.walk, self.ledger, self.counts
         if torch_private.backward_task() == -1:
@@ -389,7 +391,7 @@ class RecordedForward(SavedValues):
 
 
 def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward], is_first: bool, has_failed: bool) -> None:
-    """A backward is over."""
+    """Called when a backward has ended."""
     if not has_failed:
         with window.lock:
             forward = reference()  # ahead of the sweep, after which nothing else may hold it

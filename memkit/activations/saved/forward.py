@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.records import Handle, Record, Residency
+from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.plan import Action, Forecast
 from memkit.storages import counted_by
 
@@ -50,7 +50,7 @@ class SavedValues:
     def handle_of(self, value: int) -> Handle | None:
         """Return a handle of a value if it is not dropped and was not written to, else None."""
         record = self.record_of(value)
-        if record is None or record.residency is Residency.DROPPED:
+        if record is None or record.residency is SavedResidency.DROPPED:
             return None
         return next((handle for handle in record.live_handles() if handle.is_unchanged()), None)
 
@@ -144,7 +144,7 @@ class Forward(SavedValues):
         steps."""
         trace = self.share.trace
         for record in self.records():
-            if record.residency is Residency.HOST and record.original() is not None:
+            if record.residency is SavedResidency.HOST and record.original() is not None:
                 self.counts.wasted_bytes += record.num_bytes
                 if trace is not None:
                     trace.held.add(record.index)

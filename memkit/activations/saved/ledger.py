@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.saved.records import ON_DEVICE, CopyReference, Handle, HandleReference, Record, Residency, Unpacker
+from memkit.activations.saved.records import ON_DEVICE, CopyReference, Handle, HandleReference, Record, SavedResidency, Unpacker
 from memkit.device.base import Device, Event, Stream
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import NO_LABEL, label
@@ -96,13 +96,13 @@ class Ledger:
         record = handle.record
         self.device.note_written(storage, record.version)
         self.records.add(record)
-        self.enter(record, Residency.DEVICE)
+        self.enter(record, SavedResidency.DEVICE)
         return handle
 
     def add_handle(self, record: Record, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
         """Return a handle for one more save of a record's storage, by a node of the graph."""
         handle = record.add_handle(tensor, unpacker, node)
-        if record.residency not in (Residency.DEVICE, Residency.LEAVING):
+        if record.residency not in (SavedResidency.DEVICE, SavedResidency.LEAVING):
             _let_go(handle)
             handle.sources = next(record.live_handles()).sources
         return handle
@@ -115,12 +115,12 @@ class Ledger:
         Raises:
             HostMemoryError: there is no room for it; the record stays as it is.
         """
-        assert record.residency in (Residency.DEVICE, Residency.BACK)
+        assert record.residency in (SavedResidency.DEVICE, SavedResidency.BACK)
         record.span = span = self.arena.take(record.num_bytes)
         record.storage = storage  # held from here on, whatever comes: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
         _counts(record).moved_out.append(record.left)
-        self.enter(record, Residency.LEAVING)
+        self.enter(record, SavedResidency.LEAVING)
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
@@ -140,10 +140,10 @@ class Ledger:
                 self.release(record)
 
     def _release(self, record: Record) -> None:
-        assert record.residency is Residency.LEAVING
+        assert record.residency is SavedResidency.LEAVING
         assert record.left is not None
         _counts(record).stall_out.append(self._wait(record.stream, record.left.done))
-        self.enter(record, Residency.HOST)
+        self.enter(record, SavedResidency.HOST)
         self.let_go(record)
         if record.num_handles == 0:
             self.close(record)
@@ -168,23 +168,23 @@ class Ledger:
 
     def drop(self, record: Record) -> None:
         """Any -> DROPPED: free the bytes, wherever they are. A tensor that a backward was given stays as it is."""
-        if record.residency is Residency.LEAVING:
+        if record.residency is SavedResidency.LEAVING:
             self.release(record)
-        elif record.residency is Residency.COMING:
+        elif record.residency is SavedResidency.COMING:
             self.take_back(record)
-        self.enter(record, Residency.DROPPED)
+        self.enter(record, SavedResidency.DROPPED)
         self.let_go(record)
         self._give_back(record)
 
     def stay(self, record: Record) -> None:
         """LEAVING -> DEVICE, or BACK if it was recomputed: cancel its leaving."""
-        assert record.residency is Residency.LEAVING
+        assert record.residency is SavedResidency.LEAVING
         assert record.storage is not None
         assert record.left is not None
         self.backlog.remove(record)
         self.orphans.append((record.storage, record.left.done, record.stream))
         is_original = all(handle.geometry is None for handle in record.live_handles())
-        self.enter(record, Residency.DEVICE if is_original else Residency.BACK)
+        self.enter(record, SavedResidency.DEVICE if is_original else SavedResidency.BACK)
         if is_original:
             record.storage = None
         self._give_back(record)
@@ -204,10 +204,10 @@ class Ledger:
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
         """DROPPED -> BACK: the bytes were recomputed, on the current stream. HOST -> BACK: the original storage is still
         alive."""
-        assert record.residency in (Residency.DROPPED, Residency.HOST)
+        assert record.residency in (SavedResidency.DROPPED, SavedResidency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)
-        self.enter(record, Residency.BACK)
+        self.enter(record, SavedResidency.BACK)
 
     # Fetching
 
@@ -217,7 +217,7 @@ class Ledger:
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
-        assert record.residency in (Residency.HOST, Residency.BACK)
+        assert record.residency in (SavedResidency.HOST, SavedResidency.BACK)
         assert record.span is not None
         assert record.left is not None
         record.storage = storage = self.device.allocate(record.num_bytes)
@@ -226,21 +226,21 @@ class Ledger:
         record.came = self._lanes.copy_back(record.span, storage, after=after)
         _counts(record).moved_in.append(record.came)
         self._hold_copy(record, storage)
-        self.enter(record, Residency.COMING)
+        self.enter(record, SavedResidency.COMING)
 
     def land(self, record: Record) -> None:
         """COMING -> BACK: the current stream may use the fetched copy from here on."""
-        assert record.residency is Residency.COMING
+        assert record.residency is SavedResidency.COMING
         assert record.came is not None
         assert record.fetched_on is not None
         _counts(record).stall_in.append(self._wait(record.fetched_on, record.came.done))
-        self.enter(record, Residency.BACK)
+        self.enter(record, SavedResidency.BACK)
 
     def take_back(self, record: Record) -> None:
         """COMING -> HOST: free a fetched copy that was not requested. Host memory still has the bytes."""
-        assert record.residency is Residency.COMING
+        assert record.residency is SavedResidency.COMING
         self._give_up_copy(record)
-        self.enter(record, Residency.HOST)
+        self.enter(record, SavedResidency.HOST)
 
     def _give_up_copy(self, record: Record) -> None:
         """Give up a copy that may still be under way. Its storage is held until its stream has waited for it, in `sweep`."""
@@ -269,9 +269,9 @@ class Ledger:
     def hand_out(self, handle: Handle) -> Tensor:
         """COMING or BACK -> BACK: return the tensor of a handle over the record's copy, for work on the current stream."""
         record = handle.record
-        if record.residency is Residency.COMING:
+        if record.residency is SavedResidency.COMING:
             self.land(record)
-        assert record.residency is Residency.BACK
+        assert record.residency is SavedResidency.BACK
         storage = self.fetched_copy(record)
         assert storage is not None
         assert handle.geometry is not None
@@ -336,23 +336,23 @@ class Ledger:
         if record.num_handles == 0:
             record.handles.clear()  # they hold the record
             record.owner = record.maker = None  # it may wait for long, and a forward that lives counts in the limit
-            if record.residency is not Residency.LEAVING:
+            if record.residency is not SavedResidency.LEAVING:
                 self.close(record)
-        elif record.num_awaiting == 0 and record.residency is Residency.BACK:
+        elif record.num_awaiting == 0 and record.residency is SavedResidency.BACK:
             record.storage = None
 
     def _copy_died(self, record: Record | None) -> None:
         """BACK -> HOST or DROPPED: the last reference to the copy is gone."""
-        if record is not None and record.residency is Residency.BACK and self.fetched_copy(record) is None:
-            self.enter(record, Residency.DROPPED if record.span is None else Residency.HOST)
+        if record is not None and record.residency is SavedResidency.BACK and self.fetched_copy(record) is None:
+            self.enter(record, SavedResidency.DROPPED if record.span is None else SavedResidency.HOST)
 
     def close(self, record: Record) -> None:
         """Any -> GONE: no graph can request the record again."""
-        if record.residency is Residency.COMING:
+        if record.residency is SavedResidency.COMING:
             self._give_up_copy(record)
         self._give_back(record)
         record.storage = None
-        self.enter(record, Residency.GONE)
+        self.enter(record, SavedResidency.GONE)
         self.records.discard(record)
 
     def _give_back(self, record: Record) -> None:
@@ -366,12 +366,12 @@ class Ledger:
         if self.arena.has(span):  # else an interrupt came when it had just been given back
             self.arena.give(span, last_use)
 
-    def enter(self, record: Record, residency: Residency) -> None:
+    def enter(self, record: Record, residency: SavedResidency) -> None:
         """Set the residency of a record. All changes go through here, and the bytes on the device are counted only here."""
         was_live, is_live = record.residency in ON_DEVICE, residency in ON_DEVICE
-        if residency is Residency.COMING:
+        if residency is SavedResidency.COMING:
             self.coming[record] = None
-        elif record.residency is Residency.COMING:
+        elif record.residency is SavedResidency.COMING:
             self.coming.pop(record, None)
         record.residency = residency
         if is_live != was_live:

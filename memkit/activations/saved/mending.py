@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memkit.activations.saved.records import ON_DEVICE, Record, Residency
+from memkit.activations.saved.records import ON_DEVICE, Record, SavedResidency
 from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def _put_down(ledger: Ledger, record: Record) -> None:
     """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else
     -> HOST, or DROPPED if it is not there. A copy is whole if it was noted that it leaves."""
     residency = record.residency
-    if residency in (Residency.DEVICE, Residency.DROPPED) or record.left is None:
+    if residency in (SavedResidency.DEVICE, SavedResidency.DROPPED) or record.left is None:
         if record.span is not None:
             ledger.give_back_span(record.span, None)
             record.span = record.left = record.came = None
-        if residency is not Residency.DEVICE:
-            ledger.enter(record, Residency.DROPPED)
+        if residency is not SavedResidency.DEVICE:
+            ledger.enter(record, SavedResidency.DROPPED)
     else:
-        ledger.enter(record, Residency.HOST)
+        ledger.enter(record, SavedResidency.HOST)
     record.storage = record.fetched = None
-    if record.residency is not Residency.DEVICE:
+    if record.residency is not SavedResidency.DEVICE:
         ledger.let_go(record)

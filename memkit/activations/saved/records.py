@@ -1,5 +1,5 @@
 """What is known of each saved storage: a `Record` stands for one version of it, however many tensors autograd saved of it; a
-`Handle` is what autograd holds for one save. `Ledger` moves records from one `Residency` to the next."""
+`Handle` is what autograd holds for one save. `Ledger` moves records from one `SavedResidency` to the next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memkit.activations.saved.ledger import Ledger
 
 
-class Residency(Enum):
+class SavedResidency(Enum):
     """Where the bytes of a record are."""
 
     DEVICE = "device"
@@ -48,7 +48,7 @@ class Residency(Enum):
 _NONE: list[KeptHandle] = []
 """Stands for what was lent of records of which there is no later copy: nothing is put into it."""
 
-ON_DEVICE = frozenset({Residency.DEVICE, Residency.LEAVING, Residency.COMING, Residency.BACK})
+ON_DEVICE = frozenset({SavedResidency.DEVICE, SavedResidency.LEAVING, SavedResidency.COMING, SavedResidency.BACK})
 
 
 class Unpacker(Protocol):
@@ -232,7 +232,7 @@ class Record:
         """When in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.stream = stream
         """The stream that was current when the storage was saved first: it has written the storage, and waits for the copy."""
-        self.residency = Residency.GONE
+        self.residency = SavedResidency.GONE
         self.original = weakref.ref(storage)
         self.storage: torch.UntypedStorage | None = None
         """What the ledger itself holds: what leaves while LEAVING, the later copy while COMING and perhaps while BACK."""
