@@ -1,4 +1,4 @@
-"""The decider of `MemoryBudget`: a plan for the step that is followed, or the score, held to what the device has."""
+"""The decider of `MemoryBudget`: by the plan of the step, or else by the score."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class PlannedDecider(Decider):
-    """Says for each save of one forward what becomes of it.
+    """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for.
 
     Args:
-        traces: those of the tag.
-        plan_of: returns the plan for a step that is like an earlier one; None where there is none.
-        limit_bytes: returns what saved values and replays may take on the device now, where nothing is planned.
+        traces: the traces of the tag.
+        plan_of: returns the plan for a step like an earlier one, None if there is none.
+        limit_bytes: returns the most bytes that saved values and replays may take on the device now, for steps without a plan.
     """
 
     def __init__(self, traces: Traces, plan_of: Callable[[Trace], Planned | None], limit_bytes: Callable[[], float]) -> None:
         super().__init__(Follower(traces))
         self.planned: Planned | None = None
-        """What is followed; None where the score decides."""
+        """The plan that is followed; None if the score decides."""
         self._plan_of, self._limit_bytes = plan_of, limit_bytes
         self._change_plan()
 
@@ -44,7 +44,7 @@ class PlannedDecider(Decider):
         self.grow()
 
     def leave(self) -> None:
-        """Follow no plan from here on: the step is another than it was taken for."""
+        """Follow no plan from here on, since the step deviates from it."""
         self.follower.give_up()
         self._change_plan()
 

@@ -1,5 +1,5 @@
-"""What a step that was never planned takes beside its saved values: from what a trace of it says that was made without data, or
-from the one step that was run. So that the first ones keep to their budget."""
+"""Predicts what a step without a plan takes beside its saved values: from a trace that was made without data, or from the first
+step. This keeps the first steps within the budget."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
 
 
 class Foresight:
-    """The most bytes beside the base and what was saved by then, from each save to the next, and from each request to the next.
+    """The most bytes beside the base and the values saved so far, from each save to the next, and from each request to the
+    next.
 
-    A convolution on CUDA may take a workspace, of which a run without data knows nothing: as much as it reads and writes, so
-    that these can be brought into another memory format.
+    A convolution on CUDA may take a workspace, which a run without data doesn't show. It is counted with as many bytes as the
+    convolution reads and writes, which is what converting these to another memory format takes.
 
     Args:
-        trace: of a step like those to come.
-        is_whole: whether the loss is in it as well, and not only the module that is called.
+        trace: the trace of a step like those to come.
+        is_whole: whether the trace includes the loss, rather than only the module that is called.
     """
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
         self.is_whole = is_whole
         self._factor = 0.0
-        """So many times all of that; 0 where sizes are known as they are."""
+        """The factor of all figures; 0 if the sizes are the same as in the trace."""
         num_bytes = trace.step.lineage.num_bytes
         self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
@@ -52,19 +53,19 @@ class Foresight:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether it is of a step of other sizes."""
+        """Whether this is for a step of other sizes than the trace."""
         return self._factor > 0
 
     def is_of(self, save: int, num_bytes: int) -> bool:
-        """Tell whether a save of so many bytes may be the one that was foreseen with this ordinal."""
+        """Tell whether a save of `num_bytes` may be the predicted save with the ordinal `save`."""
         if save >= len(self._sizes_bytes):
             return False
         size_bytes = self._sizes_bytes[save]
         return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
-        """Return what is foreseen of a step of other sizes, as with longer sequences: at least as much, and more in proportion
-        to a save; None where none was foreseen."""
+        """Return the prediction for a step of other sizes, such as longer sequences: larger in proportion to a save, but at
+        least as large; None if no such save was predicted."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)
@@ -72,11 +73,11 @@ class Foresight:
         return found
 
     def after_save(self, num_saves: int) -> int:
-        """Return the most bytes after so many saves, up to the next one or to the first request."""
+        """Return the most bytes after `num_saves` saves, up to the next save or the first request."""
         return self._of(self._saves, num_saves)
 
     def after_request(self, num_requests: int) -> int:
-        """Return the most bytes after so many requests, up to the next one or to the end."""
+        """Return the most bytes after `num_requests` requests, up to the next request or the end."""
         return self._of(self._requests, num_requests)
 
     def _of(self, found: Sequence[int], number: int) -> int:
@@ -85,7 +86,7 @@ class Foresight:
 
 
 def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> list[int]:
-    """Return for each place the most from there to the next other one, or to the end."""
+    """Return for each place the most bytes from there to the next different place, or to the end."""
     found = []
     for place in places:
         after = bisect_left(places, place + 1)

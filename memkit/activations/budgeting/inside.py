@@ -1,8 +1,7 @@
-"""What compiled blocks recompute inside: which `activation_memory_budget` each kind of them is compiled with.
+"""Chooses the `activation_memory_budget` that each class of compiled blocks is compiled with: what they recompute inside.
 
-That is chosen ahead of the first call of a kind, and so of its compile, by the graphs that the compiler would make: what a
-block saves and what it computes again, for each of a few values. What it saves then is moved, or the block is recomputed as a
-whole, as a plan or a measurement says later.
+It is chosen before the first call of a class, and so before the compilation. For a few values, the compiler's partitioner tells
+what a block would save and recompute. What it saves is then moved, or the whole block recomputed, as the plan decides later.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _VALUES = (1.0, 0.5, 0.3)
-"""Those that are compared."""
+"""The values that are compared."""
 _HIDDEN = 0.5
-"""For so much of the forward of the blocks something is taken to leave beside them."""
+"""The fraction of the forward of the blocks during which copies are assumed to run beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What there is for the compiled blocks of a step."""
+    """What the compiled blocks of a step have to work with."""
 
     num_bytes: float
-    """What they may save on the device."""
+    """The bytes that they may save on the device."""
     bytes_per_s: float
-    """Of the link, both ways at once."""
+    """Bandwidth of the link, with copies in both directions."""
     flops_per_s: float
-    """Of the device."""
+    """FLOP/s of the device."""
     memory_bytes_per_s: float
-    """Of its memory."""
+    """Bandwidth of the device's memory."""
 
 
 RoomOf = Callable[[torch.device, torch.dtype], "Room | None"]
-"""Returns what there is on a device, for blocks that compute in a dtype; None if that is not known."""
+"""Returns the `Room` on a device, for blocks that compute in a dtype; None if it is not known."""
 
 
 def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:
-    """Return how many blocks such as one would save what all of its kind do.
+    """Return how many blocks like `block` would save as much as all blocks of its class.
 
-    Where the resolution is halved from one stage to the next, the width is doubled: half as much is saved, of four times the
-    parameters. So one with more of these counts for less, by their root; one with fewer counts as one, since the first that is
-    called is mostly of an early stage.
+    Models often double the width from one stage to the next and halve the resolution: a block then saves half as much, and has
+    four times the parameters. So a block with more parameters counts as less than one, by the square root of the ratio. A block
+    with fewer counts as one, since the block that is called first mostly belongs to an early stage.
 
     Args:
-        others: blocks, itself among them.
+        others: the blocks, with `block` among them.
     """
     own_numel = _num_parameters(block)
     numels = [_num_parameters(other) for other in others if type(other) is type(block)]
@@ -69,13 +68,13 @@ def _num_parameters(block: nn.Module) -> int:
 
 
 def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Room) -> Partition:
-    """Return with which of some partitions a step with so many blocks of a kind takes least, as far as FLOPs and bytes tell.
+    """Return the partition with which a step with this many blocks takes the least time, estimated from FLOPs and bytes.
 
-    What the blocks save beyond the room leaves as far as it hides behind their forward; the rest leaves and is waited for, or
-    as many blocks are recomputed as a whole. What a block saves it writes, and reads at least once in its forward.
+    What the blocks save beyond the room moves to host memory, hidden as far as their forward takes time. For the rest, the step
+    waits for the copies, or recomputes whole blocks. A block writes what it saves, and reads it at least once in its forward.
 
     Args:
-        partitions: for falling budgets, so that the largest of several that are alike is chosen.
+        partitions: in order of falling budgets. Of partitions that are equally fast, the first one is returned.
     """
 
     def more_s(partition: Partition) -> float:
@@ -92,20 +91,20 @@ def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Roo
 
 
 class InsideBudgets:
-    """The values that were chosen under one tag, by the classes of the blocks."""
+    """The budgets chosen under one tag, by the class of the blocks."""
 
     def __init__(self) -> None:
         self.chosen: dict[type[nn.Module], float | None] = {}
-        """None for those that are compiled as they would be without."""
+        """None for classes that are compiled without a budget of memkit's."""
 
     @property
     def are_alike(self) -> bool:
-        """Whether all kinds are compiled with the same value."""
+        """Whether all classes have the same budget."""
         return len(set(self.chosen.values())) <= 1
 
     def for_all(self) -> AbstractContextManager[object]:
-        """Return a context in which all kinds are compiled as was chosen, should any be, where that is the same for all: for a
-        whole forward, where nobody stands around the blocks."""
+        """Return a context, for a whole forward, in which all blocks are compiled with their budget if it is the same for all.
+        For forwards in which calls of blocks are not intercepted."""
         value = next(iter(self.chosen.values()), None) if self.are_alike else None
         if value is None:
             return nullcontext()
@@ -118,10 +117,10 @@ class InsideBudgets:
     def setting(
         self, module: nn.Module, args: Any, kwargs: Any, found: Collection[nn.Module], *, room: RoomOf
     ) -> Iterator[None]:
-        """A context for one call of a compiled module, in which it is compiled as was chosen, should it be.
+        """A context for one call of a compiled module, in which it is compiled with its budget, if it is compiled.
 
         Args:
-            found: the compiled modules that are known, itself among them.
+            found: the known compiled modules, with `module` among them.
         """
         from functorch.compile import config  # loaded by what compiles the module
 

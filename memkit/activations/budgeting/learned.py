@@ -1,4 +1,4 @@
-"""What is known of steps that do the same: what was measured of them, and the plans for them."""
+"""What is known of steps that do the same: measurements and plans."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan that steps follow."""
+    """A plan that steps follow, and what it was made for."""
 
     plan: MemoryPlan
     schedule: Schedule
     allowed_bytes: int
-    """What the step may take: the budget, less what is left free."""
+    """The most bytes that the step may take: the budget without the headroom."""
     headroom_bytes: int = 0
-    """Of what is left free, so much is for what a step takes beyond what was predicted; it is taken where nothing else fits."""
+    """The part of the free bytes that is for what steps take beyond the prediction. It is used if there is no plan
+    otherwise."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,35 +32,35 @@ class LearnedStep:
     """What is known of steps like one trace."""
 
     shown: Foresight | None = None
-    """What the first step under the tag has shown, if this was its kind."""
+    """What the first step under the tag has shown, if it was like this one."""
     meter: Meter | None = None
-    """What has measured the last one that was measured."""
+    """The meter of the last measured step."""
     planner: JointPlanner | None = None
     measured_s: list[float] = field(default_factory=list)
-    """What each op takes."""
+    """Seconds of each op."""
     plans: dict[int, Planned] = field(default_factory=dict)
-    """By what they are allowed to take."""
+    """The plans, by the bytes that they are allowed to take."""
     given: Planned | None = None
-    """What the user has asked to be followed."""
+    """The plan that the user passed."""
     over_bytes: int = 0
-    """By how much steps took more than was predicted."""
+    """By how many bytes steps exceeded the prediction."""
     num_replans: int = 0
     num_links: int = 0
-    """How often the link was found to be another than was planned with."""
+    """How often the bandwidth turned out to differ from that in the plan."""
     num_judged: int = 0
     rates: list[tuple[float, float]] = field(default_factory=list)
-    """How fast the first steps of a plan have copied, out and back, in bytes per second."""
+    """Bandwidths in the first steps of a plan, from and to the device, in bytes per second."""
     has_scaled: bool = False
-    """Whether what its ops take was set by what steps took."""
+    """Whether the seconds of ops were scaled to the measured seconds of steps."""
     steady: SteadyStep | None = None
-    """What a whole step has shown that has followed a plan."""
+    """What is known of the saves of a step that follows a plan."""
     shapes: Shapes | None = None
-    """What the module was called with in it, if that is known."""
+    """The shapes of the module's inputs in that step, if they are known."""
     noted: Planned | None = None
-    """The plan that it had followed, of use or not."""
+    """The plan that the last noted step followed, whether or not its notes were of use."""
     num_left: int = 0
-    """How many steps have begun as steady ones, and were others."""
+    """How many steps began as steady ones and deviated."""
     may_be_quiet: bool = True
-    """Whether they may be followed function by function: not once a step that was has gone another way."""
+    """Whether functions may be followed rather than ops: not after a step that did so has deviated."""
     has_chosen: bool = False
-    """Whether it was looked at which way its steps go."""
+    """Whether it was already decided which ways are to be timed."""

@@ -1,4 +1,4 @@
-"""What `MemoryBudget` learns under a tag: what steps take, the plans for them, and how those have gone."""
+"""`Learning`: what `MemoryBudget` learns under a tag: measurements of steps, plans for them, and how well these predict."""
 
 from __future__ import annotations
 
@@ -38,52 +38,53 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLANS = 3
 _HEADROOM = 0.01
-"""So much of a budget is left free: what one step measures, another may miss by."""
+"""The fraction of a budget that is left free, for differences between steps."""
 _OF_LINK = 0.9
-"""Of the link's measured speed what is planned with: others may use it as well."""
+"""Plans use this fraction of the link's measured bandwidth, since other processes may use the link too."""
 _IN_STEPS, _MOST_LINKS = 0.98, 8
-"""Of the speed in steps what is planned with, and how often that is set anew."""
+"""Plans use this fraction of the bandwidth that steps have shown, and correct it at most this often."""
 _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
-"""By so much what is planned with may be missed: by the median of the first steps of a plan; and by one step."""
+"""By how much the bandwidth may differ from that in the plan: for the median of the first steps of a plan, and for a single
+step."""
 _TOLERANCE = 1.5
-"""Each time that it is set anew so much more of it may be missed."""
+"""These differences grow by this factor with each correction."""
 _PROBED_BYTES = 64 * 2**20
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
-"""The speed of copies, measured once for each device."""
+"""The bandwidth of each device, measured once."""
 _STEPS_JUDGED = 3
-"""So many steps of each plan are looked at."""
+"""How many of the first steps of each plan are checked."""
 _AS_PREDICTED = 1.03
-"""Steps that take no longer than so many times what is predicted do not wait for the host."""
+"""Steps that take at most this many times the predicted seconds are not limited by the host."""
 _JUDGED_EVERY = 4
-"""Of the steps after these, one in so many is looked at."""
+"""Of later steps, one in this many is checked."""
 _MOST_LEFT = 2
-"""After so many steps that were others than they were taken for, all that is saved is noted, and the ops recorded."""
+"""After this many deviating steps, steps are no longer treated as steady: all saves are noted and all ops recorded."""
 _HANDLING_S = 1e-4
-"""What the host takes for a value that goes, where plans are made for a host that the device waits for."""
+"""Host seconds for each value that is moved or recomputed, in plans for steps that the host limits."""
 _LESS = 0.97
-"""Steps that take less than so much of what is predicted show that it was measured too long."""
+"""Steps below this fraction of the predicted seconds show that ops were measured too slow."""
 _MORE_BESIDE = 0.005
-"""Of the budget, what may be there beside the step more than was planned with."""
+"""By this fraction of the budget, the bytes beside the step may exceed those planned with."""
 
 
 class Learning:
-    """Plans the steps of one tag from what they are measured to take.
+    """Plans the steps of one tag from measurements.
 
     Args:
-        warn: tells the user once: of what, and how.
+        warn: warns the user once for each kind: called with the kind and the message.
     """
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self._link: GpuSpec | None = None
         self.last_peak_bytes: int | None = None
-        """What the last step took that was looked at."""
+        """The peak of the last checked step."""
         self.ended_peak_bytes: int | None = None
-        """What was there at most by the end of the backward; None until then. What comes after it is none of the plan's."""
+        """The peak at the end of the backward; None before. Later bytes do not count against the plan."""
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self._first: tuple[Trace, Meter] | None = None
-        """What has measured the first step, whose times are not those of later ones."""
+        """The meter of the first step. Its times are not those of later steps."""
         self._last_times: list[tuple[Event, Event]] = []
 
     @property
@@ -106,11 +107,12 @@ class Learning:
         return learned.planner is None and not _is_ready(trace, learned.meter)
 
     def note_first(self, trace: Trace, meter: Meter) -> None:
-        """The first step under the tag was measured."""
+        """Note the measurement of the first step under the tag."""
         self._first = trace, meter
 
     def shown(self, trace: Trace) -> Foresight | None:
-        """Return what a step like a trace has shown, if one was measured to its end: the first of all, or one to plan from."""
+        """Return the prediction from a measured step like a trace, either the first of all or one that is planned from; None if
+        none was measured to its end."""
         learned, first = self.of(trace), self._first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
             meter, self._first = first[1], None
@@ -121,15 +123,15 @@ class Learning:
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
-        """Return what a step like a trace is to do; None if it is not known well enough.
+        """Return the plan for a step like a trace; None if too little is known.
 
         Args:
-            base_bytes: what is on the device as it begins.
-            coming_bytes: what comes after it, and stays.
+            base_bytes: allocated bytes as the step begins.
+            coming_bytes: bytes that are allocated after the step, and stay.
 
         Raises:
-            BudgetInfeasible: `limits` say to raise, and the budget cannot be kept to.
-            ValueError: the plan that was given is for another step.
+            BudgetInfeasible: no plan keeps to the budget, and `limits` say to raise then.
+            ValueError: the user's plan is for another step.
         """
         if trace.ops is None or not trace.ops.has_order:
             return None
@@ -148,7 +150,7 @@ class Learning:
         return found
 
     def budget_bytes(self, trace: Trace | None, limits: Limits) -> int | None:
-        """Return the budget in bytes; None for a share of what is not known yet."""
+        """Return the budget in bytes; None if it is a share of a peak that is not known yet."""
         planner = None if trace is None else self.of(trace).planner
         return limits.budget_bytes(None if planner is None else planner.problem.plain_peak_bytes)
 
@@ -189,7 +191,7 @@ class Learning:
         return found
 
     def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
-        """Return what a step like a trace is known to save by a plan; None if that is to be noted yet, or changes."""
+        """Return what a step like a trace saves under a plan; None if it is not known, or not the same each time."""
         learned, steady = self.of(trace), self.of(trace).steady
         if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
             return None
@@ -198,10 +200,10 @@ class Learning:
         return steady
 
     def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        """Tell whether a step like a trace that follows a plan is to note all that it saves.
+        """Tell whether a step like a trace that follows a plan is to note all its saves.
 
         Args:
-            shapes: of what the module is called with, if that is known.
+            shapes: shapes of the module's inputs, if they are known.
         """
         learned = self.of(trace)
         is_noted = learned.noted is planned and learned.shapes == shapes
@@ -210,11 +212,11 @@ class Learning:
     def note_steady(
         self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
     ) -> None:
-        """A step has followed a plan to its end.
+        """Note what a step saved that followed a plan to its end.
 
         Args:
-            notes: what it has saved.
-            forward: what has taken that.
+            notes: the saves.
+            forward: the forward that saved them.
             kinds: what is known of ops.
             shapes: see `wants_notes`.
         """
@@ -223,7 +225,7 @@ class Learning:
         learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
 
     def leave_steady(self, trace: Trace, num_saves: int) -> None:
-        """A step was another than a trace, as which it had begun up to so many saves, and was not noted."""
+        """Note that a step deviated from a trace after `num_saves` saves, while nothing was noted."""
         learned = self.of(trace)
         if num_saves == 0 and learned.steady is not None and learned.steady.moves is not None:
             learned.steady = replace(learned.steady, moves=None)  # with its ops recorded, such a step is noted from the first
@@ -233,14 +235,14 @@ class Learning:
         learned.num_left += 1
 
     def is_judged(self, trace: Trace) -> bool:
-        """Tell whether a step like a trace that follows a plan is to be looked at: the first few are, and now and then one."""
+        """Tell whether a step that follows a plan is to be checked: the first few are, and then one in `_JUDGED_EVERY`."""
         learned = self.of(trace)
         learned.num_judged += 1
         is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0
         return learned.given is None and is_due
 
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
-        """A step has copied that fast: plan anew if that is not what was planned with. Others may use the link by now."""
+        """Note the bandwidth of a step. Plan anew if it differs from that in the plan, as when others use the link as well."""
         learned, link = self.of(trace), self._link
         if link is None or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
             return
@@ -263,7 +265,7 @@ class Learning:
             learned.num_links += 1
 
     def judge(self, trace: Trace, planned: Planned, peak_bytes: int, limits: Limits) -> None:
-        """A step has followed a plan, and took this: plan it anew if that was more than the budget."""
+        """Compare the peak of a step with its plan; plan anew if it exceeded the budget."""
         self.last_peak_bytes = peak_bytes
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
@@ -278,11 +280,11 @@ class Learning:
     def ways_of(
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
     ) -> Ways | None:
-        """Return what chooses between the ways of steps like a trace; None where there is no choice, or nothing to be gained:
-        where the host itself computes, what a plan takes is known.
+        """Return what times the ways in which steps like a trace can keep to the budget; None if there is no choice, or nothing
+        to gain: where the host computes, the time of a plan is known.
 
         Args:
-            choices_of: returns which calls of modules may be recomputed, the quickest choice first.
+            choices_of: returns choices of regions, the quickest first.
         """
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
@@ -304,8 +306,9 @@ class Learning:
         return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
-        """Plan with what steps take. If that is less than was measured op by op, the device has waited for the host while it
-        was measured. If it is more, it waits for the host in each step: that is to see to fewer values."""
+        """Scale the seconds of ops to those of steps. If steps took less than the sum of their ops, the device was waiting for
+        the host during the measurement. If they took more, it waits for the host in each step, and fewer values should be
+        handled."""
         step_s = self.fastest_step_s()
         if learned.has_scaled or learned.planner is None or step_s is None or learned.num_judged < _STEPS_JUDGED:
             return
@@ -320,25 +323,25 @@ class Learning:
             learned.plans.clear()
 
     def choose_again(self, traces: Iterable[Trace]) -> None:
-        """Something else is asked for: look again which way steps go."""
+        """Decide anew which ways are to be timed, since the user asks for something else."""
         for trace in traces:
             self.of(trace).has_chosen = False
 
     def note_times(self, begun: Event, ended: Event) -> None:
-        """A step has gone from its entry to the end of its backward."""
+        """Note the events at the entry of a step and at the end of its backward."""
         self.num_ended += 1
         self._last_times = [*self._last_times[-2:], (begun, ended)]
 
     def fastest_step_s(self) -> float | None:
-        """Return what the fastest of the last three steps took that are over by now."""
+        """Return the seconds of the fastest of the last three finished steps."""
         return min((begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()), default=None)
 
     def last_step_s(self) -> float | None:
-        """Return what the last step took that is over by now."""
+        """Return the seconds of the last finished step."""
         return last_s(self._last_times)
 
     def gpu(self, device: Device) -> GpuSpec:
-        """Return what copies take between a device and the host."""
+        """Return a spec with the bandwidths between a device and the host."""
         if self._link is None:
             link = _links.get(device) or measure_link(device, num_bytes=_PROBED_BYTES)
             _links[device] = link
@@ -360,7 +363,7 @@ class Learning:
 
 
 def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
-    """Return a plan that the user has given, for a step that does what it is for."""
+    """Return the user's plan for a step; raise if it is for another one."""
     difference = plan.step.difference_of(ops.step)
     if difference:
         raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
@@ -369,17 +372,17 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
 
 
 def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
-    """Return the seconds from the one event to the other, of the last pair that is reached; None if none is."""
+    """Return the seconds between the two events of the last pair that is reached; None if none is."""
     over = [begun.elapsed_s(ended) for begun, ended in times if ended.is_reached()]
     return over[-1] if over else None
 
 
 def _has_own_clock(problem: Problem) -> bool:
-    """Tell whether the host issues what a device computes, and may be slower."""
+    """Tell whether the device runs asynchronously, so that the host may limit it."""
     return problem.trace.target != "cpu"
 
 
 def _is_ready(trace: Trace, meter: Meter | None) -> bool:
-    """Tell whether all is known that a plan needs."""
+    """Tell whether all that a plan needs is known."""
     ops = trace.ops
     return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order

@@ -78,8 +78,7 @@ class RecordedForward(SavedValues):
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
         """Handles of other saved values: small ones, and those that another context may move."""
         self._offered: dict[Contents, tuple[weakref.ref[Tensor], int]] = {}
-        """The values that were given to another context: by the key of the contents, the tensor with the version counter, and
-        the value."""
+        """For the contents of each offered tensor: the tensor with its version counter, and the value."""
         self._dropped = set[int]()
         self._replay = Replay(recording)
         self._anchors = recording.holder = Anchors(window)
@@ -302,10 +301,9 @@ class RecordedForward(SavedValues):
         return self._sources.secure(value)
 
     def drop(self, value: int, known: dict[int, MadeFrom] | None = None) -> bool:
-        record, sources = self.record_of(value), self._sources
-        if record is None or record.residency is SavedResidency.DROPPED:
+        if (record := self.record_of(value)) is None or record.residency is SavedResidency.DROPPED:
             return False
-        if (handles := sources.handles_for(value, known)) is None:
+        if (handles := self._sources.handles_for(value, known)) is None:
             return False
         record.hold(handles)
         self.ledger.drop(record)
