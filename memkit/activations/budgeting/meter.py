@@ -1,7 +1,7 @@
-"""One step, measured: the allocator's peak at each op of the forward and between requests of the backward, and seconds.
+"""`Meter`: measures one step: the allocator's peak at each op of the forward and between requests of the backward, and seconds.
 
-What is measured is told as the plain step would have it: what the step has let go of for the budget is added, and what it holds
-beside the plain one is left out. So it may be measured while a budget is kept to.
+Bytes are those of the plain step: bytes that the step has freed for the budget are added, bytes that only memkit holds are
+subtracted. So a step can be measured while a budget is kept.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 _OPAQUE = "a compiled block"
 _PYTHONS = 1
-"""The object by which the storage is asked for its users is one of them."""
+"""The number of users that a storage's own Python object counts for."""
 
 
 class Meter:
     """Measures one forward and its first backward.
 
     Args:
-        device: where it is.
-        counter: the device's; None if it has none: then no bytes are known but those of saved values.
-        forward: what it saves.
+        device: the device of the step.
+        counter: the device's counter of allocated bytes. With None, only the bytes of saved values are measured.
+        forward: the forward that is measured.
     """
 
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
         self._device, self._counter = device, counter
         self._forward = weakref.proxy(forward)
         self.base_bytes = 0 if counter is None else counter.allocated_bytes()
-        """What is there before the step."""
+        """Bytes allocated before the step."""
         self.live_bytes: list[int] = []
-        """Bytes beside the base, in the plain step, while each op of the forward runs; then from the end of the forward to the
-        first request of the backward; then from each request to the next, or to the end."""
+        """Bytes beyond the base, in the plain step: the peak during each op of the forward, then from the end of the forward to
+        the first request of the backward, then from each request to the next, or to the end."""
         self.names: list[str] = []
-        """Of the ops of the forward."""
+        """The names of the ops of the forward."""
         self.op_places: list[int] = []
-        """For each op that can run again, its place among all."""
+        """For each op that can run again, its index among all ops."""
         self.save_places: list[int] = []
-        """For each save that counts, how many ops have run."""
+        """For each save that counts, how many ops ran before it."""
         self.released: dict[int, int] = {}
-        """For each value that an op has made, the first op while which nobody but autograd and memkit holds it."""
+        """For each value made by an op, the first op during which only autograd and memkit hold it."""
         self.is_whole = False
-        """Whether the backward has ended well."""
+        """Whether the backward has ended without an error."""
         self.num_forward_ops = 0
         self.uses: tuple[int, ...] = ()
         """The value of each request."""
@@ -64,15 +64,15 @@ class Meter:
         self._begun: Event | None = None
         self._may_be_opaque = dynamo_is_loaded()
         self._last = self._begin_opaque()
-        """The end of the last op: what is not looked into may begin here."""
+        """The end of the last op. A region without recorded ops, as a compiled block, may begin here."""
         self._opaque = set[int]()
         self._opaque_times: list[tuple[int, list[tuple[Event, Event]]]] = []
         self._since: list[tuple[Event, Event]] = []
-        """What has run since the last op, or since the last of what counts as one, but for what saves have waited for."""
+        """Start and end of what ran since the last op, without the time that saves took."""
         self._beside_bytes = 0
-        """What is to be added to what is measured next."""
+        """Bytes to add to the next measurement."""
         self.returned_bytes = 0
-        """Of what the last op has returned: at the end of the forward, mostly what that returns."""
+        """Bytes that the last op returned: at the end of the forward, mostly its output."""
         if counter is not None:
             counter.reset_peak()
 
@@ -82,7 +82,7 @@ class Meter:
         return self._device.record_begin(AHEAD_OF_COMPILED_S) if self._may_be_opaque else self._device.record_event()
 
     def begin_op(self) -> None:
-        """An op of the forward is about to run."""
+        """Called before each op of the forward."""
         self._note_released()
         if self._counter is not None:
             self._counter.reset_peak()  # what a save has dropped by now counts once
@@ -99,7 +99,7 @@ class Meter:
         self._beside_bytes = self._gone_less_extra(self._forward)
 
     def end_op(self, name: str, results: Any) -> None:
-        """It has run, and has returned this."""
+        """Called after each op of the forward."""
         recording = self._forward.recording
         place, num_calls = len(self.live_bytes), len(self.op_places)
         self._note_peak()
@@ -115,12 +115,12 @@ class Meter:
         self._last = self._begin_opaque()
 
     def begin_save(self) -> None:
-        """A save that counts has come, and nothing was done for it yet: it may have to wait until there is room."""
+        """Called at a save that counts, before it is handled: handling it may take time, to free memory."""
         if self._may_be_opaque:
             self._since.append((self._last, self._device.record_event()))
 
     def end_save(self) -> None:
-        """A save that counts is noted."""
+        """Called once a save that counts is noted."""
         forward = self._forward
         value = forward.saves[-1]
         if value in forward.recording.roots and value not in self._opaque:
@@ -131,7 +131,7 @@ class Meter:
             self._last = self._begin_opaque()
 
     def _end_opaque(self, value: int) -> None:
-        """What is saved was made by what is not looked into, as a compiled block: that counts as an op."""
+        """Count what made a saved value without recorded ops, such as a compiled block, as an op."""
         self._note_released()
         place, record = len(self.live_bytes), self._forward.record_of(value)
         self._note_peak()
@@ -142,7 +142,7 @@ class Meter:
             self._alive[value] = record.original
 
     def end_forward(self) -> None:
-        """No more saves belong to the forward."""
+        """Called once no more saves belong to the forward."""
         place = len(self.live_bytes)
         for value in self._alive:
             self.released.setdefault(value, place + 1)
@@ -161,7 +161,7 @@ class Meter:
     # Backward
 
     def begin_request(self) -> None:
-        """The backward asks for something."""
+        """Called when the backward requests a saved value."""
         if torch_private.backward_task() == -1 or self._begun is None:
             return
         self._note_peak()
@@ -169,7 +169,7 @@ class Meter:
         self._begun = None
 
     def end_request(self) -> None:
-        """It is about to go on with what it was given."""
+        """Called before the backward goes on with the value."""
         if self._begun is not None or self.is_whole or torch_private.backward_task() == -1:
             return
         self._beside_bytes = self._gone_less_extra(self._forward)
@@ -178,7 +178,7 @@ class Meter:
         self._begun = self._device.record_begin()
 
     def end_backward(self) -> None:
-        """The backward has ended well."""
+        """Called when the backward has ended without an error."""
         if self._begun is not None and self._events:
             self._note_peak()
             self._events.append((self._begun, self._device.record_event()))
@@ -186,12 +186,12 @@ class Meter:
             self._begun, self.is_whole = None, len(self.uses) + 1 == len(self._events)
 
     def opaque_s(self) -> dict[int, float]:
-        """Return the seconds of what counts as an op and is none, by its place; the host waits."""
+        """Return the seconds of what was counted as an op without being recorded, by its index. Makes the host wait."""
         self._device.synchronize()
         return {place: sum(begin.elapsed_s(end) for begin, end in times) for place, times in self._opaque_times}
 
     def stretches_s(self) -> list[float]:
-        """Return the seconds from the end of the forward to the first request, and between requests; the host waits."""
+        """Return the seconds from the end of the forward to the first request, and between requests. Makes the host wait."""
         self._device.synchronize()
         return [begin.elapsed_s(end) for begin, end in self._events]
 
@@ -206,7 +206,8 @@ class Meter:
         counter.reset_peak()
 
     def _gone_less_extra(self, forward: PlannedForward) -> int:
-        """Return the bytes that the plain step would have and that are gone, less those that are there in addition."""
+        """Return the bytes that the plain step would have on the device and this step has not, less those that only memkit
+        holds."""
         gone_bytes = sum(record.num_bytes for record in forward.records() if not _is_there(record))
         return gone_bytes - forward.extra_bytes
 

@@ -1,4 +1,4 @@
-"""A recorder that lets others see each op."""
+"""`WatchedRecorder`: a recorder that calls a meter at each op."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class WatchedRecorder(Recorder):
-    """Records ops, and lets a meter see each of them begin and end, or has the numbers noted that each comes to."""
+    """Records ops; calls a meter before and after each op, or notes the numbers of its values."""
 
     meter: Meter | None = None
-    """That of the forward that is recorded, if it has one."""
+    """The meter of the recorded forward, if it is measured."""
     notes: StepNotes | None = None
-    """The same of what notes it."""
+    """The notes of the recorded forward, if it is noted."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""A plan that recomputes nothing as a schedule of copies: steps follow it as those of `CPUOffload` follow theirs."""
+"""Turns a plan that recomputes nothing into a schedule of copies, which steps follow as those of `CPUOffload` do."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 def schedule_of_moves(
     plan: MemoryPlan, seen: Sequence[SeenSave], numbers: Mapping[int, int], places: Sequence[int], device: Device
 ) -> Schedule | None:
-    """Return the schedule of a plan; None if something is recomputed, or if what leaves comes back in no order.
+    """Return the schedule of a plan; None if the plan recomputes something, or has no fixed order of copies back.
 
     Args:
-        plan: what leaves, and when.
-        seen: all that the hooks of such a step are given.
-        numbers: for each value of the plan, what it is among those that count in `seen`.
-        places: for each save that counts, its place in `seen`.
-        device: where the step runs.
+        plan: what moves, and when.
+        seen: all tensors that the hooks see in such a step.
+        numbers: for each value of the plan, its number among the values in `seen` that count.
+        places: for each save that counts, its index in `seen`.
+        device: the device of the step.
     """
     moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
     if plan.replays or any(planned.is_anchor or planned.value not in numbers for planned in plan.values):
@@ -55,7 +55,7 @@ def _copies_of(
     places: Sequence[int],
     uses: Sequence[int],
 ) -> CopySchedule | None:
-    """Return when what leaves is copied, let go and fetched; None if that is in no order that copies could keep to."""
+    """Return when each moved value is copied, freed and fetched; None if no order of copies keeps to the plan."""
     num_saves = len(seen)
     first_saves: dict[int, int] = {}
     for place, save in enumerate(seen):
@@ -94,7 +94,7 @@ def _copies_of(
 
 
 def _counts(moments: Sequence[int], num_places: int) -> list[int]:
-    """Return for each place how many of some moments, which are in order, are over by then."""
+    """Return for each place how many of the sorted `moments` are before it or at it."""
     due = [0] * num_places
     for moment in moments:
         if moment < num_places:
@@ -109,7 +109,7 @@ def _changes(
     numbers: Mapping[int, int],
     sizes_bytes: Mapping[int, int],
 ) -> list[int]:
-    """Return by how much the bytes on the device change at each save."""
+    """Return the change in bytes on the device at each save."""
     changes, known = [0] * (len(seen) + 2), set[int]()
     for place, save in enumerate(seen):
         if save.value != NO_VALUE and save.value not in known:

@@ -1,4 +1,4 @@
-"""From a measured step to the trace that is planned from: the same form as that of a step without data."""
+"""Turns a measured step into the trace that is planned from, in the same form as a trace without data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BACKWARD = "backward"
 
 
 def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]], *, target: str, min_bytes: int) -> StepTrace:
-    """Return a measured step as a trace. Its backward has one op for what runs from one request to the next.
+    """Return a measured step as a trace. Its backward has one op for each interval between two requests.
 
     Args:
-        meter: what has measured it, to its end.
+        meter: the meter, after the step.
         step: which op made which value.
-        names: for values that an op makes, the op and the module.
+        names: for each value made by an op, the names of the op and the module.
         target, min_bytes: see `StepTrace`.
     """
     lineage, num_forward = step.lineage, meter.num_forward_ops
@@ -71,7 +71,7 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
 
 
 def measured_s(meter: Meter, step: Step) -> list[float]:
-    """Return what each op of the trace of a measured step takes. The host waits for the device."""
+    """Return the seconds of each op in the trace of a measured step. Makes the host wait."""
     seconds = [0.0] * meter.num_forward_ops
     for place, taken_s in zip(meter.op_places, step.lineage.seconds, strict=True):
         seconds[place] += taken_s
@@ -85,6 +85,6 @@ def _work(name: str) -> OpWork:
 
 
 def is_other_link(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
-    """Tell whether copies out or back go at another speed than was planned with, by at least so much of it."""
+    """Tell whether the bandwidth in either direction differs from that in the plan by at least the fraction `least`."""
     planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
     return any(max(rate / known, known / rate) - 1 > least for rate, known in zip(found, planned, strict=True) if rate > 0)

@@ -1,5 +1,5 @@
-"""Begins a forward under a budget, in the way that its steps go: nothing is done where all fits, or calls of modules are
-recomputed, or a plan of single ops and copies is followed."""
+"""Begins a forward under a budget, in one of three ways: nothing is done since all fits, or regions are recomputed, or a plan
+of single ops and copies is followed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _StepClock(Trial):
-    """Notes what a step takes in which calls of modules are recomputed, from its entry to the end of its backward."""
+    """Times a step that recomputes regions, from its entry to the end of its backward."""
 
     def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
         super().__init__(is_open=False)
@@ -47,10 +47,10 @@ class _StepClock(Trial):
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
-    """Set what the entry of a context is to do; return the hooks that it needs, None for its own.
+    """Set the stages of the entry of a context; return the hooks that it needs, None for its own.
 
     Args:
-        shapes: of what the module is called with, if that is known.
+        shapes: shapes of the module's inputs, if they are known.
     """
     state = budget_states.open(entry.tag)
     with state.lock:
@@ -79,7 +79,8 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
-    """Tell whether a step needs nothing: the last one has kept to the budget, and as much was given in one that has."""
+    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so without
+    help."""
     settled, counter = state.settled, state.counter
     if settled is None or not settled.options.is_like(options) or state.limits != limits or counter is None:
         return False
@@ -94,7 +95,7 @@ def _numel(shapes: Shapes | None) -> int:
 
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:
-    """Return what chooses between ways, once a plan was followed; None where there is no choice, or for other steps."""
+    """Return what chooses between ways, once a plan was followed; None if there is no choice, or for other steps."""
     is_as_before, state.shapes = shapes == state.shapes, shapes
     if state.ways is not None and state.limits != limits:
         state.ways = None
@@ -123,7 +124,7 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
 
 
 def _was_whole(state: BudgetState) -> bool:
-    """Tell whether the last step went as it had begun, to the end of its backward."""
+    """Tell whether the last step ran to the end of its backward, without deviating."""
     if state.regions_tag is None:
         return state.before[0] < state.learning.num_ended and state.before[1] == state.num_deviations
     regions = remat_states.get(state.regions_tag)
@@ -133,7 +134,7 @@ def _was_whole(state: BudgetState) -> bool:
 
 
 def _let_go_of_others(state: BudgetState, way: Way) -> None:
-    """Forget the ways that were not chosen, and give back the host memory that they took."""
+    """Forget the ways that were not chosen, and free their host memory."""
     if way is Way.OPS:
         remat_states.forget(regions_tag(state.tag))
     else:
@@ -144,8 +145,8 @@ def _let_go_of_others(state: BudgetState, way: Way) -> None:
 
 
 def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
-    """Begin a forward as a `Rematerialize` does that is held to what saved values may take, within a `CPUOffload` where a share
-    of what it keeps is to leave. Sets nothing if no call can be recomputed."""
+    """Begin a forward like that of `Rematerialize` with a budget for saved values, inside a `CPUOffload` if a share of them
+    moves. Sets no stage if no call can be recomputed."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     outer = None
@@ -169,7 +170,7 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
 
 
 def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
-    """Return what recomputes calls of modules in a step, by what was recorded of the steps before any was planned."""
+    """Return a stage that recomputes regions, planned from steps that were recorded before; None if there is none."""
     assert state.regions_tag is not None
     regions, trace = remat_states.open(state.regions_tag), None if state.ways_for is None else state.ways_for[0]
     with regions.lock:
@@ -179,7 +180,7 @@ def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensor
 
 
 def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -> None:
-    """Begin a forward as a `CPUOffload` does, around an entry."""
+    """Begin a forward like that of `CPUOffload`, around an entry."""
     state.copies_tag = copies_tag(state.tag)
     copies = offload_states.open(state.copies_tag)
     entry.around = around = Entry("MemoryBudget", state.tag, is_last=False, block=entry.block)

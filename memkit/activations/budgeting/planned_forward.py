@@ -1,4 +1,5 @@
-"""A recorded forward that follows a schedule, by the ordinals of saves and requests: what leaves, comes, and is recomputed."""
+"""`PlannedForward`: a recorded forward that follows a schedule: what moves, returns and is recomputed at each save and
+request."""
 
 from __future__ import annotations
 
@@ -30,18 +31,18 @@ _NONE: frozenset[int] = frozenset()
 
 
 class _Lent(NamedTuple):
-    """Bytes that a backward was given, and that replays are still to read."""
+    """A storage that a backward was given and that replays are still to read."""
 
     storage: torch.UntypedStorage
     marks: list[KeptHandle]
-    """Tell whether it was written to since."""
+    """Handles that tell whether it was written to since."""
 
 
 class MeteredUnpacker:
-    """Brings saved tensors back, and has it measured between which of them the backward does what.
+    """Unpacks saved tensors, and calls a meter at each request.
 
     Args:
-        unpacker: what brings them.
+        unpacker: the unpacker that does the work.
     """
 
     def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
@@ -61,17 +62,16 @@ class MeteredUnpacker:
 
 
 class PlannedForward(RecordedForward):
-    """The saved values of one forward, which stay, leave or are dropped by a schedule.
+    """The saved values of one forward, which stay, move or are dropped by a schedule.
 
-    Without one, or where it has gone another way, what is in its place is on demand: what has left is fetched when it is asked
-    for, and who goes where room is short is chosen by the score.
+    Without a schedule, or after deviating from it, values are fetched when they are requested, and the score chooses what to
+    evict.
 
     Args:
         recording, window, score, counts: see `RecordedForward`.
-        planned: what to do when; None if that is not known.
-        limit_bytes: returns what saved values and replays of a forward may take on the device now, where no schedule is
-            followed.
-        warn: tells the user once: of what, and how.
+        planned: the plan; None if there is none yet.
+        limit_bytes: returns the most bytes that saved values and replays may take on the device now, if there is no schedule.
+        warn: warns the user once for each kind: called with the kind and the message.
     """
 
     moves = True
@@ -92,25 +92,25 @@ class PlannedForward(RecordedForward):
         self.schedule: Schedule | None = None
         self._limit_bytes, self._warn = limit_bytes, warn
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
-        """Records that leave once the op is over that saves them, and its node."""
+        """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
-        """What has left since there was no room."""
+        """Storages that were moved for lack of memory."""
         self._asked: list[weakref.ref[Record]] = []
-        """Records that leave since the user has asked for it: no schedule says when they are let go."""
+        """Records that the user asked to move. The schedule doesn't say when to free them."""
         self._lent: dict[int, _Lent] = {}
-        """What replays still read of what a backward was given."""
+        """Storages that a backward was given and that replays still read, by value."""
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
-        """The handles of values that stay, and that replays read."""
+        """Handles of values that stay and that replays read."""
         self._stays: frozenset[int] | None = None
-        """While something is recomputed by the schedule: what stays of what is made on the way."""
+        """During a recompute by the schedule: the intermediate values that are kept."""
         self.on_end: Callable[[], None] | None = None
-        """Called once, when a backward has ended well."""
+        """Called once, when a backward has ended without an error."""
         self.meter: Meter | None = None
-        """What measures it, if anything does."""
+        """The meter, if the step is measured."""
         self.num_passed = 0
         """How many saves that count were not noted here, since they stay."""
         self.requests: Sequence[int] | None = None
-        """Where not all of its requests are seen: the ordinals of those that are; None where they all are."""
+        """The ordinals of the requests that are seen; None if all are."""
         self._request = -1
         """The ordinal of the last request."""
         self.follow(planned)
@@ -118,22 +118,22 @@ class PlannedForward(RecordedForward):
             window.fit_arena(self.schedule.moving_bytes)
 
     def measure(self, meter: Meter) -> None:
-        """Have a meter measure it, and the backward."""
+        """Measure this forward and its backward by a meter."""
         self.meter, self.unpacker = meter, MeteredUnpacker(self.window, meter)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything leaves once the op is over that has saved it."""
+        """Whether a record is to leave once the op that saves it is over."""
         return bool(self._waiting)
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes that are held so that others can be made from them, and that the plain step does not have."""
+        """Bytes held for replays that the plain step would not hold."""
         pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
         return self.recording.held_bytes + sum(pinned)
 
     def follow(self, planned: Planned | None) -> None:
-        """Go on by another plan, from here on: the forward may be another than it was taken for."""
+        """Follow another plan from here on, after a deviation."""
         self.planned = planned
         self.schedule = None if planned is None else planned.schedule
 
@@ -148,7 +148,7 @@ class PlannedForward(RecordedForward):
             self._waiting.append((weakref.ref(record), node))
 
     def keep_source(self, value: int, tensor: Tensor) -> KeptHandle:
-        """Return the handle of a value that stays, and that replays read: what is made from it holds the handle."""
+        """Return the handle of a value that stays and that replays read. Values recomputed from it hold the handle."""
         handle = KeptHandle(tensor)
         self._kept_sources.setdefault(value, []).append(weakref.ref(handle))
         self._streams[self.ledger.device.current_stream()] = None
@@ -175,7 +175,8 @@ class PlannedForward(RecordedForward):
         self.pass_save(node, len(self.saves) - 1 + self.num_passed)
 
     def pass_save(self, node: int, save: int) -> None:
-        """Do what is due with other values at a save by a node of the graph: its ordinal is -1 if it does not count."""
+        """Do what the schedule has for other values at save number `save`, by the graph node `node`; -1 if it does not
+        count."""
         if self._waiting:
             self._send_waiting(but_for=node)
         schedule = self.schedule
@@ -239,7 +240,7 @@ class PlannedForward(RecordedForward):
         return record
 
     def _release(self, value: int) -> None:
-        """Let go of a value on the device, once its copy is over."""
+        """Free a value on the device once its copy to the host is done."""
         self._release_record(self._record_that_moves(value))
 
     def _release_record(self, record: Record | None) -> None:
@@ -247,7 +248,7 @@ class PlannedForward(RecordedForward):
             self.ledger.release(record)
 
     def make_room(self) -> bool:
-        """Drop values until the limit is kept to, and then have others leave, the oldest first; tell whether it is."""
+        """Drop values until the limit is kept, then move others, the oldest first; tell whether the limit is kept."""
         if super().make_room():
             return True
         if self.schedule is not None:
@@ -256,7 +257,7 @@ class PlannedForward(RecordedForward):
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
 
     def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
-        """Have values leave, the oldest first and but for some, until that is enough; tell whether it is."""
+        """Move values, the oldest first and none of `stays`, until `is_enough()`; tell whether it is."""
         if is_enough():
             return True
         for record in self.records():
@@ -276,18 +277,18 @@ class PlannedForward(RecordedForward):
         return False
 
     def _is_held(self, value: int) -> bool:
-        """Tell whether a value stays on the device, whoever has a record of it: for replays, or by the user's word."""
+        """Tell whether a value stays on the device in any case: for replays, or because of the user's mark."""
         root = self.recording.roots.get(value)
         is_root_held = root is not None and root.alias is not None
         return is_root_held or value in self.recording.pinned or self.marks.get(value) is Action.KEEP
 
     @property
     def lingering_bytes(self) -> int:
-        """Bytes of what has left, and of which others hold the storage yet, as a compiled block that has not returned."""
+        """Bytes that were moved and whose storage others still hold, such as a compiled block that has not returned."""
         return sum(storage.nbytes() for reference in self._let_go if (storage := reference()) is not None)
 
     def _just_saved(self) -> set[int]:
-        """Return what the last node has saved, whose op may not have written it yet."""
+        """Return the values saved by the last graph node. Its op may not have written them yet."""
         saves = zip(reversed(self.saves), reversed(self.save_nodes), strict=True)
         return {value for value, _ in takewhile(lambda save: save[1] == self.save_nodes[-1], saves)}
 
@@ -324,7 +325,7 @@ class PlannedForward(RecordedForward):
                 break
 
     def _fetch(self, value: int) -> bool:
-        """Put a copy back on its lane, if the value is in host memory alone; tell whether there was room."""
+        """Begin to fetch a value if it is only in host memory; return whether there was memory for it."""
         record = self._record_that_moves(value)
         if record is None or record.residency is not SavedResidency.HOST or record.original() is not None:
             return True
@@ -389,7 +390,7 @@ class PlannedForward(RecordedForward):
             self._stays = None
 
     def end_backward(self) -> None:
-        """A backward has ended: nothing is held for its replays any more."""
+        """Called when a backward has ended without an error: nothing is held for its replays any more."""
         self._lent.clear()
         on_end, self.on_end = self.on_end, None
         if on_end is not None:

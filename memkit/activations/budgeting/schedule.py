@@ -1,4 +1,4 @@
-"""A memory plan as what is to be done at each save and at each request: arrays made once for all the steps that follow it."""
+"""`Schedule`: a memory plan as what to do at each save and each request, made once for all steps that follow it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from memkit.plan import NO_OP, Action, Lineage, MemoryPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a step does that follows a plan. Values are those of the lineage of the step."""
+    """What a step does that follows a plan. Values are those of the step's lineage."""
 
     actions: Mapping[int, Action]
-    """For each saved value."""
+    """The action for each saved value."""
     retained: frozenset[int]
-    """Values that autograd does not save and that are held: anchors, and roots that would be gone."""
+    """Values that autograd does not save and that are held: anchors, and roots that would be freed."""
     copies: Mapping[int, tuple[int, ...]]
     """By save, the anchors whose copies to the host begin there."""
     lets_go: Mapping[int, tuple[int, ...]]
-    """By save, the values whose copies are waited for there; the number of saves stands for the first request."""
+    """By save, the values that are freed on the device there, after waiting for their copies; the number of saves stands for
+    the first request."""
     fetches: Mapping[int, tuple[int, ...]]
-    """By request, the values whose copies back begin there, what is needed first ahead."""
+    """By request, the values whose copies back begin there, in the order in which they are needed."""
     releases: Mapping[int, tuple[int, ...]]
-    """By request, what no replay from there on reads: it was held for those before."""
+    """By request, the values held for replays that no replay from there on reads."""
     held_until: Mapping[int, int]
-    """For each value that replays read, the last request that lets one do so."""
+    """For each value that replays read, the last request whose replay reads it."""
     stays: Mapping[int, frozenset[int]]
-    """By the value that is recomputed, what else stays of what is made on the way."""
+    """For each recomputed value, the intermediate values that are kept as well."""
     num_saves: int
     moving_bytes: int
-    """Of all that leaves for host memory."""
+    """Bytes of all values that move to host memory."""
 
 
 def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> Schedule:
-    """Return what to do when.
+    """Return the schedule of a plan.
 
     Args:
         plan: for a step of this lineage.
-        roots: values of it that are gone unless they are held, and their bytes.
+        roots: bytes of the roots that would be freed unless they are held.
     """
     copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
     anchors, held_until = set[int](), dict[int, int]()

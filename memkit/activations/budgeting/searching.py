@@ -1,4 +1,4 @@
-"""Looks for a plan within what a step may take, and says what is in the way where there is none."""
+"""Searches a plan within the bytes that a step may take, and explains why if there is none."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def search(
     device: Device,
     warn: Callable[[str], None] | None,
 ) -> MemoryPlan:
-    """Return a plan; the headroom is given up where there is none with it.
+    """Return a plan; without the headroom if there is none with it.
 
     Args:
-        planner: knows the step.
-        allowed_bytes: what the step may take, without the headroom.
-        headroom_bytes: what is left free, if that can be.
-        budget_bytes: what the user has asked for, of the whole device.
-        device: whose memory it is.
-        warn: is told where there is none, and the least plan is returned. None to raise.
+        planner: the planner for the step.
+        allowed_bytes: the most bytes the step may take, without the headroom.
+        headroom_bytes: bytes to leave free if possible.
+        budget_bytes: the user's budget for the whole device.
+        device: the device of the step.
+        warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
 
     Raises:
-        BudgetInfeasible: there is none.
+        BudgetInfeasible: there is no plan, and `warn` is None.
     """
     try:
         is_roomy = planner.least().peak_bytes <= allowed_bytes

@@ -1,4 +1,5 @@
-"""What `MemoryBudget` does with each saved tensor: the forward is recorded, and what is saved stays, leaves or is dropped."""
+"""`BudgetStage`: what `MemoryBudget` does with each saved tensor: the forward is recorded, and each tensor stays, moves or is
+dropped."""
 
 from __future__ import annotations
 
@@ -43,20 +44,20 @@ if TYPE_CHECKING:
     from memkit.recording.recording import Recording
 
 _UNPLANNED, _FORESEEN = 0.9, 0.97
-"""Of the budget, what steps without a plan may take when something is saved or asked for: temporaries come on top, and what is
-outside of the context. If it is known how much these are, they are counted in."""
+"""The fractions of the budget that a step without a plan may take at a save or a request. Temporaries and what is outside of
+the context come on top; if these are predicted, they are counted, and the second fraction applies."""
 _OF_LOSS = 9
-"""For each byte that a module returns, so many are left free behind its first forward: a cross-entropy in float32 over logits
-in bfloat16 has these in both, their log-softmax, and the gradients of all of them."""
+"""Bytes left free behind the first forward for each byte that the module returns. A cross-entropy in float32 over bfloat16
+logits has these in both, their log-softmax, and the gradients of all of them."""
 
 
 class BudgetStage(RecordingStage):
-    """Records the ops of a forward, and keeps what it saves to a budget of the device.
+    """Records the ops of a forward, and keeps its saved values to a budget for the device.
 
     Args:
         state: what is known under the tag.
         options: how ops are recorded.
-        limits: what is asked for.
+        limits: the user's budget.
     """
 
     _state: BudgetState
@@ -70,7 +71,7 @@ class BudgetStage(RecordingStage):
         self._is_metered = True
         self._notes: StepNotes | None = None
         self._functions: FunctionNotes | QuietFunctions | None = None
-        """What sees the calls of functions, while it is on."""
+        """The mode that sees calls of functions, while it is on."""
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         super().__init__(state, options)
@@ -93,7 +94,7 @@ class BudgetStage(RecordingStage):
         super().take_off()
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
-        """Return what compiled blocks may save on a device; None if that is not known."""
+        """Return what compiled blocks may save on a device; None if it is not known."""
         state, device = self._state, self._device or open_device(torch_device)
         counter = device.memory_counter()
         if counter is None or state.budget_bytes is None:
@@ -130,7 +131,7 @@ class BudgetStage(RecordingStage):
         return decider
 
     def _allow(self, share: float) -> None:
-        """Have steps without a plan take no more than a share of the budget."""
+        """Limit steps without a plan to a share of the budget."""
         budget_bytes = self._state.budget_bytes
         assert budget_bytes is not None
         self._allowed_bytes = share * self._limits.allocated_bytes(budget_bytes) - self._coming_bytes
@@ -162,10 +163,10 @@ class BudgetStage(RecordingStage):
         return learning.planned(trace, self._limits, device, base_bytes=self._base_bytes, coming_bytes=self._coming_bytes)
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
-        """Return what saved values and replays may take on the device, as what else is there now is.
+        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there.
 
         Args:
-            forward: whose; by default the one that goes on.
+            forward: the forward; None for the current one.
         """
         device, forward = self._device, forward or self._opened
         counter = None if device is None else device.memory_counter()
@@ -240,7 +241,7 @@ class BudgetStage(RecordingStage):
         return forward
 
     def _watch(self, meter: Meter | None) -> None:
-        """Have a meter see the ops from here on, or nothing."""
+        """Have the recorder call this meter from here on; None for no meter."""
         recorder: Any = self.recorder
         if self._is_metered:
             recorder.meter = meter
@@ -280,7 +281,7 @@ class BudgetStage(RecordingStage):
             self.counts.follows_plan = planned is not None
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
-        """The step is another than was foreseen."""
+        """Scale the prediction, since the step differs from the predicted one."""
         self._foresight = foresight
         if self._state.budget_bytes is not None:
             self._allow(_UNPLANNED)
@@ -319,8 +320,7 @@ class BudgetStage(RecordingStage):
                 state.settled = Settled(options=self._options, budget_bytes=limits.allocated_bytes(budget_bytes))
 
     def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
-        """A first forward is over: have saved values leave, so that there is room for what comes behind it, of which nothing is
-        known."""
+        """After a first forward, move saved values so that there is memory for what follows, of which nothing is known."""
         counter = None if self._device is None else self._device.memory_counter()
         if counter is not None and (self._foresight is None or not self._foresight.is_whole):
             room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
@@ -332,4 +332,4 @@ class BudgetStage(RecordingStage):
         self.__dict__.pop("_planned_decider", None)  # it asks this, and so holds it
 
     def _note_plan(self) -> None:
-        """`Learning` remembers the plan."""
+        """Do nothing: `Learning` remembers the plan."""

@@ -1,4 +1,4 @@
-"""What `MemoryBudget` remembers under a tag from one iteration to the next."""
+"""`BudgetState`: what `MemoryBudget` remembers under a tag from one iteration to the next."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def regions_tag(tag: str) -> str:
-    """Return the tag under which calls of modules are planned for the steps of another."""
+    """Return the tag under which regions are planned for the steps of `tag`."""
     return f"{tag} (regions of MemoryBudget)"
 
 
 def copies_tag(tag: str) -> str:
-    """Return the tag under which it is known what leaves beside calls of modules that are recomputed."""
+    """Return the tag under which copies beside regions are planned for the steps of `tag`."""
     return f"{tag} (copies of MemoryBudget)"
 
 
 class BudgetState(RematState):
-    """What `MemoryBudget` remembers."""
+    """What `MemoryBudget` remembers under a tag."""
 
     name = "MemoryBudget"
 
@@ -40,39 +40,39 @@ class BudgetState(RematState):
         super().__init__(tag)
         self.learning = Learning(self.warn_once)
         self.budget_bytes: int | None = None
-        """As it was asked for last."""
+        """The last budget."""
         self.is_within_capacity = False
-        """Whether it was seen that the device has as much as the budget."""
+        """Whether the device was found to have as much memory as the budget."""
         self.coming = ComingStates(None)
-        """What an optimizer is still to make."""
+        """The states that an optimizer is still to make."""
         self.foreseen: StepTrace | None = None
-        """What the module that a context is attached to does, as seen without data ahead of its first call."""
+        """The trace of the attached module, made without data before its first call."""
         self._foresight: tuple[StepTrace | None, Foresight | None] = (None, None)
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
-        """What was asked for last."""
+        """The last arguments of the user."""
         self.shapes: Shapes | None = None
-        """What the module was called with last, if that is known."""
+        """The shapes of the module's last inputs, if they are known."""
         self.most_numel = 0
-        """So many elements at most it was given in steps in which all has fit."""
+        """The most input elements of a step in which everything fitted."""
         self.ways: Ways | None = None
-        """What chooses how steps keep to the budget; None where there is nothing to choose, or not yet."""
+        """Times the ways to keep to the budget; None if there is no choice, or not yet."""
         self.ways_for: tuple[Trace, Shapes | None] | None = None
-        """Which steps that is for, and what the module is called with in them. Others follow plans of their own."""
+        """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
         self.regions_tag: str | None = None
-        """Under which the calls of modules are planned, if the last forward was one in which they are recomputed."""
+        """The tag of the planned regions, if the last forward recomputed regions."""
         self.copies_tag: str | None = None
-        """The same of what leaves beside, if anything does."""
+        """The tag of the copies beside regions, if there were any."""
         self.before = 0, 0
-        """As the last forward began: how many backwards had ended, and how many steps had departed from their plan."""
+        """When the last forward began: the number of finished backwards, and of steps that deviated from their plan."""
         self.region_times: list[tuple[Event, Event]] = []
-        """When the last steps began and ended in which calls of modules were recomputed."""
+        """Start and end of the last steps that recomputed regions."""
         self.judged: tuple[Trace, Planned] | None = None
-        """What the last forward has followed, if what it takes is to be looked at."""
+        """The trace and plan of the last forward, if its peak is to be checked."""
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
-        """Return what steps will take that are not planned yet: as the first one has shown, or as a report foretells or a run
-        without data; None if there is neither."""
+        """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there
+        is none of these."""
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
@@ -86,7 +86,7 @@ class BudgetState(RematState):
 
     @property
     def counter(self) -> MemoryCounter | None:
-        """That of the device."""
+        """The device's counter of allocated bytes."""
         device = self.costs.device
         return None if device is None else device.memory_counter()
 

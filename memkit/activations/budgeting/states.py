@@ -1,4 +1,4 @@
-"""What optimizers keep on the device, and have not made yet."""
+"""Bytes of the states that optimizers have yet to make."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from memkit.storages import storage_bytes
 from memkit.torch_state import local_of
 
 UNKNOWN_STATE_BYTES = 8
-"""What is left free for each element of a trainable parameter where no optimizer is known: two states in float32, as those of
+"""Bytes left free for each element of a trainable parameter if no optimizer is known: two float32 states, as those of
 `torch.optim.AdamW`."""
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
-    """Return the bytes of the states that a step of an optimizer will make: of its parameters that have none yet.
+    """Return the bytes of the states that the next step of an optimizer will make, for its parameters that have none yet.
 
-    What it keeps is tried on one small parameter with its defaults. Where that fails, 8 bytes an element are counted. Of a
-    shard (`DTensor`) this rank's part counts. Of an optimizer with a `StateOffload` only what stays on the device counts: the
-    room for the rest is taken already.
+    The size is found by stepping an optimizer of the same class with its defaults on one small parameter. If that fails, 8
+    bytes per element are counted. Of a sharded parameter (`DTensor`), this rank's part counts. With a `StateOffload`, only
+    states that stay on the device count, since the memory for the others is already allocated.
 
     Args:
-        kind: the type of device on which they count, such as "cuda"; None for all.
+        kind: the type of device whose states count, such as "cuda"; None for all.
     """
     if optimizer in with_offloaded_states:
         return with_offloaded_states[optimizer]()
@@ -42,7 +42,7 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
 
 
 def _state_ratio(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
-    """Return how many bytes of state an optimizer keeps for each byte of a parameter."""
+    """Return the bytes of state that an optimizer keeps for each byte of a parameter."""
     parameter = nn.Parameter(torch.zeros(32, 32, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -57,27 +57,27 @@ def _state_ratio(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
 
 
 class ComingStates:
-    """The bytes of the states that an optimizer will make, and has not yet.
+    """The bytes of the states that an optimizer has yet to make.
 
     Args:
-        optimizer: the user's; None if it is not known: then it is in the parameters that one has stepped.
+        optimizer: the user's; None if it is not known. Then a change of the parameters tells that one has stepped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._num_bytes = dict[str | None, int]()
-        """By the type of device."""
+        """Bytes by type of device."""
         self._trained: list[tuple[weakref.ref[Tensor], int]] | None = None
-        """Two of the parameters, and how often each was written to when it was seen first: they are looked at ahead of each
-        forward until an optimizer has stepped, and not every loop has one."""
+        """Two of the parameters, each with its version when it was first seen. They are checked before each forward until an
+        optimizer has stepped; not every loop has one."""
         self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Tell whether it is that optimizer's."""
+        """Tell whether this is for the given optimizer."""
         return optimizer is (None if self.optimizer is None else self.optimizer())
 
     def note_trained(self, parameters: Iterable[Tensor]) -> None:
-        """A first forward has read these. Of those that are shards this rank's part is stepped."""
+        """Note the parameters that a first forward has read. Of sharded ones, this rank's part counts."""
         found = [parameter for parameter in parameters if parameter.requires_grad]
         if self.optimizer is not None or self._trained is not None or not found:
             return
@@ -91,7 +91,7 @@ class ComingStates:
         self._trained = [(weakref.ref(tensor), torch_private.version_of(tensor)) for tensor in watched.values()]
 
     def num_bytes(self, kind: str | None = None) -> int:
-        """Return the bytes on a type of device. Cheap once they have come: it is asked ahead of each forward."""
+        """Return the bytes on a type of device. Cheap once the states exist, since this is called before each forward."""
         self._is_over = self._is_over or self._have_come()
         if self._is_over:
             return 0
