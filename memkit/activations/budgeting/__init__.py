@@ -2,27 +2,27 @@
 
 A forward:
 
-- `opening`: begins each forward in the way that is in use
-- `stage`: what is done with each saved tensor while the step is learned
+- `opening`: begins each forward, in the way that was chosen
+- `stage`: what is done with each saved tensor while the step is still measured
 - `decider`: the action for each save: by the plan, or by the score
-- `schedule`: `Schedule`: a plan as what is due at each save and request
-- `planned_forward`: a recorded forward that follows one
-- `steady`: what of such a forward is known ahead, and need not be noted
-- `steady_stage`: what is done with each saved tensor then
+- `schedule`: `Schedule`: what a plan does at each save and request
+- `planned_forward`: a recorded forward that follows a schedule
+- `steady`: saves that are known ahead, and need no record
+- `steady_stage`: what is done with each saved tensor in such a step
 - `moves`: a plan without recomputes, as a schedule of `offloading/`
-- `ways`: which is fastest, measured: a plan of single ops, or regions, with copies or without
+- `ways`: times which is fastest: a plan of single ops, or regions, with copies or without
 - `inside`: `activation_memory_budget` of compiled blocks
 
 Learning:
 
 - `state`: what a tag remembers
-- `limits`: the budget, and what of it is left for a step
-- `states`: bytes of optimizer states that are still to be made
+- `limits`: the budget, and how much of it a step may allocate
+- `states`: bytes of optimizer states that have yet to be made
 - `meter`: measures a step: the allocator's peak at each op, and seconds
 - `metered`: a recorder that calls the meter at each op
-- `observed`: from a measured step to the trace that is planned from
-- `foresight`: what a step takes that was not measured yet
-- `learned`: what is known of one kind of step
-- `learning`: what is known of all kinds, and how plans have gone
+- `observed`: turns a measured step into the trace that is planned from
+- `foresight`: predicts the bytes of steps that have no plan yet
+- `learned`: measurements and plans of one kind of step
+- `learning`: those of all kinds, and how well plans predict
 - `searching`: looks for a plan, and says why there is none
 """

@@ -1,11 +1,12 @@
-"""What steps that follow a plan save, known ahead: of most of it nothing is noted, and where nothing is recomputed, no op is.
+"""What steps that follow a plan save is known ahead: most saves need no record, and if nothing is recomputed, no op is
+recorded.
 
-[Note: what a steady step leaves out] A plan goes by the ordinals of saves and requests. Once a step has followed it from its
-first save to its last, later ones are expected to save the same. A tensor that stays then needs no record: autograd is given
-an alias and the count of its writes, and no request of it is seen. What replays read of that is known by its handle, which
-whatever is made from it holds. What has records is found by its storage, as ever, so that a step which does something else is
-exact all the same: it is told apart by the shape of what it saves, by the number of a value that is recomputed, moves or is
-read, or at its end, and goes on without a plan.
+[Note: what a steady step leaves out] A plan refers to saves and requests by their ordinals. Once a step has followed it from
+the first save to the last, later steps are expected to save the same. A tensor that stays then needs no record: autograd gets
+an alias and its version, and requests of it are not seen. If replays read it, its handle is held by whatever is made from it.
+Values with records are still found by their storages, so a step that deviates is exact all the same. A deviation is noticed by
+the shape of a saved tensor, by the number of a value that is recomputed, moved or read, or at the end of the step; the step
+then goes on without a plan.
 """
 
 from __future__ import annotations
@@ -48,85 +49,85 @@ class SteadySave(NamedTuple):
     shape: torch.Size | None
     dtype: torch.dtype | None
     value: int
-    """The number of the value, `NO_VALUE` where it is none, or is the caller's."""
+    """The number of the value; `NO_VALUE` if it has none, or is the caller's."""
     ordinal: int
-    """Its place among the saves that count, -1 if it does not."""
+    """Its ordinal among the saves that count, -1 if it does not count."""
     has_record: bool
-    """Whether there is anything to do with the value, or replays read it and it does not count."""
+    """Whether the value is moved or dropped, or does not count and is read by replays."""
     is_read: bool
     """Whether it stays without a record, and replays read it."""
     is_due: bool
-    """Whether anything is to be done at this save, with other values."""
+    """Whether the schedule has something to do with other values at this save."""
 
 
 class Moves(NamedTuple):
-    """What leaves in a step in which nothing is recomputed, and when."""
+    """What moves in a step that recomputes nothing, and when."""
 
     schedule: Schedule
     trace: Trace
-    """Has the requests, until a backward asks for anything else."""
+    """The order of requests, until a backward deviates from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyStep:
-    """What a whole step has shown that has followed a plan."""
+    """What is known of the saves of steps that follow a plan."""
 
     planned: Planned
     saves: tuple[SteadySave, ...]
-    """All that its hooks were given, one after the other."""
+    """All tensors that its hooks were given, in order."""
     requests: tuple[int, ...]
-    """For each request of a value that has records, one after the other, its ordinal among all."""
+    """For each request of a value with a record, in order, its ordinal among all requests."""
     num_values: int
     moves: Moves | None
-    """What is followed with no op recorded, where nothing is recomputed."""
+    """What is followed without recording ops, if nothing is recomputed."""
     only_moves: bool
-    """Whether it is known only as far as no op is recorded: what compiled blocks save has no numbers that are known ahead."""
+    """Whether it is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
     figures: Mapping[str, Any]
-    """What it counts in all, but for what moves and what is recomputed."""
+    """Its totals for `memkit.stats`, without what moves or is recomputed."""
     ops: tuple[ExpectedOp, ...] = ()
-    """Empty if all are recorded that can run again."""
+    """The expected ops; empty if all ops that can run again are recorded."""
     known_s: tuple[float, ...] = ()
-    """What each op takes that is recorded."""
+    """Seconds of each recorded op."""
     calls: tuple[FunctionCall, ...] = ()
-    """The functions that run the ops; empty if the recorder is to be on all the time."""
+    """The functions that run the ops; empty if the recorder is on all the time."""
     sources: dict[int, MadeFrom] = field(default_factory=dict)
-    """For each dropped value, what it is made from: filled by the first step that goes so."""
+    """For each dropped value, what it is made from: filled in by the first steady step."""
 
 
 @dataclass(eq=False, slots=True)
 class StepNotes:
-    """Notes what a step saves that follows a plan.
+    """Notes what a step that follows a plan saves.
 
     Args:
         planned: the plan.
-        functions: what notes the functions that run the ops, if these may be followed.
+        functions: notes calls of functions, if later steps may follow these.
     """
 
     planned: Planned
     functions: FunctionNotes | None = None
     is_whole: bool = True
-    """Whether all was noted."""
+    """Whether everything was noted."""
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
-    """For each, its value, its place among those that count, and whether anything waits for it to be over."""
+    """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
     _capture: Capture = field(default_factory=Capture)
-    """The same, as those see it that follow a schedule."""
+    """The same saves, in the form that schedules of copies are made from."""
     _numbers: dict[int, int] = field(default_factory=dict)
-    """For each value that counts, how many were saved first before it."""
+    """For each value that counts, how many other values were saved before it."""
     _waits: bool = False
     _num_ahead: int = 0
-    """How many ops have run before the first save."""
+    """How many ops ran before the first save."""
     _counts_at: list[tuple[int, int]] = field(default_factory=list)
-    """Before each op, the number of the next value, and how many ops were recorded to run again."""
+    """Before each op, the number of the next value, and how many ops had been recorded."""
 
     def begin_op(self, recording: Recording) -> None:
-        """An op is about to run."""
+        """Called before each op."""
         self._counts_at.append((recording.num_values, len(recording.calls)))
 
     def note(self, tensor: Tensor, forward: PlannedForward, num_before: int) -> None:
-        """Note a tensor that was saved.
+        """Note a saved tensor.
 
         Args:
-            forward: what has taken it.
+            forward: the forward that has taken it.
             num_before: how many saves counted before it.
         """
         kind = type(tensor)
@@ -148,16 +149,16 @@ class StepNotes:
             self._capture.add(tensor, NO_VALUE, len(self._numbers), 0)
 
     def _value_of(self, tensor: Tensor, forward: PlannedForward) -> int:
-        """Return the number of a value that does not count, but may be read."""
+        """Return the number of a value that does not count but may be read."""
         value = forward.recording.find(tensor.untyped_storage())
         root = None if value is None else forward.recording.roots.get(value)
         return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
-        """Return what was noted, once the step is over; None if that is of no use.
+        """Return what was noted, once the step is over; None if it is of no use.
 
         Args:
-            trace: what the step has followed to its end.
+            trace: the trace that the step followed to its end.
             forward: what it has saved.
             kinds: what is known of ops.
         """
@@ -224,11 +225,11 @@ class StepNotes:
         ops_read: Collection[int],
         kinds: OpKinds,
     ) -> Iterator[ExpectedOp]:
-        """Return what is to be known of each op.
+        """Yield what is to be known of each op.
 
         Args:
-            recorded: those that are to be recorded.
-            ops_read: these, and all that are run again.
+            recorded: the ops that are to be recorded.
+            ops_read: these, and all others that replays run.
         """
         needed = {value for value, _, _ in self._saves} | self.planned.schedule.retained
         needed.update(*(lineage.ins[op] for op in ops_read))
@@ -253,8 +254,7 @@ class StepNotes:
                 yield ExpectedOp(func, is_skipped=False, first=first, made=made, ins=tuple(ins), roots=roots)
 
     def _recorded_ops(self, lineage: Lineage, overwritten: Collection[int]) -> set[int]:
-        """Return the ops that dropped values are made by, from what was saved before them and stays, or leaves; from roots; and
-        from what is held on purpose, which is seen when it is made."""
+        """Return the ops that make dropped values from saved values that are not dropped, from roots, and from anchors."""
         plan = self.planned.plan
         saved_at: dict[int, int] = {}
         for place, (value, _, _) in enumerate(self._saves):
@@ -281,14 +281,14 @@ class StepNotes:
 
 
 class SteadySaves:
-    """Takes what is saved in a context, for as long as that is what is expected: a saved-tensor hook.
+    """The pack hook of a steady step, for as long as tensors are saved as expected.
 
     Args:
         step: what is expected.
-        forward: the one that begins.
-        take_one: takes a tensor with which, or at which, something is to be done.
-        leave: called once, before a tensor that is not expected is taken.
-        take: the hook that takes all else.
+        forward: the forward that begins.
+        take_one: takes a tensor that is handled, or at which other values are.
+        leave: called once, before the first unexpected tensor is taken.
+        take: the hook for all other tensors.
     """
 
     def __init__(
@@ -300,22 +300,22 @@ class SteadySaves:
         take: Callable[[Tensor], Any],
     ) -> None:
         self.num_saves = 0
-        """How many have come as expected."""
+        """How many tensors were saved as expected."""
         self.is_on = True
         self._saves, self._forward = step.saves, forward
         self._device = forward.ledger.device
         self._notes = self._device.takes_notes
         self._take_one, self._leave, self._take = take_one, leave, take
         self.functions: QuietFunctions | None = None
-        """What follows the functions of the step, if anything does."""
+        """Follows the functions of the step, if they are known."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all came that were expected."""
+        """Whether all expected tensors were saved."""
         return self.num_saves == len(self._saves)
 
     def pack_between(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves where functions are followed: what is done here is none of the forward's."""
+        """Take a tensor that autograd saves, with the function mode off: ops that run here are not the forward's."""
         if self.functions is None or self.functions.is_inside:
             return self.pack(tensor)
         with torch_private.without_functions():
@@ -358,13 +358,13 @@ def _skipped_writer(
     outs: Sequence[int] | None,
     needed: Set[int],
 ) -> ExpectedOp | None:
-    """Return what is to be known of an op that writes and need not be recorded; None if it is to be.
+    """Return what is to be known of an op that writes and need not be recorded; None if it must be recorded.
 
     Args:
-        op: its number, if it can be run again.
-        numbers: those of the values that were new with it: roots that it has read, and what it has made.
-        outs: what it has made; None if it cannot be run again.
-        needed: what was saved, is held on purpose, or is read by what is recorded or run again.
+        op: its number, if it can run again.
+        numbers: the values that are new with it: roots that it reads, and values that it makes.
+        outs: the values that it makes; None if it cannot run again.
+        needed: the values that are saved, anchors, or read by ops that are recorded or run again.
     """
     if kind.is_in_place and _changes_shape(func):
         return None
@@ -387,10 +387,10 @@ def _skipped_writer(
 
 
 def _changes_shape(func: Any) -> bool:
-    """Tell whether an op that writes in place may give its tensor other bytes, or another shape."""
+    """Tell whether an op that writes in place may give its tensor another storage or another shape."""
     return torch.Tag.inplace_view in func.tags
 
 
 def _only_makes(kind: OpKind) -> bool:
-    """Tell whether an op of a kind makes new values, and changes nothing that others read."""
+    """Tell whether an op only makes new values."""
     return kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics)

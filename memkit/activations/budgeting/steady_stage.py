@@ -1,4 +1,5 @@
-"""What `MemoryBudget` does in a step that goes as an earlier one has gone by the same plan: see `steady`."""
+"""`SteadyStage`: what `MemoryBudget` does in a step that is expected to save what an earlier one with the same plan did: see
+`steady`."""
 
 from __future__ import annotations
 
@@ -33,29 +34,29 @@ if TYPE_CHECKING:
 
 
 class SteadyStage(BudgetStage):
-    """Goes by what is known of a step, if it is known, for as long as that is what comes: see `BudgetStage`."""
+    """Follows what is known of a step as long as it saves what is expected; then it does what `BudgetStage` does."""
 
     def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
         self._step: SteadyStep | None = None
-        """What is expected, for as long as it comes."""
+        """What is expected, as long as the step does not deviate."""
         self._steady: SteadySaves | None = None
-        """Takes what is saved, where ops are recorded."""
+        """Takes saved tensors, if ops are recorded."""
         self._scheduled: ScheduledForward | None = None
-        """Has what leaves, where none are."""
+        """Moves tensors, if no ops are recorded."""
         self._quiet: QuietFunctions | None = None
-        """Has the recorder off in functions in which nothing is recorded."""
+        """Turns the recorder off in functions without recorded ops."""
         self._due: SteadySave | None = None
-        """What is expected of the tensor that is just taken."""
+        """What is expected of the tensor that is being taken."""
         self._is_noted = self.is_recording = True
-        """Whether all that was saved by now was noted, and whether ops are recorded."""
+        """Whether all saves so far were noted, and whether ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
         super().__init__(state, options, limits)
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a hook that takes the tensors of a step that is known.
+        """Return the pack hook for a step that is known.
 
         Args:
-            take: the hook that takes all others.
+            take: the hook for all other tensors.
         """
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
@@ -86,7 +87,7 @@ class SteadyStage(BudgetStage):
         return self._steady.pack
 
     def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
-        """Return what has all that leaves in a step in which nothing is recomputed; None if it is not to be had now."""
+        """Return what moves tensors in a step that recomputes nothing; None if this is not possible now."""
         state, window = self._state, forward.window
         with state.lock:
             if window.is_broken:
@@ -132,8 +133,8 @@ class SteadyStage(BudgetStage):
                 self._due = None
 
     def _take_known(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return the handle of a tensor with which is done what the plan says; None if it is another value than is expected,
-        or may be, or the user has a word in it: then it is looked at as any other."""
+        """Return the handle of a tensor after doing what the plan says; None if it may be another value than expected, or has a
+        mark of the user's. Then it is taken as any other tensor."""
         recording, expected, step, value = forward.recording, forward.recording.expected, self._step, save.value
         if step is None or expected is None or save.ordinal < 0 or forward.marks or forward.window.is_broken:
             return None
@@ -167,8 +168,8 @@ class SteadyStage(BudgetStage):
         return handle
 
     def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return what autograd is given of a tensor that stays, once that is done which is due with other values; None if
-        replays are to read it, and it is another value than is expected, or may be."""
+        """Return the handle of a tensor that stays, after doing what is due with other values; None if replays are to read it
+        and it may be another value than expected."""
         version, device, handle = torch_private.version_of(tensor), forward.ledger.device, None
         if save.is_read:
             if not is_range_of_bytes(tensor):
@@ -197,7 +198,7 @@ class SteadyStage(BudgetStage):
     # What is not
 
     def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Take a tensor that the schedule does not have."""
+        """Take a tensor that the schedule doesn't have."""
         if self._step is not None and torch_private.backward_task() == -1:
             if self._is_complete and self._scheduled is not None and self._scheduled.has_backward:
                 with self._lock:
@@ -208,13 +209,13 @@ class SteadyStage(BudgetStage):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether all that is expected has come."""
+        """Whether everything expected was saved."""
         if self._scheduled is not None:
             return self._scheduled.is_complete
         return self._steady is not None and self._steady.is_complete
 
     def _leave(self) -> None:
-        """Something else is saved than was expected: go on without a plan, and record what comes."""
+        """Go on without a plan and record, since something unexpected was saved."""
         steady, scheduled, forward = self._steady, self._scheduled, self._opened
         if steady is not None:
             steady.is_on = False
@@ -254,13 +255,13 @@ class SteadyStage(BudgetStage):
             return KeptHandle(tensor) if has_room else self._move(forward, tensor)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        """Tell whether to move a tensor frees anything, of which no op was recorded."""
+        """Tell whether moving a tensor whose ops were not recorded frees any memory."""
         is_here = type(tensor) is Tensor and tensor.device == self._torch_device and is_range_of_bytes(tensor)
         return is_here and tensor.untyped_storage().nbytes() >= self._min_bytes and not is_from_leaf(tensor)
 
     def _record(self) -> None:
-        """Record ops from here on, unless a mode was entered since that is to be left first, or something may be compiled, for
-        which one is to be ready ahead of its call."""
+        """Record ops from here on, unless a dispatch mode was entered since that must be left first, or something may be
+        compiled, before which the recorder must be on."""
         if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()

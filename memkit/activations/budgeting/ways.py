@@ -1,4 +1,4 @@
-"""`Ways`: times, for `MemoryBudget`, whether a plan of single ops and copies is fastest, or regions (which cost the host next
+"""`Ways`: times which way to keep to a budget is fastest: a plan of single ops and copies, or regions (which cost the host next
 to nothing), with copies or without."""
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 _MISSES = 1.02
-"""By so much what steps take may be missed: where no choice keeps to the budget, one that nearly does shows what it takes."""
+"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried, to see what it takes."""
 _NUM_COUNTED = 3
-"""So many steps of each way count, the fastest of them."""
+"""How many steps of each way are timed; the fastest counts."""
 _MOST_STEPS = 36
-"""So many steps may pass until it is known what a way takes in which calls of modules are recomputed; else it is given up."""
+"""A way with regions is given up after this many steps without a result."""
 _MOST_CHANGES = 3
-"""So often what saved values may take is set anew, by what a step took."""
+"""How often the limit of a way is adjusted to what its steps take."""
 _NUM_NOTED = 3
-"""So many steps it takes until what leaves follows a schedule: twice it begins as an earlier one, and once it is looked at."""
+"""How many steps it takes until copies follow a schedule: two to see that steps are alike, one that is noted."""
 _MOSTLY = 0.9
-"""A counter that tells less than so much of what saved values may take does not count them."""
+"""A peak below this fraction of what saved values should take shows that the counter doesn't count them."""
 _SLACK = 0.03
-"""So much of what is allowed may be left unused."""
+"""The fraction of the allowed bytes that may stay unused."""
 _MOST_MORE = 0.05
-"""By so much of what is allowed the limit is raised at once where copies leave: late in the backward little is away."""
+"""With copies, the limit is raised by at most this fraction of the allowed bytes at once: late in the backward few values are
+away."""
 _OF_CAPACITY = 0.95
-"""So much of what the process can have it can use: some is in pieces too small."""
+"""The fraction of the device's memory that is usable despite fragmentation."""
 _MOST_LESS = 0.1
-"""By so much of itself it is lowered at once, after the choice."""
+"""After the choice, the limit is lowered by at most this fraction of itself at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,26 +48,25 @@ class _Try:
 
     way: Way
     limit_bytes: int = 0
-    """What saved values may take where calls of modules are recomputed."""
+    """The most bytes that saved values may take, with regions."""
     pairs: list[tuple[Event, Event]] = field(default_factory=list)
-    """When steps that count began and ended."""
+    """Start and end of the steps that count."""
     num_steps: int = 0
     num_changes: int = 0
-    """How often the limit was set anew, or lowered where no copies leave; it is counted anew from the choice on."""
+    """How often the limit was adjusted, without raises where nothing moves; counted anew after the choice."""
     too_much_bytes: float = math.inf
-    """With so many bytes of saved values a step has taken more than it may: the limit is not raised to that again."""
+    """The smallest limit whose step exceeded the allowed bytes: the limit stays below it."""
     num_ahead: int = 0
-    """How many whole steps with the same limit are yet to come before one counts."""
+    """How many more complete steps with the same limit must pass before one counts."""
 
 
 class Ways:
-    """Times steps of each way, from one entry to the next, on the device's own clock.
+    """Times steps of each way by the device's events, from one entry to the next, and chooses the fastest.
 
     Args:
-        allowed_bytes: what a step may take on the device.
-        limit_bytes: what saved values may take on the device where calls of modules are recomputed, as a first guess; None if
-            that alone is not to be tried.
-        moving: what may leave beside; None if that is not to be tried.
+        allowed_bytes: the most bytes that a step may take on the device.
+        limit_bytes: first guess of the most bytes that saved values may take with regions alone; None not to try this way.
+        moving: what to move beside regions; None not to try this way.
     """
 
     def __init__(self, allowed_bytes: int, limit_bytes: int | None, *, moving: Moving | None = None) -> None:
@@ -78,13 +78,13 @@ class Ways:
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, moving.limit_bytes, num_ahead=_NUM_NOTED))
         self.last_peak_bytes: int | None = None
-        """What the last whole step has taken in which calls of modules were recomputed."""
+        """The peak of the last complete step with regions."""
         self._besides: dict[tuple[Way, int], int] = {}
-        """By way and limit, the most that was not planned to be taken by saved values."""
+        """By way and limit, the largest difference between a peak and the planned bytes of saved values."""
         self._beside: int | None = None
-        """The same of the last step that tells."""
+        """The same difference in the last step that was measured."""
         self.fastest_s: Mapping[Way, float] = {}
-        """What the fastest step of each way has taken, once one was chosen."""
+        """Seconds of the fastest step of each way; empty before the choice."""
         self._place = 0
         self._is_decided = False
         self._begun: Event | None = None
@@ -96,17 +96,17 @@ class Ways:
 
     @property
     def way(self) -> Way:
-        """That of the next step."""
+        """The way of the next step."""
         return self._now.way
 
     @property
     def limit_bytes(self) -> int:
-        """What saved values may take where calls of modules are recomputed, those that leave with them."""
+        """The most bytes that saved values may take with regions, including those that move."""
         return self._now.limit_bytes
 
     @property
     def ratio(self) -> float:
-        """The share of what is not dropped that leaves."""
+        """The share of the values not dropped that moves."""
         moving = self._moving
         if moving is None or self.way is not Way.REGIONS_AND_COPIES:
             return 0.0
@@ -115,28 +115,27 @@ class Ways:
 
     @property
     def window_bytes(self) -> int:
-        """What the device may hold at a time of what leaves."""
+        """The most bytes of moving values that may be on the device."""
         return 0 if self._moving is None else self._moving.window_bytes
 
     @property
     def begun(self) -> Event | None:
-        """When the step has begun that goes on; None if it goes none of the ways."""
+        """When the current step began; None if it goes none of the ways."""
         return self._begun
 
     @property
     def is_decided(self) -> bool:
-        """Whether one of the ways was chosen."""
+        """Whether a way was chosen."""
         return self._is_decided
 
     def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, planned_bytes: int | None = None) -> None:
-        """A context is entered again.
+        """Note that a context is entered again.
 
         Args:
-            now: the moment.
-            peak_bytes: what was there at most since the last entry; None if that is not known.
-            planned_bytes: what saved values were planned to take where calls of modules are recomputed: less than the limit, by
-                as much as one call makes a difference.
-            was_whole: whether the last step went to its end as it has begun. Others say nothing of their way.
+            now: recorded at the entry.
+            peak_bytes: the peak since the last entry; None if it is not known.
+            planned_bytes: planned bytes of saved values with regions: up to one region less than the limit.
+            was_whole: whether the last step ended and did not deviate. Otherwise it doesn't count.
         """
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self._begun is not None and self._is_steady and was_whole:
@@ -153,11 +152,10 @@ class Ways:
             self._decide()
 
     def predicted_bytes(self, planned_bytes: int) -> int | None:
-        """Return what a step is to take at its peak in which calls of modules are recomputed, by what others have shown; None
-        if there was none.
+        """Return the predicted peak of a step with regions, from earlier ones; None if there was none.
 
         Args:
-            planned_bytes: what saved values are planned to take.
+            planned_bytes: planned bytes of saved values.
         """
         if self._beside is None:
             return None
@@ -171,11 +169,11 @@ class Ways:
         self.last_peak_bytes = peak_bytes
 
     def skip_step(self) -> None:
-        """A step goes none of the ways: nothing is known of the time from one entry to the next."""
+        """Note that a step goes none of the ways, so that the time until the next entry doesn't count."""
         self._begun, self._is_steady = None, False
 
     def give_up(self) -> None:
-        """Steps do not come to go this way, whatever is planned for them."""
+        """Give up the current way, since steps cannot go by it or cannot keep to the budget."""
         self._now.pairs.clear()
         if self._is_decided or self._place == len(self._tries) - 1:
             self._choose()
@@ -183,7 +181,7 @@ class Ways:
             self._go_on()
 
     def count_step(self) -> None:
-        """Nothing is recorded in the step that has begun, as in later ones."""
+        """Note that the current step records nothing, as later ones will, so that it counts."""
         self._is_steady = True
 
     def _note(self, begun: Event, ended: Event, peak_bytes: int | None) -> None:
@@ -205,7 +203,7 @@ class Ways:
             now.pairs.append((begun, ended))
 
     def _change(self, by_bytes: int) -> bool:
-        """Let saved values take more, or less; tell whether they may."""
+        """Raise or lower the limit; tell whether it was changed."""
         now = self._now
         if by_bytes > 0:
             if now.way is Way.REGIONS_AND_COPIES:
@@ -222,14 +220,14 @@ class Ways:
         return True
 
     def _lower(self, by_bytes: int) -> None:
-        """A step has taken more than it may, in the way that was chosen."""
+        """Lower the limit of the chosen way, since a step exceeded the allowed bytes."""
         now = self._now
         if now.num_changes < _MOST_CHANGES:
             now.num_changes += 1
             now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
-        """Go on with the next way once enough is known of this one; after the last, choose."""
+        """Go on to the next way once enough is known of this one; after the last, choose."""
         now, is_last = self._now, self._place == len(self._tries) - 1
         now.num_steps += now.way is not Way.OPS
         if now.num_steps > _MOST_STEPS:
@@ -247,7 +245,7 @@ class Ways:
             self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
     def _choose(self) -> None:
-        """The fastest step of each way says which it is; single ops where nothing does."""
+        """Choose the way with the fastest step; single ops if no step was timed."""
         fastest_s = [
             min((begun.elapsed_s(ended) for begun, ended in tried.pairs if ended.is_reached()), default=math.inf)
             for tried in self._tries
@@ -269,17 +267,17 @@ def ways_within(
     bytes_per_s: float | None,
     counter: MemoryCounter | None,
 ) -> Ways | None:
-    """Return what chooses between the ways of a step; None where no choice of calls keeps to what the step may take, or nearly
-    does: then what its first steps take tells, which may be a little more.
+    """Return what times the ways of a step; None if no choice of regions keeps to the budget or nearly does. What nearly does
+    is tried, and its first steps may exceed the budget a little.
 
     Args:
         problem: the step.
-        choices: which calls of modules may be recomputed, the quickest choice first.
-        allowed_bytes: what the step may take on the device.
-        headroom_bytes: so much more it may take where no choice fits without that and without copies.
-        bytes_per_s: of the link, both ways at once; None if that is not known.
-        counter: the device's, if it has one. Until copies beside calls follow a schedule, a step may take as much more as is to
-            leave: they are not tried where that would not fit.
+        choices: choices of regions, the quickest first.
+        allowed_bytes: the most bytes that the step may take on the device.
+        headroom_bytes: bytes that it may take on top if no choice fits otherwise without copies.
+        bytes_per_s: bandwidth of the link with copies in both directions; None if it is not known.
+        counter: the device's counter of allocated bytes, if it has one. Until copies beside regions follow a schedule, a step
+            may take all bytes that are to move on top: they are not tried where that would not fit.
     """
     limit_bytes = fit_regions(problem, choices, allowed_bytes)
     if limit_bytes is None:

@@ -1,4 +1,5 @@
-"""Values that autograd did not save, and that a plan holds because others are made from them: records as any other."""
+"""`Anchors`: values that autograd did not save and that a plan holds, because others are recomputed from them. They have
+records like saved values."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ _NO_NODE = -1
 
 
 class Anchors:
-    """The anchors of one forward. Their handles are held here, where those of a saved tensor are held by the graph.
+    """The anchors of one forward. Their handles are held here, as those of saved tensors are held by the graph.
 
     Args:
-        window: where their records are.
+        window: the window that holds their records.
     """
 
     def __init__(self, window: OffloadWindow) -> None:
         self._window = window
         self._handles: dict[int, Handle] = {}
         self._known: dict[int, weakref.ref[Handle]] = {}
-        """Those that were let go of as well: what is made from them may hold them."""
+        """Handles, including released ones, which values recomputed from them may still hold."""
 
     @property
     def last(self) -> int:
@@ -58,14 +59,14 @@ class Anchors:
         self._handles.pop(value, None)
 
     def handle(self, value: int) -> Handle | None:
-        """Return the handle of a value that is held and was not written to."""
+        """Return the handle of a value that is held and was not written to, else None."""
         handle, known = self._handles.get(value), self._known.get(value)
         if handle is None and known is not None:
             handle = known()
         return handle if handle is not None and (handle.version is None or handle.is_unchanged()) else None
 
     def find(self, value: int) -> torch.UntypedStorage | None:
-        """Return a storage with the bytes of such a value, to be read by work on the current stream."""
+        """Return a storage with the bytes of a held value, for reads by work on the current stream; None if there is none."""
         handle = self.handle(value)
         if handle is None:
             return None

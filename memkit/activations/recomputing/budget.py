@@ -1,4 +1,4 @@
-"""The decider of `Rematerialize`: what is dropped to keep to a budget, by a plan, or by the score as the forward goes."""
+"""The decider of `Rematerialize`: what is dropped to keep to a budget, by a plan, or by the score during the forward."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from memkit.activations.saved.state import RematState
 
 NO_BUDGET = sys.maxsize
-"""What is held to no budget: only what the user asks for is dropped."""
+"""Stands for no budget: only values that the user marks are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RematOptions:
-    """What was asked for: see `Rematerialize`."""
+    """The user's arguments: see `Rematerialize`."""
 
     budget: int | float
     policy: str
@@ -38,38 +38,38 @@ class RematOptions:
     verify: bool
     device: Device | None = field(compare=False)
     kinds: OpKinds
-    """What is known of ops, the user's word included."""
+    """What is known of ops, with the user's `pure_ops`."""
 
     def is_like(self, other: RematOptions) -> bool:
-        """Tell whether the same was asked for, of the same device."""
+        """Tell whether the arguments and the device are the same."""
         here, there = self.device, other.device
         is_there = here is there or (here is not None and there is not None and here.torch_device == there.torch_device)
         return is_there and self == other and self.keeps_all == other.keeps_all
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all stays: the whole share, and not one byte."""
+        """Whether the budget is the share 1.0, so that nothing is dropped."""
         return isinstance(self.budget, float) and self.budget == 1
 
     @property
     def may_settle(self) -> bool:
-        """Whether ops need not be recorded for ever, once a plan is known."""
+        """Whether later steps need not be recorded, once a plan is known."""
         return self.policy == "plan" and self.plan is None and not self.verify and self.budget != NO_BUDGET
 
     @property
     def may_drop(self) -> bool:
-        """Whether anything may be dropped without a word of the user's."""
+        """Whether values may be dropped that the user didn't mark."""
         return not self.keeps_all and self.budget != NO_BUDGET
 
 
 def marks_alone(min_bytes: int, device: Device | None) -> RematOptions:
-    """Return what drops nothing but what the user asks for."""
+    """Return options by which only values that the user marks are dropped."""
     no_plan = "dtr"  # a plan would also drop what others bring along, as that takes no time
     return recorded_alone(min_bytes, device, op_kinds(), policy=no_plan)
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    """Return what has all steps recorded, and holds them to no budget of its own."""
+    """Return options by which all steps are recorded, without a budget."""
     return RematOptions(
         budget=NO_BUDGET,
         policy=policy,
@@ -84,20 +84,21 @@ def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, pol
 
 
 class BudgetDecider(Decider):
-    """Says for each save of one forward whether it is dropped at once.
+    """Decides for each save of one forward whether it is dropped at once.
 
     Args:
-        options: what was asked for.
-        traces: those of the tag.
-        counts: what is asked for, and how far it was kept to, is noted there.
-        last: what the last forward under the tag has counted.
-        warn: tells the user once: of what, and how.
-        raises: whether to raise instead where the budget cannot be kept to.
-        with_regions: returns what later steps need where plans of single ops do not keep to it, by a trace and the least that
-            those need: see `Settling`. If that fits, nobody is told of the steps until then. By default there is no such step.
+        options: the user's arguments.
+        traces: the traces of the tag.
+        counts: the counters of the iteration: the budget, and how far it was kept, are noted there.
+        last: the counters of the last iteration under the tag.
+        warn: warns the user once for each kind: called with the kind and the message.
+        raises: whether to raise if the budget can't be kept.
+        with_regions: returns the bytes that later steps need with regions, for a trace and the plan of single ops with the
+            fewest bytes: see `Settling`. If that fits the budget, no warning is given in the meantime. By default there are no
+            regions.
 
     Raises:
-        BudgetInfeasible: so it is.
+        BudgetInfeasible: the budget can't be kept, with `raises`.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class BudgetDecider(Decider):
     ) -> None:
         super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
         self.plan: Plan | None = None
-        """The plan that is followed, None where the score decides."""
+        """The plan that is followed; None if the score decides."""
         self._actions: dict[int, Action] = {}
         self._options = options
         self._counts = counts
@@ -146,7 +147,7 @@ class BudgetDecider(Decider):
             self._set_limit()
 
     def _budget_of(self, trace: Trace | None) -> float:
-        """Return the budget in bytes, as far as it is known: a share is one of what is saved in all."""
+        """Return the budget in bytes, as far as it is known: a share is one of all saved bytes."""
         budget = self._options.budget
         if isinstance(budget, int):
             return budget
@@ -199,7 +200,8 @@ class BudgetDecider(Decider):
             return least
 
     def _judge(self, last: Counts, *, raises: bool) -> None:
-        """Tell if the score alone has not kept to the budget in the last iteration. What is planned by now is not judged."""
+        """Warn, or raise, if the score didn't keep to the budget in the last iteration. Iterations that are planned by now
+        don't count."""
         is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
         if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
             return
@@ -217,25 +219,24 @@ class BudgetDecider(Decider):
 
 
 class Settling(Protocol):
-    """Sees when steps need not be recorded any more."""
+    """Decides when steps need not be recorded any more."""
 
     def settle(
         self, state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool
     ) -> None:
-        """Note what the next steps are to do, now that one was recorded to its end.
+        """Decide what the next steps do, after one was recorded to its end.
 
         Args:
-            state: what is known under the tag; its counts are those of the step.
-            options: what was asked for.
-            decider: what has said what to drop.
-            sizes: what was saved, if that was added up.
-            is_timed: whether its ops were timed, each by itself, which takes time.
+            state: the state of the tag; its counts are those of the step.
+            options: the user's arguments.
+            decider: the decider of the step.
+            sizes: bytes of all saves, if they were added up.
+            is_timed: whether each op was timed by itself, which takes time.
         """
 
     def with_regions(self, state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
-        """Return how many bytes steps like a trace take once calls of modules are recomputed as a whole, as far as is known by
-        now; None if they are not to be.
+        """Return the bytes of steps like a trace with regions, as far as they are known; None if there are to be no regions.
 
         Args:
-            least: the plan of single ops that takes the fewest bytes.
+            least: the plan of single ops with the fewest bytes.
         """

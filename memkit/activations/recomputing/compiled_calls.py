@@ -1,7 +1,7 @@
-"""Compiled modules in a forward that is recorded: each runs compiled, as one step that is not recorded and not recomputed.
+"""Compiled modules in a recorded forward: each runs compiled, as one step that is not recorded and not recomputed.
 
-Dynamo compiles nothing while a dispatch mode is on, and what it has compiled before hides what it writes from one. So the
-recorder and its hooks are off while a compiled module runs. What that saves, and what it returns, are roots of the recording.
+Dynamo compiles nothing while a dispatch mode is on, and code that it compiled before hides its writes from the mode. So the
+recorder and its hooks are off while a compiled module runs. What the module saves and returns become roots of the recording.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
 _COMPILED = "a compiled module"
-"""What is in the sequence of the ops of a forward where one runs."""
+"""Stands for a compiled module in the sequence of a forward's ops."""
 _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
 class CompiledCalls:
-    """Finds the compiled modules that a thread runs, and has the recorder off while each of them runs.
+    """Finds the compiled modules that a thread runs, and turns the recorder off while each of them runs.
 
-    They are found in the modules that are called first, from outside of all others: by a global hook, which is off as long as
-    one of these runs.
+    They are looked for in each outermost module that is called, by a global hook. The hook is off while that module runs.
 
     Args:
-        title: what the user calls the context.
-        recorder, trail: what must be off.
+        title: the class of the context, for users.
+        recorder, trail: what is turned off.
     """
 
     def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
@@ -55,16 +54,17 @@ class CompiledCalls:
         self._finding, self._outermost, self._around = HookSet(), HookSet(), HookSet()
         self._found = set[nn.Module]()
         self._given: set[int] | None = None
-        """While a compiled module runs: storages that were there before, by their keys."""
+        """While a compiled module runs: the keys of the storages that existed before."""
         self.setting: Callable[[nn.Module, Any, Any, Collection[nn.Module]], AbstractContextManager[object]] | None = None
-        """Returns a context for the call of one with these arguments, beside all that were found; None if there is none."""
+        """Returns a context for the call of a module with these arguments, given all compiled modules that were found; None for
+        no context."""
         self.is_on = False
 
     def begin(self, model: nn.Module | None) -> None:
-        """Look for them, if there may be any.
+        """Look for compiled modules, if there may be any.
 
         Args:
-            model: in which they are, if that is known.
+            model: the module that they are in, if it is known.
 
         Raises:
             RuntimeError: the model is compiled as a whole.
@@ -81,7 +81,7 @@ class CompiledCalls:
         self._finding.around_all_forwards(before=self._before, after=_nothing)
 
     def end(self) -> None:
-        """Take all hooks off; may be called again."""
+        """Remove all hooks; may be called again."""
         self.is_on, self.setting = False, None
         self._finding.remove()
         self._outermost.remove()
@@ -91,7 +91,7 @@ class CompiledCalls:
     # Which there are
 
     def _before(self, module: nn.Module, *_: Any) -> None:
-        """A module is called from outside of all others."""
+        """Called before the forward of an outermost module."""
         if threading.get_ident() != self._thread or isinstance(module, torch.jit.ScriptModule):
             return
         self._stand_around(module)
@@ -99,7 +99,7 @@ class CompiledCalls:
         self._outermost.around_forward(module, before=_nothing, after=self._after)
 
     def _stand_around(self, model: nn.Module) -> None:
-        """Run the compiled modules in a model from now on."""
+        """Intercept the calls of the compiled modules in a model from now on."""
         if is_compiled(model):
             raise RuntimeError(self._refusal(f"{type(model).__name__}, which is compiled as a whole, was called"))
         found = list(compiled_in(model))
@@ -155,10 +155,11 @@ class CompiledCalls:
         return self.setting(module, args, kwargs, self._found)
 
     def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what runs a compiled module, and note how long that takes if ops are timed: unless it is compiled meanwhile.
+        """Call the code of a compiled module, and note the seconds that it takes if ops are timed, unless it is compiled in
+        this call.
 
         Args:
-            place: of the call among those that are noted.
+            place: the index of the call among the noted ones.
         """
         recording = self._recorder.recording
         if not recording.is_timed or place < 0:
@@ -172,7 +173,8 @@ class CompiledCalls:
         return results
 
     def _note(self, written: list[Tensor], results: Any) -> None:
-        """Note what a compiled module has written to, too late to copy what was there, and what it has returned."""
+        """Note which tensors a compiled module has written to, too late to copy their old contents, and what it has
+        returned."""
         recording = self._recorder.recording
         recording.funcs.append(_COMPILED)
         for tensor in written:
@@ -187,18 +189,18 @@ class CompiledCalls:
     # What it saves
 
     def has_made(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether a storage that is saved, and that was not seen before, was made by a compiled module that runs."""
+        """Tell whether a saved storage that was not seen before was made by a compiled module that is running."""
         return self._given is not None and torch_private.storage_address(storage) not in self._given
 
     def add_made(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        """Return the value of one that was."""
+        """Return a number for a value made by a compiled module."""
         recording = self._recorder.recording
         value = recording.add_root(tensor, storage, is_inside=True)
         recording.why_kept[value] = _WHY_KEPT
         return value
 
     def check_save(self) -> None:
-        """See that what is saved is not saved by compiled code that was not found. To be called from within a pack hook.
+        """Check, in a pack hook, that the tensor isn't saved by compiled code that was not found.
 
         Raises:
             RuntimeError: it is.
@@ -224,7 +226,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _by_storage(found: list[Any]) -> dict[int, Tensor]:
-    """Return tensors by the keys of their storages; those that are no range of bytes are left out."""
+    """Return tensors by the keys of their storages, without those that are no range of bytes."""
     return {torch_private.storage_address(tensor.untyped_storage()): tensor for tensor in found if _is_plain(tensor)}
 
 

@@ -1,4 +1,4 @@
-"""Says for each save of one recorded forward what is done with it: what deciders of all kinds have in common."""
+"""The base class of deciders, which say what is done with each save of a recorded forward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Decider(ABC):
-    """Says for each save of one forward what is done with it at once.
+    """Decides for each save of one forward what is done with it at once.
 
     Args:
-        follower: how the forward goes along those that are known.
+        follower: tells which known forwards this one is like so far.
     """
 
     limit_bytes: float = math.inf
-    """What saved values and replays may take on the device."""
+    """The most bytes that saved values and replays may take on the device."""
 
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
@@ -28,16 +28,16 @@ class Decider(ABC):
     @property
     @abstractmethod
     def follows_plan(self) -> bool:
-        """Whether a plan is followed, or else the score decides."""
+        """Whether a plan is followed; otherwise the score decides."""
 
     @property
     @abstractmethod
     def retained(self) -> Collection[int]:
-        """Values that autograd does not save, and that the plan needs."""
+        """Values that autograd does not save, and that the plan holds."""
 
     @property
     def known_s(self) -> Sequence[float]:
-        """What each op takes, as far as the forward that is followed has told."""
+        """Seconds of each op, as measured in the forward that is followed."""
         trace = self.follower.trace
         return () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
 
@@ -48,7 +48,7 @@ class Decider(ABC):
         return 0 if trace is None or trace.ops is None else trace.ops.num_seen
 
     def note(self, key: SaveKey, funcs: list[object]) -> bool:
-        """Take note of a save; tell whether that has changed the plan."""
+        """Note a save; return whether that has changed the plan."""
         trace = self.follower.trace
         self.follower.note(key, funcs)
         if self.follower.trace is trace:
@@ -58,17 +58,16 @@ class Decider(ABC):
 
     @abstractmethod
     def _change_plan(self) -> None:
-        """Another forward is followed than before."""
+        """Called when another forward is followed than before."""
 
     @abstractmethod
     def action(self, value: int, held_bytes: int) -> Action | None:
-        """Return what is done with a value as soon as it is saved; None where this decider has no reason to do anything: it
-        stays as far as this context goes, until room is short.
+        """Return what is done with a value as soon as it is saved; None to keep it until the limit is exceeded.
 
         Args:
-            held_bytes: what would be held with it, if there is a context outside that takes what is not dropped.
+            held_bytes: bytes that would be held with it, if a context outside takes what is not dropped.
         """
 
     @abstractmethod
     def grow(self) -> None:
-        """What is saved has grown, and with it perhaps the limit."""
+        """Called when the saved bytes have grown, and perhaps the limit."""

@@ -1,4 +1,4 @@
-"""What is known of steps whose saved values are recomputed, as figures for `memkit.stats`."""
+"""Figures for `memkit.stats` of steps that recompute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memkit.recording.cost import recording_cost_s
 
 
 def remat_figures(tag: str) -> dict[str, Any] | None:
-    """Return what is known under a tag, by the fields of `SavedTensorStats`."""
+    """Return the figures of a tag, by the fields of `SavedTensorStats`; None if there are none."""
     state = remat_states.get(tag)
     if state is None:
         return None

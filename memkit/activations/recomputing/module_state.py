@@ -1,7 +1,7 @@
-"""What a module's forward reads and writes of its own: parameters, buffers, whether it trains. A recompute must see what the
-forward saw, and leave all as it is.
+"""What a module's forward reads and writes of the module itself: parameters, buffers, training mode. A recompute must see what
+the forward saw, and leave everything unchanged.
 
-Nothing is written to a buffer that the module has: others are put in their places while the forward is run again.
+A recompute writes to no buffer of the module: copies take their places while the forward runs again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from memkit.sequentials import SequentialSpan
 from memkit.torch_state import has_gathered
 
 UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""What trains updates its buffers, and makes the same whatever is in them."""
+"""Modules that update their buffers in training mode without reading them for the output."""
 
 NORMS = (*UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""What updates its buffers, perhaps unnoticed by their version counters."""
+"""Modules that update their buffers, possibly without raising version counters."""
 
 training_flag = attrgetter("training")
 _name_in = itemgetter(1)
@@ -37,15 +37,15 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 """The types of attributes that are noted."""
 NOT_PLAIN = object()
 _OF_ALL = frozenset(vars(nn.Module()))
-"""What every module has."""
+"""The attributes that every module has."""
 
 
 Statistics = list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor]]
-"""The buffers of batch norms that do not train: where each is, its name, itself, its version, and a clone."""
+"""The buffers of batch norms in evaluation mode: the dict that each is in, its name, the buffer, its version, and a clone."""
 
 
 class Noted:
-    """What one forward has found, and what it has written."""
+    """What was found at one forward, and what it wrote."""
 
     __slots__ = (
         "attributes",
@@ -63,41 +63,43 @@ class Noted:
     )
 
     attributes: tuple[Any, ...]
-    """The plain attributes of the parts; `NOT_PLAIN` for what is something else by now."""
+    """The plain attributes of the submodules; `NOT_PLAIN` for one that has another type by now."""
     flags: tuple[bool, ...]
-    """Which parts train."""
+    """The training flag of each submodule."""
     parameters: tuple[int, ...]
-    """What `ModuleState.parameter_facts` said of the parameters."""
+    """What `ModuleState.parameter_facts` returned for the parameters."""
     storages: tuple[torch.UntypedStorage, ...]
-    """Those of the parameters, held so that no others may begin where they do."""
+    """The storages of the parameters, held so that no other storage gets their addresses."""
     statistics: Statistics | tuple[()]
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
-    """Of buffers that the forward may write to: what was in them."""
+    """Clones of the buffers that the forward may write to, from before it."""
     is_known: bool
-    """Whether it was known which these are."""
+    """Whether it was known which buffers these are."""
     small: dict[int, Tensor]
-    """Of small ones that it is expected to read alone: what was in them, for the recompute, in case it writes unseen."""
+    """Clones of small buffers that the forward is expected only to read, for the recompute in case it writes to them."""
     written: frozenset[int]
-    """Which buffers it has written to or replaced."""
+    """Which buffers the forward has written to or replaced."""
     lost: int
-    """A buffer that it has written to, and of which there is no clone; -1 if none."""
+    """A buffer that the forward has written to and that was not cloned; -1 if there is none."""
 
 
 class ModuleState:
-    """The parts of a module, its parameters and its buffers, as they are when this is made.
+    """A module's submodules, parameters and buffers, as they are when this is made.
 
     Args:
-        module: the one. Parts that are added later are not seen. Parameters that FSDP2 gathers are not there yet: `look_again`.
-        learned: what the last step has learned of its buffers; what this one learns is put there.
+        module: the module. Submodules that are added later are not seen. Parameters that FSDP2 gathers are not there yet: see
+            `look_again`.
+        learned: what the last step has learned of its buffers; what this one learns is stored there.
     """
 
     def __init__(self, module: nn.Module, learned: LearnedReads) -> None:
         self.parts = parts_of(module)
         self.of_parts = tuple(map(torch_private.parameters_of, self.parts))
         self.is_gathered = has_gathered(self.parts)
-        """Whether FSDP2 puts its parameters in place for a forward and a backward: the same ones, with their data elsewhere."""
+        """Whether FSDP2 gathers its parameters for each forward and backward: the same parameter objects, with other
+        storages."""
         self._note_parameters(() if self.is_gathered else self.of_parts)
         self._owned = tuple(map(torch_private.buffers_of, self.parts))
         norms = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, NORMS)]
@@ -105,7 +107,7 @@ class ModuleState:
         unread = [index for index in tracking if type(self.parts[index]) in UPDATED_UNREAD]
         self._updated = tuple([(index, self._owned[index]) for index in unread])
         self._unseen = tuple([index for index in tracking if index not in unread])
-        """Other parts that update statistics, which they read where they do not train."""
+        """Other submodules that update statistics, which they read in evaluation mode."""
         self.has_statistics = bool(tracking)
         updated = {id(buffers) for _, buffers in self._updated}
         owned = [own for own in self._owned if own and id(own) not in updated] if any(self._owned) else ()
@@ -117,12 +119,12 @@ class ModuleState:
                 if index not in unread
             ]
         )
-        """What else updates its buffers where it trains: the part, and its places."""
+        """The other submodules that update buffers in training mode, each with the indices of these."""
         self.attributes: list[tuple[dict[str, Any], str]] = []
-        """The plain attributes that parts have: where each is, and its name."""
+        """The plain attributes of submodules: the dict that each is in, and its name."""
         self.attribute_dicts: list[dict[str, Any]] = []
         self.attribute_getters: list[itemgetter[Any]] = []
-        """What reads them, from each of those."""
+        """Functions that read these attributes."""
         for own in map(vars, self.parts):
             names = [name for name, value in own.items() if type(value) in PLAIN and name not in _OF_ALL]
             if names:
@@ -131,21 +133,21 @@ class ModuleState:
                 self.attribute_dicts.append(own)
                 self.attribute_getters.append(itemgetter(*names))
         self.has_others = bool(self._updated or self.places)
-        """Whether a recompute may have to see other buffers than there are."""
+        """Whether a recompute may need other buffers than the module has by then."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
-        """What takes the updates of a recompute."""
+        """Buffers that take the updates of a recompute."""
         self._written: dict[tuple[bool, ...], frozenset[int]] = {}
-        """Which places a forward writes to, by which parts train."""
+        """Which buffers a forward writes to, by the training flags."""
         self._learned = learned
 
     def look_again(self) -> None:
-        """See the parameters that the parts have by now."""
+        """Note the parameters that the submodules have now."""
         self._note_parameters(self.of_parts)
 
     def _note_parameters(self, of_parts: Iterable[dict[str, nn.Parameter | None]]) -> None:
         all_parameters = tuple(chain.from_iterable(map(dict.values, of_parts)))
         self.ids = tuple(map(id, all_parameters))
-        """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
+        """The identities of the parameters. Callers on the hot path compare them inline, to save a Python call."""
         by_id = dict(zip(self.ids, all_parameters, strict=True))
         self.parameters = tuple([own for own in by_id.values() if own is not None])
         strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
@@ -155,10 +157,10 @@ class ModuleState:
             partial(map, Tensor.data_ptr, self.with_data),
             partial(map, attrgetter("requires_grad"), self.parameters),
         )
-        """What reads what must stay the same of each."""
+        """Functions that read what must stay the same of each parameter."""
 
     def is_current(self) -> bool:
-        """Tell whether the parts still have these parameters."""
+        """Tell whether the submodules still have the same parameters."""
         return tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts)))) == self.ids
 
     @property
@@ -168,17 +170,17 @@ class ModuleState:
         return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
 
     def have_hooks(self, first: int = 0) -> bool:
-        """Tell whether a part has hooks, from one of them on."""
+        """Tell whether a submodule, from index `first` on, has hooks."""
         hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts[first:]) if own.get(name)]
         return bool(hooks)
 
     # Around the forward
 
     def statistics(self, flags: tuple[bool, ...]) -> Statistics:
-        """The forward is about to run: return the statistics that it reads, as updates raise no counter.
+        """Return the statistics that a forward is about to read, since updates of them raise no version counter.
 
         Raises:
-            NoRegion: they are not of a kind that is known well enough.
+            NoRegion: they are of a kind that is not supported.
         """
         found: Statistics = []
         for index in self._unseen:
@@ -192,7 +194,7 @@ class ModuleState:
         return found
 
     def note_buffers(self, noted: Noted) -> None:
-        """The forward is about to run, and there are buffers."""
+        """Note the buffers before a forward."""
         noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
         noted.versions = _versions_of(noted.buffers)
         noted.is_known, noted.clones = noted.flags in self._written, {}
@@ -213,7 +215,7 @@ class ModuleState:
         return {place: buffer.clone() for place, buffer in found if buffer is not None}
 
     def _is_as_learned(self, noted: Noted) -> bool:
-        """Tell whether the last step has learned that a forward that finds this writes to no buffer."""
+        """Tell whether the last step showed that a forward in this state writes to no buffer."""
         known = self._learned.last
         return (
             known is not None
@@ -226,7 +228,7 @@ class ModuleState:
         )
 
     def _learn(self, noted: Noted) -> ReadOnly:
-        """Return what a forward has shown that has written to no buffer."""
+        """Return the state in which a forward has written to no buffer."""
         return ReadOnly(
             flags=noted.flags,
             attributes=noted.attributes,
@@ -245,11 +247,11 @@ class ModuleState:
         return tuple(map(len, map(vars, self.parts)))
 
     def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
-        """Return which places a forward writes to, as far as it is known."""
+        """Return the indices of the buffers that a forward may write to, as far as it is known."""
         return self._written.get(flags, frozenset()).union(*[places for part, places in self._norms if flags[part]])
 
     def note_written(self, noted: Noted) -> None:
-        """The forward has run, and there are buffers: see what it has written to."""
+        """Note, after a forward, which buffers it has written to."""
         now, found = tuple([buffers.get(name) for buffers, name in self.places]), _versions_of(noted.buffers)
         if noted.is_known and not noted.clones and found == noted.versions and all(map(is_, now, noted.buffers)):
             return
@@ -276,7 +278,7 @@ class ModuleState:
     # Around a recompute
 
     def what_parameter_has_changed(self, noted: Noted) -> str:
-        """Return how the parameters are other than the forward found them, where they are."""
+        """Return in words how the parameters differ from those that the forward found."""
         now, num = tuple(chain.from_iterable(map(partial.__call__, self.parameter_facts))), len(self.parameters)
         if now[:num] != noted.parameters[:num]:
             return "a parameter that was written to"
@@ -287,7 +289,8 @@ class ModuleState:
         return "a parameter that was replaced by another"
 
     def what_has_changed(self, noted: Noted) -> str:
-        """Return which buffer a recompute would find other than the forward did; empty if none."""
+        """Return in words which buffer differs from what the forward found, so that a recompute can't be exact; empty if
+        none."""
         if noted.lost >= 0:
             return f'the buffer "{self.places[noted.lost][1]}", which it writes to and did not before'
         for place, ((buffers, name), buffer, version) in enumerate(
@@ -299,8 +302,8 @@ class ModuleState:
         return ""
 
     def others(self, noted: Noted) -> list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]:
-        """Return, for each buffer that a recompute is not to see, where it is, itself, and what to put there: those of
-        `Noted.statistics` first."""
+        """Return the buffers to replace for a recompute: the dict that each is in, its name, the buffer, and the tensor to put
+        there. Those of `Noted.statistics` come first."""
         found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
         if noted.statistics:
             with torch.no_grad():
@@ -325,8 +328,8 @@ class ModuleState:
 
     @staticmethod
     def originals(noted: Noted, others: Sequence[tuple[Any, str, Any, Tensor | None]]) -> Originals:
-        """Return which buffers those statistics stand for that a recompute is to see: a backward reads the buffers themselves,
-        updated or not."""
+        """Return the buffers that the statistics of a recompute stand for: a backward reads the buffers themselves, updated or
+        not."""
         return {
             torch_private.storage_address(other.untyped_storage()): (buffer, version)
             for (_, _, _, other), (_, _, buffer, version, _) in zip(others, noted.statistics, strict=False)
@@ -343,26 +346,26 @@ class ModuleState:
         return scratch
 
     def set_attributes(self, wanted: tuple[Any, ...]) -> None:
-        """Have the plain attributes be what was wanted."""
+        """Set the plain attributes."""
         for (own, name), value in zip(self.attributes, wanted, strict=True):
             if value is not NOT_PLAIN:
                 own[name] = value
 
     def set_flags(self, flags: tuple[bool, ...]) -> None:
-        """Have the parts train, or not."""
+        """Set the training flags."""
         for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
 
 
 Originals = dict[int, tuple[Tensor, int]]
-"""Buffers and their versions, by the addresses of the storages that stand for them."""
+"""Buffers with their versions, by the addresses of the storages that stand for them."""
 
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a module and those in it, each once, as `modules()` has them: that calls Python twice for each, and again for each
-    that it is in.
+    """Return a module and its submodules, each once, in the order of `modules()`. That would make two Python calls for each
+    module, and two more for each that it is in.
 
-    A span is left out: it has nothing of its own, and is another in each step.
+    A span is left out: it has nothing of its own, and is a new object in each step.
     """
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [module]
@@ -376,7 +379,7 @@ def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _has_data(parameter: nn.Parameter) -> bool:
-    """Tell whether where the data of a parameter begins says which it is: not where it is made up of other tensors."""
+    """Tell whether a parameter can be identified by its data's address; not if it is a wrapper of other tensors."""
     return not hasattr(parameter, "__tensor_flatten__")
 
 
@@ -385,7 +388,7 @@ def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 
 def _are_same(clone: Tensor, buffer: Any) -> bool:
-    """Tell whether a buffer has the bits of a clone of it."""
+    """Tell whether a buffer has the same bits as its clone."""
     return clone.shape == buffer.shape and torch.equal(
         clone.contiguous().flatten().view(torch.uint8), buffer.contiguous().flatten().view(torch.uint8)
     )

@@ -17,11 +17,11 @@ def open_recording(
     outer: SavedTensorHooks | None = None,
     settling: Settling | None = None,
 ) -> RecordingStage:
-    """Return the stage of a context that is about to be entered.
+    """Return the recording stage for a context that is about to be entered.
 
     Args:
-        moving: the stage of the same context that moves, if it has one.
-        outer: else the hooks that are on top.
+        moving: the moving stage of the same context, if it has one.
+        outer: the innermost hooks outside, if there is no moving stage.
         settling: see `RecordingStage`.
     """
     is_inner = moving is not None or is_within(tag)

@@ -1,4 +1,5 @@
-"""What is known from one step to the next of a module whose forward only reads its buffers. It holds nothing of the module."""
+"""What is remembered from one step to the next of a module whose forward only reads its buffers. It holds nothing of the
+module."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _MOST_CLONED_BYTES = 2**16
-"""Up to this size a recompute reads a clone of a buffer: should a forward write to that after all, it is still exact."""
+"""Up to this size, a recompute reads a clone of a buffer, and is exact even if the forward does write to it."""
 
 
 class LearnedReads:
@@ -21,33 +22,33 @@ class LearnedReads:
 
     def __init__(self) -> None:
         self.last: ReadOnly | None = None
-        """How all was when they were only read; None if they were not."""
+        """The state in which the forward only read its buffers; None if it wrote to one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOnly:
-    """How a module was when its forward wrote to no buffer. A forward that finds it like that is expected to do the same.
+    """The state of a module whose forward wrote to no buffer. A forward in the same state is expected to write to none either.
 
-    Not seen is what decides that elsewhere: in a global, or in what the module is given.
+    This can't be known if the forward depends on something else, such as a global or its inputs.
     """
 
     flags: tuple[bool, ...]
-    """Which parts train."""
+    """The training flag of each submodule."""
     attributes: tuple[Any, ...]
     """The values of their plain attributes."""
     names: tuple[str, ...]
-    """The names of these."""
+    """The names of these attributes."""
     nums_attributes: tuple[int, ...]
-    """How many attributes of any kind each part has."""
+    """How many attributes of any type each submodule has."""
     parts: tuple[weakref.ref[nn.Module], ...]
     buffers: tuple[weakref.ref[Tensor] | None, ...]
     versions: tuple[int, ...]
-    """Those of the buffers."""
+    """The versions of the buffers."""
     small: tuple[int, ...]
-    """The places of the small ones."""
+    """The indices of the small buffers."""
 
     def is_of(self, parts: Sequence[nn.Module], buffers: Sequence[Tensor | None]) -> bool:
-        """Tell whether these are the same."""
+        """Tell whether this is about the given submodules and buffers."""
         return (
             len(parts) == len(self.parts)
             and len(buffers) == len(self.buffers)
@@ -57,5 +58,5 @@ class ReadOnly:
 
 
 def small_of(clones: dict[int, Tensor]) -> tuple[int, ...]:
-    """Return the places of the buffers that are cloned for each recompute."""
+    """Return the indices of the buffers that are cloned for each recompute."""
     return tuple(place for place, clone in clones.items() if clone.untyped_storage().nbytes() <= _MOST_CLONED_BYTES)

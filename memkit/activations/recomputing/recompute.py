@@ -1,4 +1,4 @@
-"""One recompute of a region's call: its forward is run again, with what was set when it ran first."""
+"""`Recompute`: one recompute of a region's call: the forward runs again, in the surroundings of the first run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _training_flag = attrgetter("training")
 
 
 class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
-    """Raised where autograd saves the last tensor that a backward needs, or the one after that."""
+    """Raised at the save of the last tensor that a backward needs, or at the next save."""
 
 
 class Recompute:
-    """One recompute of a call. It is itself the hook that is given what is saved meanwhile, and knows what was set before."""
+    """One recompute of a call. It is itself the pack hook of the recompute, and remembers what to restore after it."""
 
     __slots__ = (
         "_attributes",
@@ -60,8 +60,8 @@ class Recompute:
             last -= 1
         self._last = last
         self._unwritten = _NO_NODE
-        """The last node that has saved what requires no grad: its op may fill that yet, and must run (see
-        [Note: saved before it is written] in `memkit.activations.offloading.window`)."""
+        """The last node that saved a tensor without grad. Its op may not have written the tensor yet, and must run to its end
+        (see [Note: saved before it is written] in `memkit.activations.offloading.window`)."""
         self.num_saved = 0
         self._grad = torch.is_grad_enabled()
         self._before = current_surroundings()
@@ -104,7 +104,7 @@ class Recompute:
         return tensor
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Run the forward, with what was set when it ran first, and tell whether all that is needed was made."""
+        """Run the forward in the surroundings of the first run; return whether everything needed was made."""
         call, is_back = self._call, False
         try:
             try:
@@ -140,7 +140,7 @@ class Recompute:
         return self.num_saved > self._last
 
     def _put_back(self) -> None:
-        """Set what was set before; may be called again."""
+        """Restore what was set before; may be called again."""
         if self._nesting is not None:
             self._nesting.end()
         top = torch_private.top_saved_tensor_hooks(True)
@@ -162,7 +162,7 @@ class Recompute:
             self._call.region.state.set_flags(self._flags)
 
     def forget(self) -> None:
-        """Let go what was made: the rest is missing."""
+        """Free what was made, so that the rest counts as missing."""
         for place in self._places:
             if place is not None:
                 place.tensor = None
@@ -173,7 +173,7 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
-    """Return what a backward is to have of what a recompute has saved, and its version."""
+    """Return the tensor that a backward is to have for one that a recompute has saved, and its version."""
     storage = tensor.untyped_storage() if is_range_of_bytes(tensor) else None
     found = None if storage is None else originals.get(torch_private.storage_address(storage))
     if found is None:
@@ -185,7 +185,7 @@ def _original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
 
 
 def unpack_recomputed(tensor: Tensor) -> Tensor:
-    """Return what was saved when a forward was run again: a backward may be part of it."""
+    """The unpack hook for tensors saved in a recompute, whose forward may itself run a backward."""
     return tensor
 
 

@@ -1,12 +1,11 @@
-"""One call of a region: a module's forward of which autograd keeps nothing, and that is run again in the backward.
+"""One call of a region: a module whose forward runs again in the backward, so that autograd keeps none of its saved tensors.
 
-What autograd saves in the forward is numbered. It holds a *placeholder* in the place of each, with its shape and dtype, and the
-call. That has the module's inputs. The first placeholder that is asked for has the forward run again; that hands to each
-placeholder that autograd still holds what was saved under its number, and stops behind the last of these. A placeholder lets go
-what it hands out. Asked once more, by a second backward or by a node that reads what it has saved twice, it has the forward run
-once more.
+The tensors that autograd saves in the forward are numbered. In place of each, it holds a *placeholder* with the shape, the
+dtype and the call, which holds the module's inputs. The first placeholder that is requested runs the forward again. This gives
+each living placeholder the tensor with its number, and stops after the last one. A placeholder gives its tensor away: if it is
+requested again, by a second backward or a node that reads a saved tensor twice, the forward runs once more.
 
-Nothing here refers to what refers to it: a graph that is dropped takes its placeholders, calls and inputs along.
+There are no reference cycles: a graph that is dropped frees its placeholders, calls and inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from memkit.torch_state import leave_untraced
 
 
 class Placeholder:
-    """What autograd holds in the place of a tensor that a region saves."""
+    """What autograd holds in place of a tensor that a region saves."""
 
     __slots__ = ("__weakref__", "call", "dtype", "shape", "tensor", "version")
 
@@ -54,58 +53,58 @@ class Placeholder:
     shape: torch.Size
     dtype: torch.dtype
     tensor: Tensor | None
-    """Once the forward was run again, and until a backward has asked for it."""
+    """The tensor, from the recompute until a backward requests it."""
     version: int
-    """How often that was written to before it was saved."""
+    """The tensor's version when it was saved."""
 
 
 class Nesting(ABC):
-    """Has the regions inside of one be regions when that is recomputed."""
+    """Makes regions inside a region be regions in its recompute as well."""
 
     @abstractmethod
     def begin(self) -> None:
-        """It is about to be recomputed."""
+        """Called before a recompute."""
 
     @abstractmethod
     def end(self) -> None:
-        """It was recomputed; may be called again."""
+        """Called after a recompute; may be called again."""
 
 
 class Recomputed:
-    """A module that is recomputed as a whole, and what is known of it ahead, or was `learned` in the last step."""
+    """A module that is recomputed as a whole, and what is known of it from the last step (`learned`)."""
 
     def __init__(self, module: nn.Module, counts: Counts | None, learned: LearnedReads) -> None:
         self.module = module
         self.code = code_of(module)
-        """What runs it where it is compiled: that saves other tensors than its forward does."""
+        """The compiled code, if the module is compiled: it saves other tensors than the module's forward."""
         self.state = ModuleState(module, learned)
         self.counts = counts
 
     def watch(self, hooks: HookSet) -> None:
-        """See the calls of the module."""
+        """Set hooks on the module that see its calls."""
 
     def end_left(self, call: RegionCall) -> None:
-        """End a call of it that an interrupt has left, and those within."""
+        """End a call that an interrupt has left open, and the calls within it."""
 
     def nesting(self, call: RegionCall) -> Nesting | None:
-        """Return what has the regions inside be regions in a recompute as well, if there are any."""
+        """Return what makes regions inside a call be regions in its recompute; None if there are none."""
         return None
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
-        """Return what to raise where a recompute cannot be exact."""
+        """Return the error to raise if a recompute can't be exact."""
         if self.counts is not None:
             self.counts.has_mismatch = True
         return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")
 
 
 class RegionCall:
-    """One call of a region. It is itself the hook that autograd gives what it saves in the forward.
+    """One call of a region. It is itself the pack hook of the forward.
 
     Args:
         region: the module that is called.
-        frame: where it is called from.
-        inputs: what it is called with.
-        devices: CUDA devices that the module draws on, apart from those of its inputs.
+        frame: the caller's frame.
+        inputs: the inputs of the call.
+        devices: CUDA devices whose generators the module draws from, other than those of its inputs.
     """
 
     __slots__ = (
@@ -127,14 +126,14 @@ class RegionCall:
     def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
         self.frame: FrameType | None = frame
-        """While it is going on. Once that is off the stack, an interrupt has ended it."""
+        """The caller's frame during the call. If it is no longer on the stack, an interrupt has ended the call."""
         self.inputs = inputs
         self.places: list[weakref.ref[Placeholder]] = []
         self.is_broken = False
         self.lock = threading.RLock()
         self.surroundings: Surroundings = current_surroundings()
         self.drawn: tuple[GeneratorState, ...] = ()
-        """Generators that the forward has drawn from, and where they were before."""
+        """The generators that the forward has drawn from, with their states before it."""
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
@@ -154,7 +153,7 @@ class RegionCall:
             state.note_buffers(noted)
         cpu = torch.default_generator
         self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
-        """Where all generators were, while it is going on."""
+        """The states of all generators before the call, while it is running."""
         if inputs.devices:
             devices = devices.union(inputs.devices)
         if devices:
@@ -163,11 +162,11 @@ class RegionCall:
             except RuntimeError:
                 raise NoRegion("it is being captured into a CUDA graph") from None
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
-        """Where tensors are made by default, if something says so."""
+        """The default device, if one is set."""
         self.below: object = None
-        """The pack hook below, where it is within the context."""
+        """The pack hook outside of this one, if that is within the context."""
         self.inner: dict[Recomputed, int] = {}
-        """Regions of which calls were within it, and the number of the first."""
+        """Regions that were called within it, each with the number of its first such call."""
 
     def __call__(self, tensor: Tensor) -> Placeholder | KeptHandle:
         above: FrameType | None = sys._getframe()
@@ -182,19 +181,18 @@ class RegionCall:
         return place
 
     def _hand_on(self, tensor: Tensor) -> KeptHandle:
-        """An interrupt has ended the call, and has left its hooks on: take them off, and give those outside what they are to
-        have had."""
+        """Remove the hooks of a call that an interrupt has ended, and give the tensor to the hooks outside."""
         self.region.end_left(self)
         take_off(self)
         outer = torch_private.top_saved_tensor_hooks(True)
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
 
     def recompute(self) -> None:
-        """Run the forward again, and hand out what it saves. The lock is held.
+        """Run the forward again, and give the placeholders their tensors. The lock is held.
 
         Raises:
             RuntimeError: an input was written to since.
-            ReplayMismatchError: a parameter or a buffer was changed since, or it has saved something else.
+            ReplayMismatchError: a parameter or a buffer was changed since, or the forward has saved something else.
         """
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
@@ -232,7 +230,7 @@ class RegionCall:
 
 
 def unpack(place: Placeholder | KeptHandle) -> Tensor:
-    """Return what a placeholder stands for: the other half of the hooks of a `RegionCall`."""
+    """The unpack hook of regions: return the tensor of a placeholder."""
     if isinstance(place, KeptHandle):
         return place.unpack()
     tensor = place.tensor

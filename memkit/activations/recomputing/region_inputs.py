@@ -1,4 +1,4 @@
-"""What a region is called with, held until it is recomputed."""
+"""The inputs of a region's call, held until it is recomputed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from memkit.kept import KeptHandle
 
 
 class NoRegion(Exception):  # noqa: N818  # it is no error
-    """Raised where a call cannot be recomputed. Its text says why."""
+    """Raised if a call can't be recomputed. Its message says why."""
 
 
 class Inputs:
-    """What a module is called with: tensors are held by handles, and containers are made anew for each recompute.
+    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute.
 
     Raises:
-        NoRegion: one is of a kind that a forward may change.
+        NoRegion: an argument is of a kind that a forward may change.
     """
 
     __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec", "devices")
@@ -38,9 +38,10 @@ class Inputs:
         self._handles: list[KeptHandle] = []
         self._needs_grad: list[bool] = []
         self._indices: list[int] = []
-        """For each leaf, which tensor it is; -1 if none. One that is passed twice is the same in a recompute."""
+        """For each leaf, the index of its tensor; -1 if it is none. A tensor that is passed twice is one tensor in a recompute
+        as well."""
         self.devices: list[torch.device] = []
-        """The CUDA devices that tensors among them are on."""
+        """The CUDA devices of the tensors."""
         found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -60,7 +61,7 @@ class Inputs:
         self._leaves = leaves
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return what to call the module with again.
+        """Return the arguments for a recompute.
 
         Raises:
             RuntimeError: one of the tensors was written to since.
@@ -83,9 +84,9 @@ class Inputs:
 
 
 _SINGLE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-"""What is no container of others, and is never changed."""
+"""Types that contain no others and never change."""
 _CONSTANTS = (
     *(int, float, complex, str, bytes, type(None), type(...), slice, range, Enum, type, FunctionType, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""The same, and what is made of it."""
+"""The same, and types made of these."""

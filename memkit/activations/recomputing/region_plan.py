@@ -1,4 +1,4 @@
-"""From a recorded step to the calls of modules that are recomputed as a whole in the next ones, if that takes less time."""
+"""Chooses, from a recorded step, the module calls that are recomputed as regions in the next steps, if that takes less time."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from memkit.recording.cost import host_costs
 from memkit.sequentials import SpanReference
 
 Reference = weakref.ref[nn.Module] | SpanReference
-"""Holds no module, and returns it as long as it is there."""
+"""Returns a module as long as it is alive, without holding it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    """Which calls are regions, and what a step takes then."""
+    """Which calls are regions, and what a step takes with them."""
 
     calls: Mapping[Reference, frozenset[int]]
-    """For each module of which calls are regions, their numbers."""
+    """For each module with regions, the numbers of the calls that are regions."""
     num_calls: Mapping[Reference, int]
-    """For each of these modules how often it is called in all."""
+    """For each of these modules, how often it is called in a step."""
     learned: Mapping[Reference, LearnedReads]
-    """For each what its last step has learned."""
+    """For each, what its last step has learned."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors that regions are given, one after the other."""
+    """The shapes of the regions' input tensors, in order."""
     num_regions: int
     num_ops: int
-    """How many ops a step has."""
+    """The number of ops of a step."""
     num_dropped: int
-    """How many of its saved values are dropped."""
+    """How many saved values of a step are dropped."""
     plan: Plan
-    """The same, by saved values, to be shown."""
+    """The same choice as an action for each saved value, for users."""
     trial: Trial
-    """Whether that is faster than single ops."""
+    """Times whether this is faster than single ops."""
 
     def counts(self, budget: int | float, budget_bytes: float) -> Counts:
-        """Return what a step does, but for its replays, which are counted as they come."""
+        """Return the counters of a step, without its replays, which are counted as they run."""
         plan = self.plan
         return Counts(
             budget=budget,
@@ -65,15 +65,15 @@ class RegionPlan:
 def plan_regions(
     trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device, *, against_ops: bool = True
 ) -> RegionPlan | None:
-    """Return the regions of a step; None if they do not fit the budget, or if it is certain that ops take less time: where the
-    host itself computes. Else a trial shows that.
+    """Return the regions of a step; None if none fit the budget, or if single ops certainly take less time, which can be known
+    where the host computes. On other devices a trial decides.
 
     Args:
-        trace: what is known of the step.
-        num_ops: how many ops it has.
-        of_ops: its plan by ops.
-        torch_device: where it runs.
-        against_ops: whether that is asked at all.
+        trace: the trace of the step.
+        num_ops: its number of ops.
+        of_ops: its plan of single ops.
+        torch_device: the device of the step.
+        against_ops: whether to compare with single ops at all.
     """
     calls, references = _candidates(trace)
     if all(call.why_not for call in calls):
@@ -115,7 +115,7 @@ def plan_regions(
 
 
 def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what a step takes by each choice of regions that `plan_regions` may make, the quickest first.
+    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first.
 
     Args:
         trace, num_ops, torch_device: see `plan_regions`.
@@ -127,10 +127,11 @@ def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> 
 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
-    """Return the calls of a step, each saying why it cannot be a region if its module alone tells, and what each calls.
+    """Return the calls of a step, each with the reason why it can't be a region, as far as its module shows it, and the module
+    of each.
 
-    They are in the order of their beginnings. The spans that may be regions are among them: each is in the call of its
-    Sequential, or in another span.
+    They are in the order in which they begin. Spans that may be regions are among them; each has its Sequential's call, or
+    another span, as its parent.
     """
     why_not = dict[nn.Module, str]()
 
@@ -166,14 +167,14 @@ def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:
-    """Return what a step takes that is recorded, and makes single values again."""
+    """Return the seconds of a step that is recorded and recomputes single ops."""
     num_saves = len(planner.step.saves)
     recorded_s = num_ops * costs.recorded_s + num_saves * costs.saved_s + plan.num_replayed_ops * costs.replayed_s
     return costs.step_s(planner.plain_device_s + plan.predicted_replay_s, planner.plain_host_s + recorded_s)
 
 
 def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budget_bytes: int) -> Plan:
-    """Return a choice of regions as what happens to each saved value."""
+    """Return a choice of regions as an action for each saved value."""
     step, dropped = planner.step, planner.dropped(choice)
     lineage, inside = step.lineage, dict[int, str]()
     for index in choice.chosen:

@@ -1,4 +1,4 @@
-"""Why a module cannot be recomputed as a whole, as far as that shows without a call."""
+"""Why a module can't be recomputed as a whole, as far as that shows without calling it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from memkit.compiled import is_compiled
 from memkit.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, local_of
 
 _OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
-"""Where hooks are defined that a recompute may run again, or not."""
+"""Modules whose hooks a recompute may run again, or skip."""
 _AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
-"""Where those are that stand around a module that FSDP2 has sharded: a region begins behind them, and ends ahead of them."""
+"""Prefixes of the modules with hooks for FSDP2: regions begin after their pre-hooks and end before their hooks."""
 
 
 def why_not_region(module: nn.Module) -> str:
     """Return why no call of a module can be a region, as far as the module shows it; empty if it may be one.
 
-    What only a call shows is not seen: a forward that writes to its inputs (`nn.ReLU(inplace=True)` itself), that counts in
+    What only a call shows is not seen: a forward that writes to its inputs (such as `nn.ReLU(inplace=True)`), that counts in
     plain attributes, or that draws from Python's generator.
     """
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
@@ -38,7 +38,7 @@ def why_not_region(module: nn.Module) -> str:
 
 
 def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
-    """Return why a module that this one is a part of cannot be a region, or why this one cannot."""
+    """Return why a submodule prevents a module from being a region; with `is_region`, why the module itself does."""
     if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
         return "its parameters are made by its first call"
     if isinstance(part, torch.jit.ScriptModule):
@@ -65,8 +65,8 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
 
 
 def _why_not_sharded(module: nn.Module) -> str:
-    """Return why a module that FSDP2 has sharded cannot be a region: what is within its hooks is run again in its own backward,
-    for which FSDP2 has gathered it."""
+    """Return why a module sharded by FSDP2 can't be a region. What its hooks enclose is recomputed in the module's own
+    backward, for which FSDP2 has gathered the parameters."""
     if is_compiled(module):
         return "its forward talks to other processes or devices, and is compiled"
     if not is_there_in_backward(module):
@@ -75,7 +75,7 @@ def _why_not_sharded(module: nn.Module) -> str:
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Tell whether a module that FSDP2 has sharded has hooks beside those by which it is gathered."""
+    """Tell whether a module sharded by FSDP2 has hooks beside FSDP2's."""
     return not all(_are_own(getattr(module, name), _AROUND_SHARDED) for name in torch_private.MODULE_HOOKS)
 
 
@@ -84,15 +84,15 @@ def _is_plain(parameter: nn.Parameter | None) -> bool:
 
 
 def _are_own(hooks: Mapping[int, object], beside: tuple[str, ...] = ()) -> bool:
-    """Tell whether hooks are such that a recompute may run them again, or not.
+    """Tell whether a recompute may run all of these hooks again, or skip them.
 
     Args:
-        beside: how the names of more modules begin where such hooks are defined.
+        beside: prefixes of further modules whose hooks may be run or skipped.
     """
     return all(home in _OWN or home.startswith(beside) for home in map(_home_of, hooks.values())) if hooks else True
 
 
 def _home_of(hook: Any) -> str:
-    """Return the module that a hook is defined in."""
+    """Return the name of the module that defines a hook."""
     hook = getattr(hook, "_hook", hook)
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""

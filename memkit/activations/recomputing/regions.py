@@ -1,8 +1,8 @@
-"""Regions: modules whose calls are recomputed as a whole. What autograd would save in them is not kept; the module's forward is
-run again when a backward needs it.
+"""`Regions`: modules whose calls are recomputed as a whole. Their saved tensors are not kept; the module's forward runs again
+when a backward needs them.
 
-The semantics are those of `torch.utils.checkpoint` without reentrant autograd: random state, autocast, an early stop, nesting.
-Which modules are regions is decided elsewhere. Source: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`.
+The semantics are those of non-reentrant `torch.utils.checkpoint`: random state, autocast, early stop, nesting. Which modules
+are regions is decided elsewhere. Source: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ class RegionSpec:
     """Which calls of a module are regions."""
 
     calls: frozenset[int] | None = None
-    """Their numbers in one time in the context, from 0 on; None for all. Counted are those with grad mode on that are within no
-    `torch.utils.checkpoint`."""
+    """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
+    `torch.utils.checkpoint`, are not counted."""
     learned: LearnedReads = field(default_factory=LearnedReads)
-    """What the last time in the context has learned of its buffers."""
+    """What the last `with` block has learned of its buffers."""
 
 
 class _Thread(threading.local):
-    """What a thread does with the regions of a context."""
+    """The state of a context in one thread."""
 
     def __init__(self) -> None:
         self.is_in = False
         """Whether calls in this thread are regions."""
         self.outer: object = None
-        """The pack hook that was on top when the context was entered."""
+        """The innermost pack hook when the context was entered."""
         self.numbers: dict[Recomputed, int] = {}
         """How many calls of each region there were."""
         self.calls: list[RegionCall] = []
-        """Those that are going on, the innermost last, perhaps with some that an interrupt has left."""
+        """The running calls, the innermost last, perhaps with some that an interrupt has left."""
         self.counted: dict[Recomputed, FrameType] = {}
-        """For each region the frame of its last call that was counted, until that is over. A region may be hooked twice: by the
-        context, and by a recompute within it, perhaps in another thread."""
+        """For each region, the frame of its last counted call, until that ends. A region may be hooked twice: by the context,
+        and by a recompute within it, perhaps in another thread."""
         self.running: set[Recomputed] = set()
-        """The compiled ones that are being called: what is put around these may be put twice as well."""
+        """Compiled regions whose call is running, since these may be intercepted twice as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,14 @@ class _Common:
 
 
 class Regions(Exclusive):
-    """A context in which calls of some modules are regions: for the thread that enters it, and what it has recomputed.
+    """A context in which calls of some modules are regions, for the thread that enters it and for recomputes of its calls.
 
-    Made once, it may be entered any number of times. The backwards may come after.
+    It may be entered any number of times. Backwards may run after it was left.
 
     Args:
-        chosen: the modules; a `SequentialSpan` is called as one as long as this is entered, or something of it is recomputed.
-        keep: holds an input of a region until the backward; called with grad mode off. By default it stays where it is.
-        counts: where it is noted what was recomputed.
+        chosen: the modules. A `SequentialSpan` is called as one module while this context is entered, and in recomputes.
+        keep: returns a handle for an input of a region; called with grad mode off. By default inputs stay on the device.
+        counts: counters for what was recomputed.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Regions(Exclusive):
 
     @property
     def not_taken(self) -> dict[nn.Module, str]:
-        """The modules of which a call was no region, and why."""
+        """The modules with a call that could not be a region, and why."""
         return self._common.not_taken
 
     @property
     def num_calls(self) -> dict[nn.Module, int]:
-        """How often each of the modules was called by now, of those that were."""
+        """How often each module was called so far, without those that were not."""
         return {region.module: count for region, count in self._common.thread.numbers.items()}
 
     @property
     def has_hooks(self) -> bool:
-        """Whether one of the modules, or one in it, has hooks, but for those by which FSDP2 gathers it."""
+        """Whether one of the modules or their submodules has hooks, other than FSDP2's."""
         return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or any(
             region.is_sharded and has_other_hooks(region.module) for region in self._regions
         )
@@ -147,7 +147,7 @@ class RegionModule(Recomputed):
     """A module whose calls are regions.
 
     Args:
-        forward: what calls it, where it is a span.
+        forward: the function that calls it, if it is a span.
     """
 
     def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common, forward: SpannedForward | None) -> None:
@@ -156,14 +156,14 @@ class RegionModule(Recomputed):
         self._calls = spec.calls
         self._common = common
         self.is_sharded = is_sharded_by_fsdp2(module)
-        """Whether it is gathered by its own hooks: what it saves, and what it is recomputed from, is within these."""
+        """Whether FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
         self._look_for_devices()
 
     def _look_for_devices(self) -> None:
         self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
 
     def watch(self, hooks: HookSet) -> None:
-        """See the calls of the module."""
+        """Set hooks on the module that see its calls."""
         if self.is_sharded:
             hooks.within_hooks(self.module, before=self._before, after=self._after)
         elif self.code is None:
@@ -172,7 +172,7 @@ class RegionModule(Recomputed):
             around_compiled(hooks, self.module, self._run)
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module, which is compiled, is called: see [Note: calls of compiled modules]."""
+        """Run a call of the compiled module: see [Note: calls of compiled modules]."""
         running = self._common.thread.running
         if self in running:
             return code(*args, **kwargs)  # hooked twice
@@ -187,7 +187,7 @@ class RegionModule(Recomputed):
             running.discard(self)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """The module's forward is about to run. Where another thread has removed the hook just now, torch gives no keywords."""
+        """The forward pre-hook. If another thread has just removed it, torch passes no keyword arguments."""
         thread = self._common.thread
         if not thread.is_in or kwargs is None or not torch.is_grad_enabled():
             return
@@ -236,7 +236,7 @@ class RegionModule(Recomputed):
         torch_private.push_saved_tensor_hooks(call, unpack)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-        """It has returned or raised."""
+        """The forward hook, also called if the forward has raised."""
         calls = self._common.thread.calls
         self._common.thread.counted.pop(self, None)
         if not calls or calls[-1].region is not self:
@@ -266,7 +266,7 @@ class RegionModule(Recomputed):
 
 
 class _Nesting(Nesting):
-    """Has the calls in a recompute be regions, as they were in the forward, also where the context was left since."""
+    """Makes calls in a recompute be regions, as they were in the forward, even after the context was left."""
 
     def __init__(self, thread: _Thread, call: RegionCall) -> None:
         self._thread, self._call = thread, call
@@ -284,7 +284,7 @@ class _Nesting(Nesting):
 
 
 def _watch(regions: Iterable[Recomputed], hooks: HookSet) -> None:
-    """See the calls of modules, and have those called that are spans."""
+    """Set hooks on regions, and call spans as one module."""
     forwards = [region.forward for region in regions if isinstance(region, RegionModule) and region.forward is not None]
     for forward in dict.fromkeys(forwards):
         forward.put(hooks)
@@ -293,22 +293,22 @@ def _watch(regions: Iterable[Recomputed], hooks: HookSet) -> None:
 
 
 _OWN = (RegionCall, Recompute)
-"""The hooks of a region that is called, and of one that is recomputed."""
+"""The pack hooks of a region's call, and of its recompute."""
 
 
 def _handing_to(hooks: HookPair) -> Callable[[Tensor], KeptHandle]:
-    """Return what holds inputs by hooks that are within the context: they are given them as what is saved."""
+    """Return a function that holds inputs by hooks within the context, as these hold saved tensors."""
     return lambda tensor: ForwardedHandle(tensor, *hooks, is_checked=True)
 
 
 def _end_after(calls: list[RegionCall], num_calls: int) -> None:
-    """End the calls but the first ones, which an interrupt has left."""
+    """End the calls after the first `num_calls`, which an interrupt has left open."""
     while len(calls) > num_calls:
         _end_left(calls)
 
 
 def _end_left(calls: list[RegionCall]) -> None:
-    """End the innermost call, which an interrupt has left; may be done again."""
+    """End the innermost call, which an interrupt has left open; may be called again."""
     call = calls[-1]
     if not take_off(call) and call.below is not None:
         top = torch_private.top_saved_tensor_hooks(True)

@@ -1,4 +1,4 @@
-"""When a step need not be recorded any more, and whether calls of modules can keep to a budget that single ops cannot."""
+"""When a step need not be recorded any more, and whether regions can keep to a budget that single ops can't."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from memkit.plan import RegionNeeds
 
 _NUM_RECORDED = 3
-"""So many steps are recorded at least: by the third it is known what each op takes."""
+"""At least this many steps are recorded: the seconds of each op are known from the third."""
 _MOST_DEVIATIONS = 3
-"""A model of which so many steps had other regions than were planned is recorded from then on."""
+"""If this many steps had other regions than planned, all later steps of the model are recorded."""
 
 
 class NextSteps(Settling):
-    """Sees that a step drops nothing, or has regions."""
+    """Decides whether the next steps drop nothing, or have regions."""
 
     def settle(
         self, state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool
@@ -65,20 +65,20 @@ NEXT_STEPS = NextSteps()
 
 
 def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what steps like a trace take by each choice of calls that `settle_ahead` may make, the quickest first."""
+    """Return what steps like a trace take with each choice of regions that `settle_ahead` may make, the quickest first."""
     if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
         return []
     return region_choices(trace.ops, len(trace.funcs), torch_device)
 
 
 def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:
-    """Have calls of modules recomputed in the next steps, which are like one that was recorded under another tag; tell whether
-    there are any that keep to the budget, or come closest to it.
+    """Have the next steps recompute regions, by a step that was recorded under another tag; return whether there are regions
+    that keep to the budget, or come closest to it.
 
     Args:
-        state: what is known under the tag.
-        options: what is asked for, with a budget in bytes.
-        trace: that of the step, with its calls noted and its ops measured.
+        state: the state of the tag.
+        options: with a budget in bytes.
+        trace: the trace of the recorded step, with its module calls and measured ops.
     """
     budget_bytes = options.budget
     assert isinstance(budget_bytes, int)
@@ -96,7 +96,7 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
 
 
 def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: bool = True) -> RegionPlan | None:
-    """Return which regions a step may have instead of a plan by ops; None if it is to have none."""
+    """Return the regions of a step in place of a plan of single ops; None if it is to have none."""
     if trace.ops is None or trace.has_marks or state.num_left >= _MOST_DEVIATIONS:
         return None
     device = state.costs.device
@@ -106,7 +106,7 @@ def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: b
 
 
 def _lacks_ops(state: RematState, trial: Trial, *, is_timed: bool) -> bool:
-    """Tell whether the next step is to run single ops again: another one is to be timed, or they are faster."""
+    """Tell whether the next step is to recompute single ops: because another one is to be timed, or they are faster."""
     device = state.costs.device
     if device is None or device.torch_device.type == "cpu":
         return False  # it is certain by itself
@@ -117,6 +117,6 @@ def _lacks_ops(state: RematState, trial: Trial, *, is_timed: bool) -> bool:
 
 
 def _has_wishes(state: RematState) -> bool:
-    """Tell whether the user has asked to drop or to move something, which may come again."""
+    """Tell whether the user has marked values to be dropped or moved, which may happen again."""
     steps = [trace.ops.step for trace in state.traces if trace.ops is not None]
     return any(step.dropped or step.moved for step in steps)

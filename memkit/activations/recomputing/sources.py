@@ -1,4 +1,4 @@
-"""What dropped values can be recomputed from: roots that are held, and values that no op recomputes and that are kept."""
+"""`Sources`: what dropped values can be recomputed from: held roots, and kept values that no op recomputes."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 class MadeFrom(NamedTuple):
-    """What a dropped value was made from in a forward whose ops are known."""
+    """What a dropped value was recomputed from in a forward with known ops."""
 
     reads: tuple[tuple[int, tuple[int, ...]], ...]
-    """The ops that make it, and what each reads: the next forward may have the same op read something else."""
+    """The ops that make it, and what each reads: in the next forward, the same op may read something else."""
     leaves: tuple[int, ...]
-    """What they begin with."""
+    """The values that they start from."""
 
 
 class Sources:
-    """Holds what the dropped values of one forward are made from.
+    """Holds what the dropped values of one forward are recomputed from.
 
     Args:
-        recording: of the forward.
-        forward: what it has saved.
-        anchors: what is held on purpose.
+        recording: the recording of the forward.
+        forward: its saved values.
+        anchors: the values that the plan holds.
     """
 
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
         self._secured: dict[int, bool] = {}
         self.only_held = set[int]()
-        """Anchors that could not be recomputed were they released."""
+        """Anchors that could not be recomputed if they were released."""
 
     def secure(self, value: int) -> bool:
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
@@ -66,11 +66,11 @@ class Sources:
         return secured[value]
 
     def handles_for(self, value: int, known: dict[int, MadeFrom] | None = None) -> list[KeptHandle] | None:
-        """Secure a value; return the handles of what it is made from that are to be held with it, since what they are of cannot
-        be recomputed; None if the value cannot be.
+        """Secure a value; return the handles that must be held for it, since their values can't be recomputed; None if it can't
+        be.
 
         Args:
-            known: by value, what it was made from in a forward whose ops were the same, as far as one has told.
+            known: for values of an earlier forward with the same ops, what they were recomputed from.
         """
         if self._recording.expected is None:
             return [] if self.secure(value) else None
@@ -107,8 +107,8 @@ class Sources:
         return handles
 
     def _leaves(self, value: int, ops: list[int]) -> Iterator[tuple[int, KeptHandle | None]]:
-        """Return what a value is made from: what is saved and not dropped, with a handle of that; what is held; and what no op
-        is recorded of. The ops that make it from that are added to `ops`."""
+        """Yield what a value is made from: saved values that are not dropped, with a handle; held values; and values without a
+        recorded op. The ops in between are added to `ops`."""
         lineage, found, pending = self._recording.lineage, {value}, [value]
         while pending:
             maker = lineage.maker[pending.pop()]
@@ -133,7 +133,7 @@ class Sources:
         return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.kept_source(value)
 
     def _pin(self, value: int) -> bool:
-        """Hold a value that cannot be recomputed, if it is there."""
+        """Hold a value that can't be recomputed, if it is still there."""
         recording, forward = self._recording, self._forward
         if value in recording.pinned:
             return True

@@ -1,4 +1,4 @@
-"""What is on a stack: of frames, and of the hooks for saved tensors of a thread."""
+"""Looks at stacks: of frames, and of a thread's saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memkit import torch_private
 
 
 def take_off(pack: Callable[[Tensor], object]) -> bool:
-    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
+    """Remove the hooks with this pack function, even below others; return whether they were on."""
     top = torch_private.top_saved_tensor_hooks(True)
     above = []
     while top is not None and top[0] is not pack:
@@ -27,7 +27,7 @@ def take_off(pack: Callable[[Tensor], object]) -> bool:
 
 
 def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
-    """Tell whether a frame is one of those that have called another, or that itself."""
+    """Tell whether `frame` is `start`, or one of its callers."""
     while start is not None and start is not frame:
         start = start.f_back
     return start is not None

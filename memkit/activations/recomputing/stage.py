@@ -1,4 +1,4 @@
-"""What `Rematerialize` does with each saved tensor: the forward is recorded, and what the decider says is dropped."""
+"""`RecordingStage`: what `Rematerialize` does with saved tensors: the forward is recorded, the decider says what is dropped."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
-"""In so many first iterations it is noted which module each op is in, in so many that are alike which modules are called: in
-the first of them these may prepare what they use later."""
+"""In this many first iterations, the module of each op is noted; and in this many that are alike, which modules are called: the
+first may prepare what modules use later."""
 _PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
 
 
@@ -49,11 +49,11 @@ class RecordingStage(Stage):
     """Records the ops of a forward, and drops what can be recomputed.
 
     Args:
-        state: what is known under the tag.
-        options: what was asked for.
-        moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
-        outer: other hooks outside, which are given what is not dropped where there is no such stage.
-        settling: sees what the next steps are to do; by default they are recorded as well.
+        state: the state of the tag.
+        options: the user's arguments.
+        moving: the next stage, of this context or an outer one, which may move what is not dropped.
+        outer: the innermost hooks outside, which are given what is not dropped if there is no such stage.
+        settling: decides what the next steps do; by default they are recorded as well.
     """
 
     moves = False
@@ -78,9 +78,9 @@ class RecordingStage(Stage):
         self._has_outer = moving is not None or outer is not None
         self._settling = settling
         self._needs_plan = options.may_settle and not options.keeps_all
-        """Whether steps need not be recorded any more once a plan says so."""
+        """Whether later steps are not recorded once there is a plan."""
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
-        """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
+        """Bytes of values that are too small to be dropped, until a larger one is found."""
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
@@ -98,7 +98,7 @@ class RecordingStage(Stage):
 
     @property
     def _needs_calls(self) -> bool:
-        """Whether it is to be known which modules are called, since they may be recomputed as a whole."""
+        """Whether module calls are noted, since they may become regions."""
         return self._needs_plan
 
     def begin(self) -> None:
@@ -129,7 +129,7 @@ class RecordingStage(Stage):
     # One forward
 
     def _open_forward(self, *, raises: bool) -> RecordedForward:
-        """Begin to record: at the entry, or when a backward has run since the last save."""
+        """Begin to record a forward: at the entry, or at the first save after a backward."""
         state, options = self._state, self._options
         state.sweep()
         state.read_times()
@@ -146,7 +146,7 @@ class RecordingStage(Stage):
         return self._make_forward(recording, state.window(device))
 
     def _decide(self, *, raises: bool) -> Decider:
-        """Return what says for each save of a forward what is done with it."""
+        """Return the decider of a forward."""
         state, options = self._state, self._options
         with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
         return BudgetDecider(
@@ -154,17 +154,17 @@ class RecordingStage(Stage):
         )
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
-        """Return what has the saved values of a forward that begins."""
+        """Return the saved values of a forward that begins."""
         return RecordedForward(recording, window, self._options.score, self._decider.limit_bytes, self.counts)
 
     def _make_recorder(self) -> Recorder:
-        """Return what records the ops."""
+        """Return the recorder of the ops."""
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
         return Recorder(self._forward.recording, self._options.kinds, default_generator, self._state.costs.estimate_s)
 
     def _note_plan(self) -> None:
-        """Remember the plan that is followed, to be shown."""
+        """Remember the plan that is followed, to show it to users."""
         state, decider = self._state, self._decider
         plan = decider.plan if isinstance(decider, BudgetDecider) else None
         if plan is not None and plan is not state.plan:
@@ -172,7 +172,7 @@ class RecordingStage(Stage):
             state.plan = plan
 
     def _end_forward(self, *, learn: bool) -> None:
-        """No more saves belong to the forward."""
+        """Called when no more saves belong to the forward."""
         forward, state, follower, counts = self._forward, self._state, self._decider.follower, self.counts
         if not forward.is_forward:
             return
@@ -201,7 +201,7 @@ class RecordingStage(Stage):
             self._small_bytes = {} if state.looks_for_large else None
 
     def _turn(self) -> RecordedForward:
-        """A backward has begun since the last save: what comes now is another forward."""
+        """Begin another forward, since a backward has begun since the last save."""
         self._end_forward(learn=True)
         self._settling = None if self._needs_plan else self._settling  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
@@ -315,7 +315,7 @@ class RecordingStage(Stage):
         return handle
 
     def _add_unseen(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        """Return the number of what is in a tensor that no recorded op has made or read; `NO_VALUE` if it was there before."""
+        """Return a number for a value that no recorded op has made or read; `NO_VALUE` if it existed before the forward."""
         return self._compiled.add_made(tensor, storage) if self._compiled.has_made(storage) else NO_VALUE
 
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
@@ -332,10 +332,10 @@ class RecordingStage(Stage):
             self._note_plan()
 
     def _offer(self, forward: RecordedForward, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
-        """Return the handle of a value that is not dropped: it may leave for host memory.
+        """Return the handle of a value that is not dropped, and may move.
 
         Args:
-            action: what is asked for; None leaves that to the context outside.
+            action: the user's mark; None to let the outer context decide.
         """
         if self._moving is not None:
             handle = self._moving.take(tensor, None if action is Action.RECOMPUTE else action)
@@ -348,7 +348,7 @@ class RecordingStage(Stage):
         return handle
 
     def _move(self, forward: RecordedForward, tensor: Tensor) -> KeptHandle:
-        """Return the handle of a tensor that leaves."""
+        """Return the handle of a tensor that moves."""
         window = forward.window
         if isinstance(window.device, CpuDevice):
             self._state.warn_once("offload", "there is no other memory to move saved tensors to: they stay.")
@@ -356,7 +356,7 @@ class RecordingStage(Stage):
         return window.pack(forward.open_moving(), tensor, _get_storage(tensor), Action.OFFLOAD) or KeptHandle(tensor)
 
     def _is_here(self, torch_device: torch.device) -> bool:
-        """Tell whether tensors on a device are dropped: the one that was asked for, or the first that saves any."""
+        """Tell whether tensors on this device are dropped: it is the user's, or that of the first save."""
         device = self._device
         if device is None:
             if torch_device.type not in ("cpu", "cuda"):

@@ -1,7 +1,7 @@
-"""What `Rematerialize` does in a step that need not be recorded, until one is another.
+"""What `Rematerialize` does in steps that need not be recorded, until one deviates.
 
-Where nothing is dropped it does nothing, or adds up what is saved, if that may exceed the budget. Else the planned calls of
-modules are recomputed as a whole, and nothing is done with what is saved outside of them.
+If nothing is dropped, it does nothing, or adds up saved bytes if they might exceed the budget. Otherwise the planned regions
+are recomputed, and tensors saved outside of them are left alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Packed = tuple[Tensor, int]
 
 
 class IdleStage(Stage):
-    """What is done where nothing is dropped, whatever is saved: nothing. The user's word is heeded from the next step on.
+    """Does nothing with saved tensors. Marks of the user's take effect from the next step on.
 
     Args:
-        state: what is known under the tag.
-        moving: the stage of the context outside that moves, if there is one.
+        state: the state of the tag.
+        moving: the moving stage of an outer context, if there is one.
     """
 
     moves = False
@@ -65,14 +65,14 @@ class IdleStage(Stage):
 
 
 class WatchStage(IdleStage):
-    """The same, but what is saved is added up: a step that saves more than fits the budget is noticed, and the next recorded.
+    """Does nothing but add up saved bytes: if a step saves more than the budget, the next one is recorded.
 
-    It takes one call of a Python function for a save and one for its request.
+    This costs one call of a Python function for each save and each request.
 
     Args:
-        state: what is known under the tag.
+        state: the state of the tag.
         moving, outer: see `RecordingStage`.
-        settled: what is known of the steps that drop nothing.
+        settled: what is known of steps that drop nothing.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class WatchStage(IdleStage):
 
 
 class RegionStage(IdleStage):
-    """Nothing is done with a saved tensor, but some calls of modules are recomputed as a whole.
+    """Does nothing with saved tensors, while some module calls are recomputed as regions.
 
     Args:
-        state: what is known under the tag.
-        moving, outer: see `RecordingStage`: they are given what regions are given.
-        settled: which calls.
-        specs: their modules, with what is known of each.
+        state: the state of the tag.
+        moving, outer: see `RecordingStage`: they are given the inputs of regions.
+        settled: the plan of regions.
+        specs: the regions' modules, with what is known of each.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RegionStage(IdleStage):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether its modules, or those in them, have hooks."""
+        """Whether its modules or their submodules have hooks."""
         return self._regions.has_hooks
 
     def begin(self) -> None:
@@ -174,7 +174,7 @@ class RegionStage(IdleStage):
         self._state.unsettle()
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
-        """Return the handle of a tensor that a region is given."""
+        """Return the handle of an input of a region."""
         place = self._place
         self._place = place + 1
         if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
@@ -183,16 +183,16 @@ class RegionStage(IdleStage):
 
 
 def _all_have_hooks() -> bool:
-    """Tell whether hooks are set for all modules."""
+    """Tell whether global module hooks are set."""
     everywhere = vars(nn.modules.module)
     return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
 
 
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
-    """Return the stage of a context that is about to be entered and need not record; None if it is to.
+    """Return the stage of a context that is about to be entered and need not record; None if it must record.
 
     Args:
-        outer: the hooks that are on top, if a context of memkit has set them.
+        outer: the innermost hooks, if a context of memkit has set them.
     """
     state = remat_states.get(tag)
     if state is not None and state.trial is not None and state.costs.device is not None:

@@ -1,7 +1,7 @@
-"""What a module's forward runs under that changes what it computes: random number generators, autocast, grad mode, and what is
-set for the process. It is noted ahead of a forward, put in place for a recompute, and put back to what it was behind it.
+"""What surrounds a module's forward and changes what it computes: random number generators, autocast, grad mode, and
+process-wide settings. They are noted before a forward, set for a recompute, and restored after it.
 
-All of this is asked on the way of each forward of a region: the functions here are few, and call torch's own in C.
+All of this runs in each forward of a region: the functions here are few, and call torch's own C functions.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from memkit.device import default_generator
 from memkit.recording.settings import change_settings, setting_getters
 
 Surroundings = tuple[Any, ...]
-"""What autocast does in a thread, and behind that the settings of the process."""
+"""A thread's autocast state, followed by the process-wide settings."""
 
 _NUM_AUTOCAST = 5
 _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
-"""Called at once, so that no interrupt comes in between: the depth can only be read by changing it."""
+"""Both are called from C, so that no interrupt comes in between: the depth can only be read by changing it."""
 
 
 @functools.cache
 def _getters() -> tuple[partial[Any], ...]:
-    """Return what reads each of them. It is asked for each call of each region, and so is no Python."""
+    """Return functions that read each of them. They are called for each call of each region, and so are not Python."""
     autocast = [partial(get, kind) for kind in ("cpu", "cuda") for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
     return (*autocast, partial(torch.is_autocast_cache_enabled), *setting_getters())
 
 
 def current_surroundings() -> Surroundings:
-    """Return what is set now."""
+    """Return the current surroundings."""
     return tuple(map(partial.__call__, _getters()))
 
 
 def set_surroundings(wanted: Surroundings) -> None:
-    """Set what was wanted, where something else is; may be called again."""
+    """Set the surroundings, where they differ; may be called again."""
     found = current_surroundings()
     if found[:_NUM_AUTOCAST] != wanted[:_NUM_AUTOCAST]:
         torch.set_autocast_enabled("cpu", wanted[0])
@@ -53,18 +53,18 @@ def set_surroundings(wanted: Surroundings) -> None:
 
 
 GeneratorState = tuple[torch.Generator, Any]
-"""A generator, and where it is: for the CPU's its state, for a CUDA device's its seed and how far it has come from there."""
+"""A generator with its state: for the CPU the state tensor, for a CUDA device the seed and the offset."""
 
 
 _of_device: dict[torch.device, torch.Generator] = {}
-"""The default generators, which stay the same."""
+"""The default generators, which stay the same objects."""
 
 
 def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
-    """Return where the default generators of some CUDA devices are.
+    """Return the states of the default generators of CUDA devices.
 
     Raises:
-        RuntimeError: that is not known, as the work is being captured into a graph.
+        RuntimeError: they can't be read, since the work is being captured into a CUDA graph.
     """
     states: list[GeneratorState] = []
     for device in devices:
@@ -76,7 +76,7 @@ def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
 
 
 def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]:
-    """Return, of generators that were somewhere before, the CPU's first, those that are elsewhere now."""
+    """Return those of the given generator states, the CPU's first, whose generator has moved on since."""
     cpu, state = before[0]
     if torch_private.num_dispatch_modes():
         with torch_private.without_python_dispatch():  # a comparison is no part of the forward
@@ -91,7 +91,7 @@ def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]
 
 
 def set_generators(states: tuple[GeneratorState, ...]) -> None:
-    """Have generators go on from where they were; may be called again."""
+    """Set generators to these states; may be called again."""
     for generator, state in states:
         if isinstance(state, Tensor):
             generator.set_state(state)
@@ -103,7 +103,7 @@ def set_generators(states: tuple[GeneratorState, ...]) -> None:
 
 
 def states_of(generators: Sequence[GeneratorState]) -> tuple[GeneratorState, ...]:
-    """Return where these generators are now."""
+    """Return the current states of the given generators."""
     return tuple(
         (generator, generator.get_state() if isinstance(state, Tensor) else (generator.initial_seed(), generator.get_offset()))
         for generator, state in generators
