@@ -1,4 +1,4 @@
-"""What happens in a recorded forward once a call of a module has returned, as far as it forbids to run that a second time."""
+"""`Aftermath`: what happens in a forward after a module call has returned, as far as it forbids running the call again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from memkit.recording.recording import Recording
 
 
 class Aftermath:
-    """Which op was the last to read each value of a forward that is over, and which ones wrote to each storage.
+    """Which op was the last to read each value of a finished forward, and which ops wrote to each storage.
 
     Args:
         recording: the forward.
-        given: the values that calls of modules were given, and how many ops were before each call: compiled ones show no reads.
+        given: for each module call, the number of ops before it and its input values: reads by compiled modules are not
+            recorded.
     """
 
     def __init__(self, recording: Recording, given: Iterable[tuple[int, frozenset[int]]]) -> None:
@@ -26,20 +27,20 @@ class Aftermath:
                 self._last_read[value] = max(op, self._last_read.get(value, op))
 
     def reads(self, values: Iterable[int], after: int) -> bool:
-        """Tell whether one of some values is read.
+        """Tell whether one of these values is read by op number `after`, or a later one.
 
         Args:
-            values: which.
+            values: the values.
             after: the first op that counts.
         """
         last_read = self._last_read
         return any(last_read.get(value, -1) >= after for value in values)
 
     def writes(self, address: int, after: int) -> list[int]:
-        """Return the ops that write to a storage, by their numbers among those of any kind, counted from 1.
+        """Return the ops that write to a storage, by their numbers among all ops, counted from 1.
 
         Args:
-            address: of the storage.
+            address: the address of the storage.
             after: the last op that does not count.
         """
         return [func for func in self._writes.get(address, ()) if func > after]

@@ -1,11 +1,12 @@
-"""Borders in a forward: behind one, nothing is recomputed by what ran before it.
+"""Borders in a forward: nothing after a border is recomputed from values made before it.
 
-A module that FSDP2 shards lets go of its parameters when its forward is over, and gathers them again for its own backward. What
-it has returned is asked for before that, by the backward of what comes next; all else that it has made, within its own. So what
-it returns is a root, and needs no gathering of which the other ranks don't know. Where it is not gathered for its backward
-(`set_unshard_in_backward(False)`), nothing in it can be recomputed: the recorder looks away until its forward is over.
+A module that FSDP2 shards frees its gathered parameters when its forward ends, and gathers them again for its own backward. Its
+output is requested before that, by the backward of what follows; everything else that it has made, during its own backward. So
+its output is a root, and recomputing never gathers parameters, which the other ranks would not take part in. If the parameters
+are not gathered for the backward (`set_unshard_in_backward(False)`), nothing in the module can be recomputed: the recorder is
+paused until its forward ends.
 
-`mark_sharded` finds these modules by themselves, so that it doesn't matter who has sharded them, or when.
+`mark_sharded` finds these modules, whoever has sharded them, and whenever.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder
 
 BORDER = "memkit::border"
-"""An op that does nothing, so that it is among those that are seen in every forward, and shifts no numbers."""
+"""An op that does nothing. It is seen in every forward, so that numbers of ops stay the same."""
 
 
 @functools.cache
 def _op() -> tuple[Any, torch.library.Library]:
-    """Return the op, and what has to be held for it to be there."""
+    """Return the op, and the library object that must be held to keep it registered."""
     library = torch.library.Library("memkit", "FRAGMENT")
     library.define("border(Tensor[] tensors, bool? gathers=None) -> ()")
     library.impl("border", lambda tensors, gathers=None: None, "CompositeExplicitAutograd")
@@ -42,17 +43,17 @@ def _op() -> tuple[Any, torch.library.Library]:
 
 
 FSDP = "torch.distributed.fsdp"
-"""The library. What it has not been imported for, it has not sharded."""
+"""The module of FSDP2. As long as it isn't imported, nothing is sharded by it."""
 _marked = weakref.WeakSet[nn.Module]()
-"""What FSDP2 has sharded, as far as `mark_sharded` has seen it."""
+"""The modules sharded by FSDP2 that have hooks of `mark_sharded`."""
 
 
 def num_unmarked() -> int:
-    """Return how many modules FSDP2 has sharded in this process since `mark_sharded`. Where it was never imported, that is one
-    look into a dict.
+    """Return how many modules FSDP2 has sharded in this process since the last `mark_sharded`. If FSDP2 was never imported,
+    this costs one dict lookup.
 
     Raises:
-        MissingTorchNameError: torch doesn't say which it has sharded.
+        MissingTorchNameError: torch doesn't say which modules it has sharded.
     """
     if FSDP not in sys.modules:
         return 0
@@ -60,11 +61,11 @@ def num_unmarked() -> int:
 
 
 def mark_sharded() -> None:
-    """Set hooks on the modules that FSDP2 has sharded in this process and that have none yet. They stay, and do nothing but in
-    a forward that is recorded.
+    """Set hooks on modules that FSDP2 has sharded in this process and that have none yet. The hooks stay, and do something only
+    in recorded forwards.
 
     Raises:
-        MissingTorchNameError: torch doesn't say which it has sharded.
+        MissingTorchNameError: torch doesn't say which modules it has sharded.
     """
     if not num_unmarked():
         return
@@ -79,7 +80,7 @@ def mark_sharded() -> None:
 
 
 def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return parameters as their owner has them: of one that FSDP2 has gathered for a forward the shard, which is stepped."""
+    """Return the parameters as the optimizer has them: for a parameter that FSDP2 has gathered, its shard."""
     shards = dict[int, Tensor]()
     for module in list(_marked):
         if not hasattr(module, torch_private.FSDP_GROUP[0]):
@@ -91,7 +92,7 @@ def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _mark_border(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
-    """A hook behind the forward of a module: a border runs through what it has returned."""
+    """A forward hook: run a border on the output."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         tensors = tensors_in(torch_private.tree_leaves(output))
         with torch.no_grad():
@@ -102,18 +103,15 @@ def _mark_border(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], outp
 
 
 def _mark_gather(begins: bool, module: nn.Module, *_: Any) -> None:
-    """Ahead of what FSDP2 does before a forward, and behind it: the recorder looks away meanwhile, and until the forward is
-    over if nothing of that can run again.
-
-    What is gathered is the caller's, as a parameter that was there all the time, and the same value as when it was there last:
-    to write it back is no write.
-    """
+    """Called before and after FSDP2's own hook before a forward. The recorder is paused in between, and until the end of the
+    forward if nothing in it can run again. Gathered parameters count as the caller's, with the same value as when they were
+    gathered last: writing the value back is not a write."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         _op()[0]([], begins or not is_there_in_backward(module))
 
 
 def run_border(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """What there is of a value that was made here is a root from now on."""
+    """Make roots of the values of these tensors that were made in the forward."""
     recording, was_unseen = recorder.recording, len(args) > 1
     if was_unseen:
         recording.is_gathering = args[1]

@@ -1,4 +1,4 @@
-"""What recording takes the host."""
+"""Host seconds that recording takes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memkit.recording.recording import Recording
 
 _NUM_MEASURED = 100
 _OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0
-"""Over recording an op: an op with its module and its launch, a save, an op run again from the record, a region."""
+"""Multiples of the cost of recording an op: an op with its module and its launch, a save, a replayed op, a region."""
 
 
 @functools.cache
 def recording_cost_s() -> float:
-    """Return what it takes the host to record a small op, without running it: measured once, on a chain of them."""
+    """Return the host seconds to record a small op, without running it: measured once, on a chain of such ops."""
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
     recording = Recording(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
@@ -41,8 +41,8 @@ def recording_cost_s() -> float:
 
 
 def host_costs(torch_device: torch.device) -> HostCosts:
-    """Return what the host spends on ops and on regions, where a device computes: multiples of what it takes to
-    record an op, as they were counted, for all of it is Python."""
+    """Return the host seconds for ops and regions on a device, as multiples of the cost of recording an op, since all of it is
+    Python."""
     recorded_s = recording_cost_s()
     return HostCosts(
         op_s=_OP * recorded_s,

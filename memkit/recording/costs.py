@@ -1,4 +1,4 @@
-"""What ops take: measured in an earlier forward, or guessed."""
+"""Seconds of ops, measured in an earlier forward, or guessed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
 from memkit.recording.recorded import CostKey, cost_key
 
 _MAX_COSTS = 8192
-"""For so many kinds and sizes of ops it is remembered what they take."""
+"""The seconds of at most this many kinds and sizes of ops are remembered."""
 
 
 class OpCosts:
-    """What the ops of one tag take."""
+    """The seconds of the ops under one tag."""
 
     def __init__(self) -> None:
         self.device: Device | None = None
-        """Where they run."""
+        """The device that they run on."""
         self.measured_s: dict[CostKey, float] = {}
         self.guessed_s: dict[CostKey, float] = {}
         self._ceilings: Ceilings | None = None
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
-        """Return the seconds of an op, from its arguments and what it has returned."""
+        """Return the seconds of an op, from its arguments and its results."""
         key = cost_key(func, args, results)
         seconds = self.measured_s.get(key) or self.guessed_s.get(key)
         if seconds is None:
@@ -40,12 +40,12 @@ class OpCosts:
         return self._ceilings.estimate_s(func, args, results)
 
     def learn(self, found: dict[CostKey, float]) -> None:
-        """Take up what was measured."""
+        """Add measured seconds."""
         _remember(self.measured_s, found)
 
 
 def _remember(costs_s: dict[CostKey, float], found: dict[CostKey, float]) -> None:
-    """Add to what is known, and forget the oldest if that is too much."""
+    """Add to the known seconds, and forget the oldest if there are too many."""
     costs_s.update(found)
     while len(costs_s) > _MAX_COSTS:
         del costs_s[next(iter(costs_s))]

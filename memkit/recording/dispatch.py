@@ -1,4 +1,4 @@
-"""A dispatch mode that stays out of Dynamo's way: the base of the recorder."""
+"""`QuietMode`: a dispatch mode that Dynamo doesn't trace; the base class of the recorder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from memkit.modes import Mode
 from memkit.torch_state import in_higher_order_op, leave_untraced
 
 _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
-"""Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
-set when a mode was entered."""
+"""Whether Dynamo asks each active mode whether it may compile a frame. Older versions read a process-wide flag that is set when
+a mode is entered."""
 
 
 def _may_compile() -> bool:
@@ -22,16 +22,15 @@ def _may_compile() -> bool:
 
 
 class _OutsideOfHigherOrderOps:
-    """Stands for a flag of the process that would be read too early."""
+    """Stands for a process-wide flag that would be read too early."""
 
     def __bool__(self) -> bool:
         return not _may_compile()
 
 
 class QuietMode(Mode):
-    """A dispatch mode that Dynamo overlooks where a higher-order op compiles what it was given: that is then done as it is
-    without the mode, which sees the higher-order op. What the program itself compiles runs op by op, as in any mode.
-    """
+    """A dispatch mode that Dynamo ignores when a higher-order op compiles its function. The op is compiled as without the mode,
+    which sees the higher-order op. What the program itself compiles runs op by op, as under any mode."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""How ops are recorded that do more than make new values: that write to tensors, or of which it is not known what they do."""
+"""Records ops that do more than make new values: ops that write to tensors, and ops of which nothing is known."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _address_of, _version_of = torch_private.storage_address, torch_private.version_
 
 
 _COLLECTIVES = "c10d"
-"""Of these ops no schema says what they write to, and no counter shows it: it may be any of their tensors."""
+"""The namespace of ops whose schemas don't say what they write to, and whose writes raise no version counter: they may write to
+any of their tensors."""
 
 
 _GATHERS = "fsdp"
-"""FSDP2's ops. Where they write to a parameter's storage, they put there what was there before it was let go of: shards are
-not written to within a step, or what autograd saved of the parameter would be as wrong."""
+"""The namespace of FSDP2's ops. When they write to a parameter's storage, they restore its freed contents: shards are not
+written to within a step, or else the tensors that autograd saved of the parameter would be wrong as well."""
 
 
 def _run_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an op of FSDP2: parameters that it gathers are the caller's, and the same values as when it gathered them last."""
+    """Run an op of FSDP2. The parameters that it gathers are the caller's, with the same values as when they were gathered
+    last."""
     recording = recorder.recording
     results = func(*args, **kwargs) if kwargs else func(*args)
     for target in written_by(recorder.kind_of(func), args, kwargs):
@@ -41,11 +43,10 @@ def _run_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an op of which only its schema says what it does.
+    """Run an op of which only the schema says what it does.
 
-    A higher-order op has no schema: that it writes to a tensor shows by the tensor's counter, too late to copy what was
-    there. And where an op returns a tensor that is neither new nor an argument, as a state of its own, other bytes may be
-    there than before.
+    A higher-order op has no schema: that it writes to a tensor shows by the version counter, too late to copy the old contents.
+    If an op returns a tensor that is neither new nor an argument, such as its own state, the contents may have changed.
     """
     kind, recording = recorder.kind_of(func), recorder.recording
     recording.note_effect()
@@ -147,7 +148,7 @@ def run_writer(
 def run_on_strangers(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]
 ) -> Any:
-    """Run an op that writes to what nothing here was made from: counters, buffers."""
+    """Run an op that writes to tensors that nothing in the forward was made from: counters, buffers."""
     for target in targets:
         recorder.recording.note_effect(target)
     results = recorder.run(func, args, kwargs)
@@ -160,7 +161,7 @@ def run_on_strangers(
 
 
 def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run and record a batch norm that updates its statistics. When it is run again, that is without them."""
+    """Run and record a batch norm that updates its statistics. Its replays don't."""
     kind, recording = recorder.kind_of(func), recorder.recording
     if types or not args[kind.training_at]:
         return recorder.record(func, types, args, kwargs)
@@ -192,5 +193,5 @@ def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any
 
 
 def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
-    """Return how often tensors were written to, as far as that is counted."""
+    """Return the versions of tensors, without those that have none."""
     return {key: _version_of(tensor) for key, tensor in tensors.items() if not tensor.is_inference()}

@@ -1,7 +1,7 @@
-"""Ops that are known ahead: what a forward needs not record of them, since nothing will be recomputed by them.
+"""Ops that are known ahead: those that nothing is recomputed by need not be recorded.
 
-What they make is numbered all the same, and roots have the numbers that they had: so values are known by the numbers that a
-plan goes by. With the first op that is another one, all is recorded again.
+Their values are numbered all the same, and roots get the numbers that they had, so that the numbers in a plan stay valid. From
+the first unexpected op on, everything is recorded.
 """
 
 from __future__ import annotations
@@ -29,49 +29,50 @@ class ExpectedOp(NamedTuple):
     is_skipped: bool
     """Whether it is not recorded."""
     first: int
-    """The number of the next value, before it runs."""
+    """The number of the next value before it runs."""
     made: int
     """The number of the next value once the roots that it reads are numbered."""
     makes_none: bool = False
-    """Whether it makes no value, as a view does, or what writes to what no other op has to do with."""
+    """Whether it makes no value: a view, or a write to a tensor that no other op reads or writes."""
     is_writer: bool = False
-    """Whether it is skipped though it writes, since nothing is made from what it writes to: see `Expected.may_skip`."""
+    """Whether it is skipped although it writes, since nothing is recomputed from what it writes to: see `Expected.may_skip`."""
     over: int = -1
-    """The value that a writer writes over, -1 if it writes to what no other op has to do with."""
+    """The value that a writer overwrites, -1 if it writes to a tensor that no other op reads or writes."""
     strangers: tuple[int, ...] = ()
-    """The positions of the arguments that it writes to then."""
+    """In the latter case, the positions of the written arguments."""
     is_norm: bool = False
-    """Whether it writes statistics, so that no counter shows it."""
+    """Whether it updates statistics, which raises no version counter."""
     ins: tuple[int, ...] = ()
     """The values that it reads."""
     roots: frozenset[int] = frozenset()
-    """Which of these are roots, that nothing makes."""
+    """Those of them that are roots."""
 
 
 class Expected:
     """What is known ahead of a recording.
 
     Args:
-        ops: all of its ops, by their places among those that are seen.
+        ops: all ops that the recorder sees, in order.
         num_values: how many values they make and read.
     """
 
     def __init__(self, ops: Sequence[ExpectedOp], num_values: int) -> None:
         self.ops = ops
-        """Empty as soon as another one has run."""
+        """Empty once an unexpected op has run."""
         self._num_values = num_values
         self.unmade = set[int]()
-        """What ops have made that were not recorded."""
+        """The values of ops that were not recorded."""
         self.over: dict[int, int] = {}
-        """Of these, what was written over another value, and over which."""
+        """Of these, the values written over another value, with that value."""
         self._statistics: dict[int, Tensor] = {}
-        """What batch norms have updated that are not recorded, by its address: other updates of it may raise no counter."""
+        """Statistics updated by batch norms that were not recorded, by address: other updates of them may raise no version
+        counter."""
         self.sources = set[int]()
-        """What dropped values are made from that no recorded op makes, or that is read where it was saved: a write to it has it
-        copied first."""
+        """Values that dropped ones are recomputed from and that no recorded op makes, or that are read where they were saved:
+        they are copied before a write to them."""
 
     def end(self, recording: Recording) -> None:
-        """Record all ops from here on. If any were skipped, what comes has other numbers than what was expected."""
+        """Record all ops from here on. If any were skipped, later values have other numbers than expected."""
         if not self.ops:
             return
         self.ops, recording.known_s = (), recording.known_s[: len(recording.calls)]
@@ -88,7 +89,7 @@ class Expected:
             recording.expected = None
 
     def may_skip(self, recording: Recording, op: ExpectedOp, args: tuple[Any, ...]) -> bool:
-        """Tell whether a writer that is skipped writes to what it did when that was found to be needed by nothing."""
+        """Tell whether a skipped writer writes to the same tensor as when it was found that nothing needs that tensor."""
         try:
             if op.over >= 0:
                 value = recording.find(args[0].untyped_storage())
@@ -103,7 +104,7 @@ class Expected:
         return True
 
     def add_written(self, recording: Recording, target: Tensor, before: int) -> None:
-        """Note what an op that is not recorded has written over a value."""
+        """Note that an op that is not recorded has overwritten a value."""
         value, storage = recording.num_values, target.untyped_storage()
         recording.num_values = value + 1  # first, as in `Recording.add_root`
         self.over[value] = before
@@ -112,7 +113,7 @@ class Expected:
         recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
 
     def add_unmade(self, recording: Recording, results: Any) -> None:
-        """Note what an op has returned that is not recorded."""
+        """Note the results of an op that is not recorded."""
         current, lent = recording.current, recording.lent
         for tensor in (results,) if type(results) is Tensor and results.layout is torch.strided else tensors_in(results):
             storage = tensor.untyped_storage()
@@ -134,11 +135,11 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """An op is about to run that is to be recorded: number the roots that it reads as expected, if this is the one.
+        """Called before an op that is recorded: if it is the expected one, number the roots that it reads as expected.
 
         Args:
-            op: what is expected, if anything is.
-            is_plain: whether its tensors are of no class with ops of its own.
+            op: the expected op, if there is one.
+            is_plain: whether none of its tensors has a class with `__torch_dispatch__`.
         """
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
@@ -150,7 +151,7 @@ class Expected:
         self.end(recording)
 
     def _number_roots(self, recording: Recording, args: Iterable[Any], op: ExpectedOp) -> bool:
-        """Number the roots among the arguments of an op; tell whether they are what is expected."""
+        """Number the roots among the arguments of an op; tell whether they are the expected ones."""
         numbers = iter(op.ins)
         for tensor in tensors_in(args):
             number = next(numbers, -1)
@@ -161,14 +162,14 @@ class Expected:
         return True
 
     def add_root(self, recording: Recording, tensor: Tensor, number: int) -> None:
-        """Give a value that nothing here makes the number that it had."""
+        """Give a root the number that it had."""
         storage = tensor.untyped_storage()
         is_hidden = torch_private.storage_address(storage) in self._statistics
         recording.add_root(tensor, storage, is_inside=False, is_hidden=is_hidden, number=number)
 
 
 def num_writes(recording: Recording, value: int) -> float:
-    """Return how often ops have written to what a value is in, no bound if that began before."""
+    """Return how often ops have written to a value's storage, infinity if the value is older than the forward."""
     recording.sync()
     expected, found = recording.expected, 0
     while True:

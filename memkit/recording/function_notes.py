@@ -1,6 +1,5 @@
-"""What notes the functions of a forward, so that later ones may be followed by them: see [Note: quiet functions] in
-`memkit.recording.functions`.
-"""
+"""`FunctionNotes`: notes the functions of a forward, so that later forwards can follow them: see [Note: quiet functions] in
+`memkit.recording.functions`."""
 
 from __future__ import annotations
 
@@ -25,37 +24,37 @@ if TYPE_CHECKING:
 
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType)
 _PER_OP = 3
-"""What it costs that an op is seen, in what it costs that a function is."""
+"""The cost of seeing an op, in multiples of the cost of seeing a function."""
 
 
 def may_be_quiet(ops: Sequence[Any]) -> bool:
-    """Tell whether functions may be followed in a forward of these ops: it compiles nothing."""
+    """Tell whether functions may be followed in a forward with these ops: not if one of them compiles something."""
     names = ("function_mode_at", "pop_function_mode", "push_function_mode")
     return all(map(torch_private.known, names)) and all(hasattr(op, "overloadpacket") for op in set(ops))
 
 
 class _Noted(NamedTuple):
-    """What is noted of a call of a function beside what is known of it ahead."""
+    """What is noted of a function call, beside its `FunctionCall`."""
 
     saves: range
-    """Those in it, by their places."""
+    """The saves in it, by their ordinals."""
     inputs: tuple[Input, ...] | None
-    """Its tensors; None if ops in it are to be seen wherever they are recorded."""
+    """Its tensors; None if ops in it that are recorded must always be seen."""
     is_whole: bool
-    """Whether all that it may be told apart by is in its flags."""
+    """Whether its flags tell all that may make a difference."""
 
 
 class FunctionNotes(FunctionMode):
-    """Notes the functions of a forward, each op of which is seen.
+    """Notes the functions of a forward in which each op is seen.
 
     Args:
-        recording: of its ops.
+        recording: the recording of the ops.
     """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.num_saves = 0
-        """How many tensors were saved by now, counted by who takes them."""
+        """How many tensors were saved so far; counted by the pack hook."""
         self._recording = recording
         self._calls: list[FunctionCall] = []
         self._noted: list[_Noted] = []
@@ -100,7 +99,8 @@ class FunctionNotes(FunctionMode):
         return tuple(found)
 
     def _result(self, results: Any, first: int) -> tuple[int, int]:
-        """Return the number of what a function has returned, and its bytes; -1 if that was there before."""
+        """Return the number of the value that a function has returned, and its bytes; -1 if the value is older than the
+        call."""
         if type(results) is not Tensor or not tensors_in(results):
             return -1, 0
         storage = results.untyped_storage()
@@ -114,13 +114,13 @@ class FunctionNotes(FunctionMode):
         needed: Collection[int],
         saves: Sequence[int],
     ) -> tuple[FunctionCall, ...]:
-        """Return what is known ahead of a forward that goes like this one; nothing if functions are not to be followed.
+        """Return what is known ahead of a forward like this one; empty if functions are not to be followed.
 
         Args:
-            ops: its ops, all of them.
-            recorded: for each, what was recorded of it, if that may be recorded again without it being seen.
-            needed: the values that must have their numbers as soon as they are there.
-            saves: the value of each tensor that was saved.
+            ops: all of its ops.
+            recorded: for each op, its recorded call, if that can be recorded again without seeing the op.
+            needed: the values that need their numbers as soon as they are made.
+            saves: the value of each saved tensor.
         """
         if not self._is_whole or num_asked() != self._num_asked or sum(len(call.ops) for call in self._calls) != len(ops):
             return ()
@@ -155,7 +155,7 @@ class FunctionNotes(FunctionMode):
         return tuple(found) if _PER_OP * num_spared > len(found) else ()
 
     def _are_given(self, call: FunctionCall, noted: _Noted, calls: Sequence[Call]) -> bool:
-        """Tell whether what the ops of a function read that are recorded is known by what it is given."""
+        """Tell whether all values read by the recorded ops of a function are inputs of the function, or made in it."""
         if noted.inputs is None:
             return not calls
         given = {each.value for each in noted.inputs}
@@ -169,7 +169,7 @@ class FunctionNotes(FunctionMode):
 
 
 def _is_alike(call: Call) -> bool:
-    """Tell whether an op that was recorded does the same each time, and writes to nothing."""
+    """Tell whether a recorded op does the same each time, and writes to nothing."""
     notes = call.notes
     return notes is None or not (notes.written or notes.kind.written or notes.kind.statistics or notes.kind.is_random)
 
@@ -179,7 +179,7 @@ def _read_by(calls: Sequence[Call]) -> set[int]:
 
 
 def _may_write(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Tell whether a function may write to what it is given, or do anything at all."""
+    """Tell whether a function may write to its arguments, or have any other effect."""
     name, kind = getattr(func, "__name__", "_"), type(func)
     if kind is MethodWrapperType:
         return name != "__get__"

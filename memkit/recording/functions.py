@@ -1,23 +1,23 @@
-"""Calls of torch's functions that are known ahead, in which no op is seen: the recorder is off in them.
+"""Calls of torch's functions that are known ahead: the recorder is off during them.
 
 [Note: quiet functions] A dispatch mode costs the host some 10 µs for each op that it sees, views included, whether it records
-them or not. A mode that sees calls of torch's functions (`torch.overrides.TorchFunctionMode`) costs a third of that, and sees a
-linear layer once where a dispatch mode sees a transposition, a product and two views. So where a forward is known op by op, it
-is followed function by function, and the recorder is off in those that are *quiet*: nothing is written to in them, and of what
-they make only what they return is asked for by its number, which it is given when they have returned.
+them or not. A mode that sees calls of torch's functions (`torch.overrides.TorchFunctionMode`) costs a third of that, and sees
+one call of a linear layer where a dispatch mode sees a transposition, a product and two views. So a forward whose ops are known
+is followed function by function, and the recorder is off during functions that are *quiet*: nothing is written to in them, and
+of the values that they make, only the returned one is looked up by its number, which it gets when the function has returned.
 
-A function that is given tensors of other shapes may save others, and is seen. Ops that are recorded may run in a quiet
-function as well. They are the ones that were noted, read the same values in the same places, and make the same, if the
-function is given what it was given then: the same values, in the same geometry, and the same flags. So they are recorded as
-they were, unseen. What writes, draws random numbers, or is saved before its function returns is seen.
+A function that gets tensors of other shapes may save other tensors, and is not quiet. Ops that are recorded may run in a quiet
+function: if it gets the same values, in the same geometry, with the same flags, they do the same as when they were noted. So
+they are recorded as noted, without being seen. Functions are not quiet if they write, draw random numbers, or save a value
+before they return.
 
-The recorder is on everywhere else: between functions, where TorchScript, C++ code and whoever hides from function modes run
-their ops; in functions that write, or whose flags (`inplace`, `training`) or values are not those that were noted; and from the
-first function on that is another one than is known. A quiet function must run no Python of the user's. So none is quiet while
-other saved-tensor hooks are on top of memkit's, other dispatch modes are on, or the program is in a function mode of its own.
+The recorder is on everywhere else: between functions, where TorchScript, C++ code and code that disables function modes run
+their ops; in functions that write, or whose flags (`inplace`, `training`) or values differ; and from the first unexpected
+function on. A quiet function must run no Python of the user's. So none is quiet while other saved-tensor hooks are inside of
+memkit's, other dispatch modes are on, or the program is in a function mode of its own.
 
-Some modules of torch choose another path where a function mode is on (`torch.overrides.has_torch_function`), with other bits.
-They are called without it: a hook on all forwards takes it off for the rest of the step.
+Some modules of torch take another path, with other bits, if a function mode is on (`torch.overrides.has_torch_function`). For
+these, a global forward pre-hook turns the mode off for the rest of the step.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _ASKED = frozenset(
         *("data_ptr", "get_device", "is_complex", "is_floating_point", "is_inference", "is_conj", "is_neg"),
     )
 )
-"""What is asked of a tensor, and runs nothing: how often is nobody's business."""
+"""Queries of a tensor, which run no op: it doesn't matter how often they are made."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 _FLAGS = frozenset((int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size))
 _TENSOR = object()
 """Stands for any tensor among the arguments of a call."""
 _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that have another path where nothing is trained, and no function mode is on."""
+"""Modules that take another path if nothing is trained and no function mode is on."""
 
 
 class Input(NamedTuple):
@@ -70,41 +70,41 @@ class Input(NamedTuple):
     """The number of its value, -1 if it has none."""
     geometry: Geometry
     is_root: bool = False
-    """Whether its value is numbered when it is met first."""
+    """Whether its value gets a number when it is first met."""
     is_read: bool = False
-    """Whether an op that is recorded reads it."""
+    """Whether a recorded op reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call of a function that is known ahead."""
+    """A function call that is known ahead."""
 
     func: Any
     is_quiet: bool
     begin: int
-    """How many ops were seen before."""
+    """How many ops were seen before it."""
     ops: tuple[Any, ...]
-    """Those that it runs."""
+    """The ops that it runs."""
     first: int
     """The number of the next value before it."""
     made: int
-    """The same behind it."""
+    """The number of the next value after it."""
     flags: tuple[Any, ...] | None
-    """Its arguments but for tensors, where it matters which they are."""
+    """Its arguments other than tensors, if they matter."""
     result: int = -1
-    """The number of the value that it returns, -1 if that is not asked for, or not made here."""
+    """The number of the value that it returns, -1 if that is not needed, or not made in it."""
     num_bytes: int = 0
-    """Of that."""
+    """The bytes of that value."""
     calls: tuple[Call, ...] = ()
-    """Of its ops, those that are recorded."""
+    """Those of its ops that are recorded."""
     inputs: tuple[Input, ...] = ()
-    """What it is given, where that is looked at."""
+    """Its tensor arguments, if they matter."""
     is_recorded: bool = False
-    """Whether what it returns is made by one of these."""
+    """Whether one of the recorded ops makes the returned value."""
 
 
 class FunctionMode(TorchFunctionMode):
-    """A function mode that Ctrl-C leaves whole, and that Dynamo does not look into."""
+    """A function mode that stays consistent at Ctrl-C, and that Dynamo doesn't trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class FunctionMode(TorchFunctionMode):
         leave_untraced(cls._before)
 
     def __enter__(self) -> Any:
-        """Enter, right behind the recorder."""
+        """Enter, right after the recorder."""
         self._hooks.ahead_of_all_forwards(self._before)
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
@@ -125,7 +125,7 @@ class FunctionMode(TorchFunctionMode):
 
     @abstractmethod
     def stop(self) -> None:
-        """Follow functions no more."""
+        """Stop following functions."""
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if isinstance(module, _WITH_FAST_PATHS) and not all(inner.training for inner in module.modules()):
@@ -134,23 +134,23 @@ class FunctionMode(TorchFunctionMode):
 
 
 class QuietFunctions(FunctionMode):
-    """Has the recorder off in functions that are quiet: see [Note: quiet functions].
+    """Turns the recorder off during quiet functions: see [Note: quiet functions].
 
     Args:
-        calls: what is known.
-        recorder: which is off.
+        calls: the known calls.
+        recorder: the recorder.
     """
 
     def __init__(self, calls: Sequence[FunctionCall], recorder: Recorder) -> None:
         super().__init__()
         self._calls = calls
-        """Empty as soon as they are followed no more."""
+        """Empty once functions are not followed any more."""
         self._recorder = recorder
         self._num_modes = 0
         self._hooks_on_top: Any = None
         self._place = 0
         self.is_inside = False
-        """Whether a function runs, in which this mode sees nothing."""
+        """Whether a function is running, during which this mode sees nothing."""
 
     def __enter__(self) -> Any:
         self._num_modes, self._hooks_on_top = torch_private.num_dispatch_modes(), torch_private.top_saved_tensor_hooks(True)
@@ -202,7 +202,7 @@ class QuietFunctions(FunctionMode):
                 torch_private.push_dispatch_mode(self._recorder)
 
     def _note(self, call: FunctionCall, results: Any) -> bool:
-        """Note what a quiet function has made; tell whether it is what was expected."""
+        """Note the value that a quiet function has made; tell whether it is what was expected."""
         recording, value, storage, address = self._recorder.recording, call.result, None, 0
         if value >= 0:
             if type(results) is not Tensor or results.layout is not torch.strided:
@@ -229,7 +229,7 @@ class QuietFunctions(FunctionMode):
         return True
 
     def _is_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Tell whether a call that is known as a quiet one writes to nothing, and runs nobody else's Python."""
+        """Tell whether a call that is known to be quiet writes to nothing now, and runs no other Python."""
         are_on_top = torch_private.top_saved_tensor_hooks(True) == self._hooks_on_top
         num_modes = torch_private.num_dispatch_modes()
         if num_modes < self._num_modes and self._recorder not in torch_private.dispatch_modes():
@@ -245,7 +245,7 @@ class QuietFunctions(FunctionMode):
             return False
 
     def _is_given(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a function is given the values that it was; then those are numbered that nothing has made."""
+        """Tell whether a function gets the expected values; if so, number its roots."""
         recording, roots = self._recorder.recording, []
         expected, current = recording.expected, recording.current
         if expected is None or len(tensors) != len(call.inputs):
@@ -272,7 +272,7 @@ class QuietFunctions(FunctionMode):
 
 
 def are_plain(types: Iterable[type]) -> bool:
-    """Tell whether tensors are of no class that says itself what functions do."""
+    """Tell whether none of these tensor classes has a `__torch_function__` of its own."""
     return all(kind in _PLAIN_TYPES for kind in types)
 
 
@@ -284,12 +284,12 @@ def is_asked(func: Any) -> bool:
 
 
 def has_flags(func: Any) -> bool:
-    """Tell whether the arguments of a function may say whether it writes to anything."""
+    """Tell whether the arguments of a function may determine whether it writes to a tensor."""
     return type(func) is FunctionType or "norm" in getattr(func, "__name__", "")
 
 
 def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return the arguments of a call but for tensors; None if not all of them can be compared."""
+    """Return the arguments of a call other than tensors; None if not all of them can be compared."""
     flags = [*args, *(kwargs or ()), *(kwargs or {}).values()]
     for place, flag in enumerate(flags):
         if isinstance(flag, Tensor):
@@ -306,7 +306,7 @@ def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any,
 
 
 def _flag_of(flag: Any) -> Any:
-    """Return what a flag is compared by: 0.0 is not -0.0, and 1 is neither 1.0 nor True; None if it can't be compared."""
+    """Return what an argument is compared by: 0.0 is not -0.0, and 1 is neither 1.0 nor True; None if it can't be compared."""
     kind = type(flag)
     if kind is float:
         return flag.hex()

@@ -1,4 +1,4 @@
-"""The calls of modules in a recorded forward, and whether each could run a second time without anybody noticing."""
+"""The module calls of a recorded forward, and whether each could run again without any side effect."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _MOST_NESTED = 4
 NO_GRAD = "gradients are off"
 WRITES = "an op in it writes to what was there before"
-"""Why a call is no region, and another that it is in may be one."""
+"""The reason why a call can't be a region although an enclosing one may be."""
 
 
 class NotedCall:
-    """A call of a module, as far as it has come.
+    """A module call, as far as it has run.
 
     Args:
-        module: which is called.
-        name: as the outermost calls it.
-        number: how many calls of it were before in the context.
-        parent: the call that it is in, by its place, -1 if it is in none.
-        recording: what records its ops.
+        module: the module.
+        name: its name in the outermost module.
+        number: how many calls of it came before in the context.
+        parent: the index of the enclosing call, -1 if there is none.
+        recording: the recording of its ops.
     """
 
     __slots__ = (
@@ -69,24 +69,25 @@ class NotedCall:
         self.name, self.number, self.parent = name, number, parent
         self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
         self._is_sharded = is_sharded_by_fsdp2(module)
-        """Whether its parameters are gathered within the call."""
+        """Whether FSDP2 gathers its parameters within the call."""
         self._state: list[Any] | None = list(_state_of(module, is_sharded=self._is_sharded))
         self._drawn = _python_generators()
         self._given = frozenset[int]()
         self._made: tuple[int, frozenset[int]] = (0, frozenset())
-        """The first value after it, and those that it has returned."""
+        """The number of the next value after it, and the values that it has returned."""
         self._weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
-        """How many ops of any kind were until its end, and its weights and buffers then: where they are, and their counters."""
+        """The number of all ops up to its end, and its parameters and buffers at that point, with their addresses and
+        versions."""
         self.stop: tuple[int, int] | None = None
-        """The first save, and the first op, after it; None while it runs, and where it failed."""
+        """The numbers of the next save, and of the next op, after it; None while it runs, and if it has failed."""
         self.inputs: tuple[int, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
         self._is_rewritten: bool | None = None
-        """None until `is_rewritten` is asked for."""
+        """None until `is_rewritten` is called."""
         self.needs_grad = False
-        """Whether a tensor that it has returned requires grad."""
+        """Whether a returned tensor requires grad."""
         self.why_no_part = ""
-        """Why neither it nor what it is a part of may be a region."""
+        """Why neither it nor an enclosing call can be a region."""
         if not torch.is_grad_enabled():
             self.why_no_part = NO_GRAD
         elif any(_is_made_here(tensor, recording) for tensor in self._state if isinstance(tensor, Tensor)):
@@ -94,7 +95,7 @@ class NotedCall:
         self.why_not = self.why_no_part
 
     def end(self, module: nn.Module, given: tuple[Any, Any], output: Any, recording: Recording) -> None:
-        """The call has returned."""
+        """Called when the call has returned."""
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
         self._given = frozenset(self._values_in(given, recording))
@@ -120,29 +121,29 @@ class NotedCall:
         self._drawn = ()
 
     def _why_not_alone(self, modules: Iterable[nn.Module], read: set[int], recording: Recording) -> str:
-        """Return why it is no region, though what it is a part of may be one.
+        """Return why it can't be a region, although an enclosing call may be one.
 
         Args:
-            modules: what it calls.
-            read: the values that its ops have read, and that were made before it.
-            recording: what has recorded its ops.
+            modules: the modules that it calls.
+            read: the values made before it that its ops read.
+            recording: the recording of its ops.
         """
         if not self.needs_grad:
             return "it returns no tensor that requires grad"
         return self._effect(modules, recording) or ("" if read <= self._given else "it reads what it was not given")
 
     def _read(self, recording: Recording) -> set[int]:
-        """Return the values that its ops have read, and that were made before it."""
+        """Return the values made before it that its ops read."""
         recording.sync()
         _, op, _, first = self._first
         return {value for ins in recording.lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
 
     def _values_in(self, given: Any, recording: Recording) -> set[int]:
-        """Return the values of the tensors in what it was given, those that were made before it."""
+        """Return the values made before it that are in the tensors of its inputs."""
         return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, modules: Iterable[nn.Module], recording: Recording) -> str:
-        """Return what it has done beside making new values, "" if that is nothing of which a region does not know."""
+        """Return what it did beside making new values, in words; empty if a region can handle all of it."""
         _, _, func, first = self._first
         own: set[int] | None = None
         effects, last = recording.effects, self._weights[0]
@@ -163,20 +164,20 @@ class NotedCall:
 
     @property
     def given(self) -> tuple[int, frozenset[int]]:
-        """How many ops were before it, and the values made until then that it was given."""
+        """The number of ops before it, and its input values that were made in the forward."""
         return self._first[1], self._given
 
     def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
-        """Tell whether something reads what it has made and has not returned."""
+        """Tell whether a value that it has made and not returned is read later."""
         first, (last, returned) = self._first[-1], self._made
         hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
         return self.stop is not None and aftermath.reads(hidden, self.stop[1])
 
     def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
-        """Tell whether something other than its module's calls writes to a parameter or buffer of it, once it is over.
+        """Tell whether something other than calls of the same module writes to its parameters or buffers after it.
 
         Args:
-            aftermath: what was written.
+            aftermath: the writes of the forward.
             alike: the calls of each module.
         """
         if self._is_rewritten is None:
@@ -206,11 +207,11 @@ class NotedCall:
         return False
 
     def as_planned(self, recording: Recording, aftermath: Aftermath, alike: Alike) -> ModuleCall:
-        """Return it, now that the forward is over.
+        """Return the call in the form that `plan/` works on, after the forward.
 
         Args:
             recording: the forward.
-            aftermath: what was read and written in it.
+            aftermath: the reads and writes of the forward.
             alike: the calls of each module.
         """
         save, op, func, _ = self._first
@@ -237,11 +238,11 @@ class NotedCall:
 
 
 Alike = Mapping[int, Sequence[NotedCall]]
-"""The calls of each module, by the weak references that they have to it, which are one: modules may be gone."""
+"""The calls of each module, by the identity of the weak reference that they share: the module may be gone."""
 
 
 def _values_of(tensors: Any, recording: Recording) -> set[int]:
-    """Return the values that were made in the forward and are in these tensors now."""
+    """Return the values made in the forward that are in these tensors now."""
     found = set[int]()
     for leaf in torch_private.tree_leaves(tensors):
         storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
@@ -268,7 +269,7 @@ def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; None if it shows none, as where `torch.func.vmap` maps over it."""
+    """Return the storage of a tensor; None if it has none, as under `torch.func.vmap`."""
     try:
         return tensor.untyped_storage()
     except RuntimeError:
@@ -281,14 +282,14 @@ def _weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage, 0 if it shows none, and how often it was written to."""
+    """Return the address of a tensor's storage, 0 if it has none, and the tensor's version."""
     storage = _storage_of(tensor)
     version = -1 if tensor.is_inference() else torch_private.version_of(tensor)
     return 0 if storage is None else torch_private.storage_address(storage), version
 
 
 def _python_generators() -> tuple[Any, ...]:
-    """Return where the generators are that torch knows nothing of."""
+    """Return the states of the random generators outside of torch."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -297,10 +298,10 @@ def _python_generators() -> tuple[Any, ...]:
 
 
 def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
-    """Yield all that a module's attributes hold, and those of the modules in it, as far as can be seen.
+    """Yield everything that the attributes of a module and its submodules hold, as far as it can be seen.
 
     Args:
-        is_sharded: whether hooks of it, which know how far FSDP2 is, gather parameters: what they do is done around a region.
+        is_sharded: whether FSDP2's hooks, which change attributes, run around a region rather than in it.
     """
     left = _OF_GATHERS if is_sharded else ()
     left_with = torch_private.COMPOSED_MARK if is_sharded else ()
@@ -334,7 +335,7 @@ def _are_same(before: Iterable[Any], after: list[Any]) -> bool:
 
 
 def _is_plain(given: Any) -> bool:
-    """Tell whether what a module is given is tensors and constants, and lists of them: nothing that remembers."""
+    """Tell whether inputs are tensors, constants, and containers of these, and so hold no state."""
     if isinstance(given, (*_CONSTANTS, *_FUNCTIONS, Tensor)):
         return True
     if type(given) is dict:

@@ -1,6 +1,5 @@
-"""What an op does to its arguments, as far as a replay must know: told once per overload, from its schema, a few tables, and
-the user's word on other ops than PyTorch's.
-"""
+"""What an op does to its arguments, as far as replays depend on it: found once per overload, from its schema, a few tables, and
+the user's `pure_ops`."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ aten = torch.ops.aten
 
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
-"""Of their ops it is known what they do. Of all others it is not: an op may draw from Python's generator, count, or read what
-changes, and neither its schema nor a tag tells (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
+"""Namespaces of ops that are known. Other ops may draw from Python's generator, count calls, or read what changes, and neither
+schema nor tags tell (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
 
 _FACTORIES = """
     arange eye empty empty_like empty_permuted empty_strided empty_quantized full full_like linspace logspace new_empty
     new_empty_strided new_full new_ones new_zeros ones ones_like range scalar_tensor zeros zeros_like _efficientzerotensor
     tril_indices triu_indices
 """
-"""Fresh memory with nothing, or nothing of interest, in it. What a kernel of Triton or a NumPy writer puts there is not
-recorded, so it is kept as it is found."""
+"""Ops that return new memory with nothing, or little, in it. A Triton kernel or NumPy may write to it unseen, so it is kept
+rather than recomputed."""
 
 _UNTRUSTED = """
     _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state _local_scalar_dense nonzero nonzero_static
@@ -40,10 +39,10 @@ _UNTRUSTED = """
     _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     _fused_moving_avg_obs_fq_helper _assert_async _assert_tensor_metadata
 """
-"""They read the device from the host, hide a state, change what a storage is, or make what cannot be trusted."""
+"""Ops that make the host wait for the device, have hidden state, change storages, or give results that can't be reproduced."""
 
 _VIEW_UNTOLD = "aten::_unsafe_view"
-"""A view of which the schema does not say so, since autograd is not to know: that of a matrix product, mostly."""
+"""A view whose schema doesn't say so, to hide it from autograd: mostly that of a matrix product."""
 
 _NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED).split())
 
@@ -52,7 +51,7 @@ _HIDING_STATE = """
     from_file _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     _fused_moving_avg_obs_fq_helper
 """
-"""Of these, what hides a state or changes what a storage is. What the others do may be done again by the Python around them."""
+"""Those of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
 
 _HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
 
@@ -70,14 +69,14 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
     aten.miopen_batch_norm.default: None,
     **dict(zip(torch_private.known("batch_norm_legit"), torch_private.known("batch_norm_legit_no_stats"), strict=False)),
 }
-"""They write running statistics in training mode; without them they compute the same."""
+"""Ops that write running statistics in training mode, and compute the same without them."""
 
 
 class OpKinds:
     """What is known of each op.
 
     Args:
-        pure_ops: the ops that only compute, by the user's word, as `names_of_ops` returns them.
+        pure_ops: the ops that the user declares pure, as returned by `names_of_ops`.
     """
 
     def __init__(self, pure_ops: frozenset[str]) -> None:
@@ -130,7 +129,7 @@ class OpKinds:
         return OpKind(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
 
     def _why_kept(self, func: OpOverload) -> str:
-        """Return why it is not known that an op only computes, "" if it is."""
+        """Return why an op isn't known to be pure; empty if it is."""
         name = torch_private.schema_of(func).name
         if func.namespace in _KNOWN_NAMESPACES:
             return ""
@@ -159,11 +158,11 @@ def _has_effect(func: OpOverload) -> bool:
 
 
 def names_of_ops(pure_ops: object) -> frozenset[str]:
-    """Return ops that are named by a user as "namespace::name", or "namespace::*" for all of a namespace.
+    """Return the names of the ops in a user's `pure_ops`: "namespace::name", or "namespace::*" for all of a namespace.
 
     Raises:
-        TypeError: it is no list of ops, or of their names.
-        ValueError: a name is none, or a word on the op would change nothing.
+        TypeError: it isn't a list of ops or names.
+        ValueError: a name isn't one of an op, or declaring the op pure would change nothing.
     """
     if isinstance(
         pure_ops, str | torch_private.OpOverload | torch_private.OpOverloadPacket | torch_private.CustomOpDef
@@ -193,7 +192,7 @@ def _named(op: object) -> str:
 
 
 def _name_of(op: object) -> str | None:
-    """Return the name of an op, with its namespace and without the overload; None if it is none."""
+    """Return the name of an op with its namespace and without the overload; None if it isn't an op."""
     if isinstance(op, torch_private.CustomOpDef):
         op = torch_private.op_of_custom(op)
     if isinstance(op, torch_private.OpOverload):

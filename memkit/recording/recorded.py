@@ -1,4 +1,4 @@
-"""One op as it is remembered to be run again: what it does, what it was given and has made, without the tensors themselves."""
+"""`Call`: one recorded op: what it does, its arguments and results, without the tensors themselves."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
 
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
-"""One tensor among the arguments of a call: its position or its name (in a list: with the place there), the value that it is,
-and its `Geometry` in that value's storage, item by item."""
+"""A tensor among the arguments of a call: its position or name (for a list: with the index in it), its value, and its
+`Geometry` in the value's storage, field by field."""
 
 
 def source_of(key: Any, value: int, tensor: Tensor) -> Source:
-    """Return what is remembered of a tensor among the arguments of a call."""
+    """Return the `Source` of a tensor among the arguments of a call."""
     return (key, value, *Geometry.of(tensor))
 
 
 def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
-    """Return the tensor that a call is given, over the storage that its value is in now."""
+    """Return the tensor argument for a `Source`, over the storage that has its value now."""
     _, _, size, stride, offset, dtype, is_conj, is_neg = source
     return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
@@ -40,15 +40,16 @@ class OpClass(Enum):
     """How the recorder treats an op."""
 
     VIEW = auto()
-    """Gives its input another shape: makes no value, and is never run again."""
+    """Returns a view: makes no value, and is never run again."""
     REPLAYED = auto()
     """Can be run again, and then makes the same bytes."""
     OPAQUE = auto()
     """Is not run again: its values are roots."""
     BORDER = auto()
-    """Makes nothing, but what it is given is not recomputed: see `memkit.recording.borders`."""
+    """Makes nothing, but its arguments are not recomputed: see `memkit.recording.borders`."""
     UNKNOWN = auto()
-    """Is not run again either: it may have effects, write to what it does not name, and return what it has returned before."""
+    """Is not run again either: it may have side effects, write to tensors that its schema doesn't name, and return a tensor
+    again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +58,32 @@ class OpKind:
 
     op_class: OpClass
     written: tuple[int | str, ...] = ()
-    """The arguments that it writes to, by position or, if they are keyword-only, by name."""
+    """The arguments that it writes to, by position or, if keyword-only, by name."""
     is_random: bool = False
     """Whether it draws from a random number generator."""
     overwrites: bool = False
-    """Whether nothing of what was in the written arguments before remains, if they cover their storages."""
+    """Whether it overwrites all old contents of the written arguments, if they cover their storages."""
     statistics: tuple[int, ...] = ()
-    """Positions of running statistics that it updates in training mode, though its schema or a version counter may not tell."""
+    """Positions of running statistics that it updates in training mode, which its schema or a version counter may not show."""
     training_at: int = -1
-    """The position of the flag for training mode."""
+    """The position of the training flag."""
     replayed_by: OpOverload | None = None
-    """The overload without statistics, where they cannot be None."""
+    """The overload to replay without statistics, if they can't be None in this one."""
     may_cross: bool = False
     """Whether it may copy from one device to another: such copies are not recomputed."""
     why_kept: str = ""
-    """Why its values are roots, where a user may wonder."""
+    """Why its values are roots, for users who wonder."""
     hides_state: bool = False
-    """Whether it reads or changes what its arguments do not show, so that not even its Python may run again."""
+    """Whether it has hidden state, so that a module with it can't be a region either."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it makes new values from old ones, and does nothing else, unless it copies to another device."""
+        """Whether it only makes new values from its arguments, unless it copies to another device."""
         return self._only_computes and not self.written
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it makes a new value of its first argument, where that was, and does nothing else."""
+        """Whether it only makes a new value of its first argument, in place."""
         return self._only_computes and self.written == (0,) and not (self.overwrites or self.may_cross)
 
     @property
@@ -94,7 +95,8 @@ CostKey = tuple[Any, int, int]
 
 
 def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
-    """Return what ops have in common that take about as long: the op, and the bytes of its first argument and first result."""
+    """Return what ops with about the same duration have in common: the op, and the bytes of its first argument and first
+    result."""
     first = args[0] if args else None
     result = results[0] if type(results) is tuple and results else results
     return (
@@ -105,38 +107,38 @@ def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
 
 
 class Call(NamedTuple):
-    """One op to repeat."""
+    """One op that can be run again."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
-    """Its arguments, None in the place of tensors."""
+    """Its arguments, with None in place of tensors."""
     kwargs: dict[str, Any] | None
     sources: Sequence[Source]
-    """Its tensors."""
+    """Its tensor arguments."""
     first: int
-    """The first of the values that it makes."""
+    """The number of the first value that it makes."""
     outs_bytes: tuple[int, ...]
-    """The bytes of the values that it makes."""
+    """The bytes of each value that it makes."""
     notes: CallNotes | None = None
 
 
 class CallNotes(NamedTuple):
-    """What is remarkable about a call."""
+    """What is particular about a call."""
 
     kind: OpKind
     places: tuple[int, ...]
-    """For each value that it makes, but those that it writes over an argument, its place among the tensors it returns."""
+    """For each value that it makes, without those written over an argument, its index among the returned tensors."""
     written: tuple[int, ...] = ()
-    """The values that it writes over. What they become are the last of the values that it makes."""
+    """The values that it overwrites. The values that it writes over them are the last ones that it makes."""
     is_whole: bool = False
-    """Whether it needs nothing of what it writes over."""
+    """Whether it doesn't depend on the old contents of what it overwrites."""
     generator: torch.Generator | None = None
     state: Tensor | None = None
     """The state of the generator before the op drew from it."""
 
 
 def tensors_in(argument: Any) -> list[Tensor]:
-    """Return the plain tensors in what an op was given, or has returned: those that are ranges of bytes."""
+    """Return the strided tensors in arguments or results of an op, whose storages are ranges of bytes."""
     if isinstance(argument, Tensor):
         return [argument] if _is_plain(argument) else []
     if isinstance(argument, list | tuple):
@@ -173,7 +175,7 @@ def written_by(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 def has_odd(arguments: Iterable[Any]) -> bool:
-    """Tell whether a tensor among the arguments is no range of bytes."""
+    """Tell whether a tensor among the arguments has no range of bytes as its storage."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if not is_range_of_bytes(argument):
@@ -184,7 +186,7 @@ def has_odd(arguments: Iterable[Any]) -> bool:
 
 
 def covers(tensor: Tensor) -> bool:
-    """Tell whether a tensor is all of its storage, each byte once."""
+    """Tell whether a tensor has each byte of its storage, once."""
     if tensor.numel() * tensor.itemsize != Tensor.untyped_storage(tensor).nbytes():
         return False
     expected = 1
@@ -197,5 +199,5 @@ def covers(tensor: Tensor) -> bool:
 
 
 def crosses(one: Any, other: Any) -> bool:
-    """Tell whether what an op reads and what it makes are on different devices."""
+    """Tell whether an argument and a result of an op are on different devices."""
     return len({tensor.device for tensor in (*tensors_in(one), *tensors_in(other))}) > 1

@@ -1,7 +1,7 @@
-"""The dispatch mode that writes a recording.
+"""`Recorder`: the dispatch mode that writes a recording.
 
-While it is on, every op costs the host some microseconds more: what most ops need is done in one function, without a call or an
-object that can be spared.
+While it is on, every op costs the host some microseconds more. So the common case is one function, without avoidable calls or
+objects.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 
 
 class Recorder(QuietMode):
-    """The dispatch mode that writes a recording. In a backward it does nothing.
+    """The dispatch mode that writes a recording. It does nothing during a backward.
 
     Args:
-        recording: what to write to.
+        recording: the recording that it writes.
         kinds: what is known of ops.
-        generator_of: the random number generator that ops on a device draw from by default.
-        estimate_s: what an op is thought to take, by the op, its arguments and its results; asked where it is not known.
+        generator_of: returns the default random number generator of a device.
+        estimate_s: returns the estimated seconds of an op, from the op, its arguments and its results; called if they are
+            unknown.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class Recorder(QuietMode):
         self._generator_of = generator_of
         self.estimate_s = estimate_s
         self._paths: dict[Any, Any] = {}
-        """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it
-        would keep it alive."""
+        """How each op seen so far is recorded: one of three words, or a method of the class. A bound method would keep this
+        object alive."""
 
     def follow(self, recording: Recording) -> None:
         """Write to another recording from now on."""
@@ -175,7 +176,7 @@ class Recorder(QuietMode):
         return results
 
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record an op that is new to this recorder, and note how it is recorded from then on."""
+        """Run and record an op that is new to this recorder, and note how to record it from then on."""
         results = self.record(func, types, args, kwargs)
         self._paths[func] = self._path_of(self.kind_of(func))
         return results
@@ -236,7 +237,7 @@ class Recorder(QuietMode):
     def _take_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> tuple[list[Any], dict[str, Any] | None, list[Source]]:
-        """Return the arguments without their tensors, and what is remembered of these."""
+        """Return the arguments without their tensors, and the sources of these."""
         sources: list[Source] = []
         kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
         if not kwargs:
@@ -244,7 +245,7 @@ class Recorder(QuietMode):
         return kept, {name: self.take(name, argument, sources) for name, argument in kwargs.items()}, sources
 
     def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
-        """Return an argument as it is kept: a tensor goes to the sources, and None is kept in its place."""
+        """Return an argument as it is recorded: for a tensor, append its source and return None."""
         if isinstance(argument, Tensor):
             storage = _get_storage(argument)
             found = self.recording.current.get(_address_of(storage))
@@ -296,7 +297,8 @@ class Recorder(QuietMode):
         generator: torch.Generator | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Note that an op has made what it returned, unless that was there before, and what is in the written tensors now."""
+        """Note the values that an op has made: its results, unless they existed before, and the new contents of written
+        tensors."""
         recording = self.recording
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
@@ -332,7 +334,7 @@ class Recorder(QuietMode):
                     recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
     def run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op that is not to be run again."""
+        """Run an op that is not run again."""
         kind = self.kind_of(func)
         if kind.op_class is OpClass.UNKNOWN:
             return run_unknown(self, func, types, args, kwargs)
@@ -357,8 +359,8 @@ def _is_of_number(args: tuple[Any, ...]) -> bool:
 
 
 def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an op that views a tensor which torch has made of a number, as when it adds one to zeros without bytes: a mode is
-    given the number again."""
+    """Run a view of a tensor that torch has made from a Python number, such as one that adds dimensions of stride 0: a mode
+    gets the number back."""
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))

@@ -1,6 +1,6 @@
-"""What is remembered of one forward so that its values can be recomputed: calls to repeat, and the roots that they start from.
+"""`Recording`: what is remembered of a forward so that its values can be recomputed: calls, and the roots that they start from.
 
-A recording holds no tensor of the forward but the roots that something dropped is made from. `recorder.py` writes it.
+A recording holds no tensor of the forward but the roots of dropped values. `recorder.py` writes it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 _MOST_STATISTICS = 2**16
-"""Of so many channels at most."""
+"""Statistics have at most this many channels."""
 
 
 class Recording:
     """What is remembered of one forward.
 
     Args:
-        device: where its values are.
-        known_s: what each op takes, if another forward has told.
-        retained: roots and other values that a plan needs: they are held from the moment when they come to be.
-        is_timed: whether to measure what each op takes.
-        is_verified: whether to copy all that is made to host memory, to compare replays with it.
+        device: the device of its values.
+        known_s: seconds of each op, if they are known from another forward.
+        retained: roots and other values that a plan needs: they are held from when they are made.
+        is_timed: whether to measure the seconds of each op.
+        is_verified: whether to copy all values to host memory, to compare replays with them.
     """
 
     def __init__(
@@ -55,53 +55,53 @@ class Recording:
         self.retained = retained
         self.is_timed = is_timed
         self.times: list[tuple[int, CostKey, Event, Event]] = []
-        """When ops have begun and ended: the number of the op, and what it has in common with others."""
+        """Start and end of ops: the number of the op, its `cost_key`, and two events."""
         self.call_times: list[tuple[int, Event, Event]] = []
-        """When compiled modules have begun and ended: the place of the call among those that are noted."""
+        """Start and end of compiled modules: the index of the noted call, and two events."""
         self.seconds: dict[int, float] = {}
-        """What ops are thought to take, where `known_s` does not tell."""
+        """Estimated seconds of ops that `known_s` doesn't have."""
         self.originals: dict[int, Tensor] | None = {} if is_verified else None
-        """What each value was, in host memory."""
+        """The contents of each value, in host memory."""
         self.settings = current_settings()
         self.calls: list[Call] = []
         self.funcs: list[Any] = []
-        """Every op that was seen, recomputed or not: the sequence that tells one forward from another."""
+        """Every op that was seen, recomputed or not: the sequence that distinguishes forwards."""
         self.roots: dict[int, Root] = {}
         self.is_gathering = False
-        """Whether parameters are being gathered, which is not recorded."""
+        """Whether parameters are being gathered, during which nothing is recorded."""
         self.holder: Holder | None = None
-        """Holds values that are made here and that a plan needs, though autograd did not save them."""
+        """Holds values made here that a plan needs and that autograd did not save."""
         self.pinned: dict[int, KeptHandle] = {}
-        """Saved values that cannot be recomputed, but from which something is."""
+        """Saved values that can't be recomputed, and from which others are."""
         self.hidden = set[int]()
-        """Roots that may be written to without a trace, as the statistics of a batch norm are."""
+        """Roots that may be written to without raising a version counter, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
-        """Why values are roots that an op has made, where a user may wonder."""
+        """Why values made by an op are roots, for users who wonder."""
         self.unversioned: list[Held] = []
-        """What is held since the op that wrote to it: the counter is raised after that."""
+        """What is held since an op that wrote to it: the version counter is raised after the op."""
         self.overwritten = set[int]()
-        """Values over which an op has written. What was saved of them may be whole: writes to the parts of `unsafe_chunk` count
-        for each part alone."""
+        """Values over which an op has written. A saved tensor of such a value may still be valid: the parts of `unsafe_chunk`
+        have version counters of their own."""
         self.expected: Expected | None = None
         """What is known ahead: see `memkit.recording.expected`."""
         self.num_values = 0
         self.held_bytes = 0
-        """Bytes of the roots that are held here and by nothing else."""
+        """Bytes of the roots that only this recording holds."""
         self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Which value is in which storage now, by the storage's key."""
+        """The value that is in each storage now, by the storage's key."""
         self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
-        """Storages that were seen and are not in `current`, since they may have another's bytes when they are met again."""
+        """Storages that were seen and are not in `current`, since their owner may change the contents."""
         self.lineage = GrowingLineage()
-        """The ops and values, in numbers, as of the last `sync`."""
+        """The ops and values in numbers, as of the last `sync`."""
         self.saved: list[int] = []
         """The value of each save that counts."""
         self.saved_at: list[tuple[int, int]] = []
-        """For each, how many ops to repeat, and how many of any kind, were before it."""
+        """For each of these saves, the number of recorded ops, and of all ops, before it."""
         self.effects: list[tuple[int, int, int]] = []
-        """What ops did beside making new values: the number of the op among `funcs`, counted from 1; the storage written to, by
-        its address; and the value that was there, -1 if it is not known. An address of 0 stands for anything at all."""
+        """What ops did beside making new values: the number of the op among `funcs`, counted from 1; the address of the storage
+        written to; and the value that was there, -1 if it is not known. An address of 0 stands for any effect."""
         self.modules: dict[int, str] = {}
-        """The module in which an op ran, where that was watched."""
+        """The module in which each op ran, if that was noted."""
 
     def sync(self) -> None:
         """Bring the lineage up to date."""
@@ -133,7 +133,7 @@ class Recording:
         return found[1] if found is not None and found[0]() is storage else None
 
     def was_there(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether a storage that an op has returned is no new one, as that of what an op returns as it is."""
+        """Tell whether the storage of an op's result existed before, as when an op returns its argument."""
         found = self.current.get(torch_private.storage_address(storage)) or self.lent.get(
             torch_private.storage_address(storage)
         )
@@ -144,7 +144,7 @@ class Recording:
         return self.find(tensor.untyped_storage()) is not None
 
     def value_of(self, tensor: Tensor) -> int:
-        """Return the value that is in a tensor's storage now: a root if it was never seen."""
+        """Return the value that is in a tensor's storage now: a new root if it was never seen."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
         return self.add_root(tensor, storage, is_inside=False) if value is None else value
@@ -159,16 +159,16 @@ class Recording:
         is_hidden: bool = False,
         number: int = -1,
     ) -> int:
-        """Return a new value that is in a tensor's storage from now on, and that nothing here makes.
+        """Return a new value for the current contents of a tensor's storage, which nothing here makes.
 
         Args:
-            is_inside: whether it was made here, so that nothing else may hold it.
-            is_written: whether it was just written, so that the tensor's counter is about to be raised.
-            is_hidden: whether it may be written to without a trace.
-            number: that of the value, which no other has, where it is known ahead; by default the next one.
+            is_inside: whether it was made in the forward, so that nothing else may hold it.
+            is_written: whether it was just written, so that the version counter is about to be raised.
+            is_hidden: whether it may be written to without raising the counter.
+            number: the number of the value, if it is known ahead and unused; -1 for the next one.
 
         Raises:
-            RuntimeError: the tensor is no range of bytes: what reads it cannot run again.
+            RuntimeError: the tensor's storage is no range of bytes, so that ops that read it can't be run again.
         """
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
@@ -192,7 +192,7 @@ class Recording:
         return value
 
     def note_hidden(self, tensor: Tensor) -> None:
-        """What is in a tensor now may be written to without a trace, if it is a root."""
+        """Note that the root in a tensor may be written to without raising a version counter."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
         if value is None:
@@ -210,7 +210,7 @@ class Recording:
         return range(call.first, self.num_values)
 
     def add_roots(self, results: Any, why_kept: str = "") -> None:
-        """Note what an op has returned that is not run again, and why, where a user may wonder."""
+        """Note the results of an op that is not run again, and why, for users who wonder."""
         for tensor in tensors_in(results):
             storage = tensor.untyped_storage()
             if self.find(storage) is None:
@@ -221,10 +221,10 @@ class Recording:
     # Roots
 
     def hold(self, value: int, *, counts: bool = True, is_in_dispatch: bool = False) -> bool:
-        """Hold a root, because something is to be made from it; tell whether it is there to be held.
+        """Hold a root because something is to be recomputed from it; tell whether it is still there.
 
         Args:
-            counts: whether its bytes are counted nowhere else.
+            counts: whether its bytes are to be counted in `held_bytes`.
             is_in_dispatch: whether an op is just being recorded.
         """
         root = self.roots[value]
@@ -249,20 +249,20 @@ class Recording:
         return True
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
-        """Hold a root as it is now, whatever is written to it later."""
+        """Hold a copy of a root's current contents."""
         root.alias = Geometry.of(tensor).over(tensor.untyped_storage().clone())
         root.version = torch_private.version_of(root.alias)
         self.held_bytes += root.num_bytes
 
     def see_versions(self) -> None:
-        """Take note of counters that have been raised by now, since the op that did it is over."""
+        """Note the version counters that were raised after the op that wrote."""
         while self.unversioned:
             held = self.unversioned.pop()
             if held.alias is not None and held.version is None and not held.alias.is_inference():
                 held.version = torch_private.version_of(held.alias)
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
-        """Hold a value that an op has just made, unless nothing tells whether it is written to later."""
+        """Hold a value that an op has just made, unless later writes to it could not be noticed."""
         if self.holder is not None and not tensor.is_inference():
             held = self.holder.hold(value, tensor)
             if is_written:
@@ -280,19 +280,19 @@ class Recording:
         return root is None or root.is_inside
 
     def add_written(self, targets: Sequence[Tensor], are_inside: Sequence[bool], why_kept: str = "") -> None:
-        """Note what an op has written to tensors, which is not recomputed, and why, where a user may wonder."""
+        """Note the new contents of written tensors, which are not recomputed, and why, for users who wonder."""
         for target, is_inside in zip(targets, are_inside, strict=True):
             value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
             if why_kept:
                 self.why_kept[value] = why_kept
 
     def note_effect(self, target: Tensor | None = None, value: int = -1) -> None:
-        """Note that an op writes to a tensor, or that it may do anything."""
+        """Note that an op writes to a tensor, or may have any effect."""
         address = 0 if target is None else torch_private.storage_address(target.untyped_storage())
         self.effects.append((len(self.funcs), address, value))
 
     def before_write(self, value: int) -> None:
-        """An op is about to write over a value. If something is to be made from that, copy it first."""
+        """Called before an op overwrites a value: copy the value if something is to be recomputed from it."""
         self.overwritten.add(value)
         pinned = self.pinned.get(value)
         if pinned is not None and pinned.is_unchanged():
@@ -317,7 +317,7 @@ class Recording:
         self._copy_root(root, root.alias)
 
     def lose(self, value: int) -> None:
-        """Something else may be where a value was, and it is too late to copy it."""
+        """Note that a value may have been overwritten, too late to copy it."""
         self.overwritten.add(value)
         if self.holder is not None and value in self.retained:
             self.holder.release(value)
@@ -326,9 +326,9 @@ class Recording:
             root.is_lost = True
 
     def retained_bytes(self) -> dict[int, int]:
-        """Return the roots that are gone unless they are held on purpose, and what that takes.
+        """Return the bytes of the roots that are gone unless they are held.
 
-        Made here, or written over; or gone by now: then they take nothing if the storage is the caller's.
+        These are roots made here, overwritten, or gone by now. If the storage is the caller's, holding them takes no bytes.
         """
         found = {}
         for value, root in self.roots.items():
@@ -348,14 +348,14 @@ class Recording:
 
     @property
     def largest_bytes(self) -> int:
-        """The most that one op has made."""
+        """The most bytes that one op has made."""
         made = (sum(call.outs_bytes) for call in self.calls)
         return max((*made, *(root.num_bytes for root in self.roots.values() if root.is_inside)), default=0)
 
     def read_times(self) -> dict[CostKey, float]:
-        """Enter what the ops took, if they were timed, and return it; makes the host wait for them.
+        """Store the seconds of timed ops, and return them by `cost_key`. Makes the host wait for the ops.
 
-        Of ops that are alike it is the median: now and then one waits for something else.
+        For ops with the same key it is the median: now and then one waits for something else.
         """
         found: dict[CostKey, float] = {}
         if self.times:
@@ -373,7 +373,7 @@ class Recording:
         return found
 
     def read_call_times(self) -> dict[int, float]:
-        """Return what compiled modules took, by the places of their calls; makes the host wait for them."""
+        """Return the seconds of compiled modules, by the indices of their calls. Makes the host wait for them."""
         if self.call_times:
             self.device.synchronize()
         found = {place: start.elapsed_s(end) for place, start, end in self.call_times}
@@ -381,20 +381,20 @@ class Recording:
         return found
 
     def times_alone(self) -> Recording:
-        """Return a recording that has the times of this one, and holds none of its values."""
+        """Return a recording with the times of this one and none of its values."""
         self.sync()
         recording = Recording(self.device, is_timed=True)
         recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
         return recording
 
     def close(self) -> None:
-        """The forward is over: nothing more is recorded."""
+        """Called at the end of the forward: nothing more is recorded."""
         self.see_versions()
         self.current.clear()
         self.lent.clear()
 
 
 def _may_be_statistics(tensor: Tensor) -> bool:
-    """Tell whether a tensor that was there before may be running statistics of a norm, which are written without a trace."""
+    """Tell whether a tensor from before the forward may be statistics of a norm, whose writes raise no version counter."""
     is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
     return is_vector and tensor.is_floating_point() and not tensor.requires_grad

@@ -1,8 +1,8 @@
-"""Runs recorded ops again, exactly.
+"""`Replay`: runs recorded ops again, exactly.
 
-It does so in the backward, on its stream and device, without grad mode, modes, hooks, autocast or transforms (as the `vmap` of
-batched gradients is): what was recorded lies below all of these. Random ops draw from the state that their generator had in the
-forward, and leave no trace in it.
+It runs in the backward, on its stream and device, without grad mode, modes, hooks, autocast or function transforms (such as the
+`vmap` of batched gradients), since ops were recorded below all of these. Random ops draw from the state that their generator
+had in the forward, and leave the generator's current state unchanged.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from memkit.recording.settings import current_settings, with_settings
 from memkit.storages import byte_view
 
 StorageOf = Callable[[int], torch.UntypedStorage]
-"""Returns a storage that has the bytes of a value that is available."""
+"""Returns a storage with the bytes of an available value."""
 
 
 @functools.cache
 def _vmap_mode() -> Any:
-    """Return the layer that is on while gradients are batched: it refuses every random op, whatever that is given."""
+    """Return the functorch layer that is active while gradients are batched: it refuses every random op."""
     return torch_private.DispatchKeySet(torch_private.key_named("VmapMode"))
 
 
 class Replay:
-    """Runs the ops of a recording again; what they make is here until the caller takes it.
+    """Runs the ops of a recording again, and keeps what they make until the caller takes it.
 
     Args:
-        recording: of the forward.
+        recording: the recording of the forward.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.made: dict[int, torch.UntypedStorage] = {}
-        """The values that were made, and not yet taken or forgotten."""
+        """The values that were made, and not yet taken or freed."""
         self._has_other_settings = False
 
     def compare_settings(self) -> None:
-        """See whether what is set for the process must be changed for a replay: asked once for each backward."""
+        """Find out whether process-wide settings must be changed for replays: called once for each backward."""
         self._has_other_settings = current_settings() != self.recording.settings
 
     def below_all(self, work: Callable[[int], None], value: int) -> None:
@@ -70,8 +70,8 @@ class Replay:
         """Run an op; it may write over the made values `in_place`.
 
         Raises:
-            torch.OutOfMemoryError: there is no room.
-            ReplayMismatchError: it has made something else than in the forward.
+            torch.OutOfMemoryError: there is not enough memory.
+            ReplayMismatchError: with verification, it has made something else than in the forward.
         """
         call = self.recording.calls[op]
         self._repeat(call, op, in_place, storage_of)
@@ -79,7 +79,7 @@ class Replay:
             self._verify(op)
 
     def _repeat(self, call: Call, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
-        """Run a call; what it makes is in `made` then."""
+        """Run a call, and put its values into `made`."""
         notes = call.notes
         over = self._to_be_written(call, in_place, storage_of) if notes is not None and notes.written else {}
         args = [_copied(argument) for argument in call.args]
@@ -116,7 +116,7 @@ class Replay:
         self.made[value] = storage
 
     def _to_be_written(self, call: Call, in_place: Collection[int], storage_of: StorageOf) -> dict[int, torch.UntypedStorage]:
-        """Return the storages that a call writes to: those that the replay may write over, or copies, or new ones."""
+        """Return the storages that a call writes to: existing ones that may be overwritten, copies, or new ones."""
         notes = call.notes
         assert notes is not None
         over: dict[int, torch.UntypedStorage] = {}
@@ -143,7 +143,7 @@ class Replay:
                 )
 
     def name_of(self, value: int) -> str:
-        """Return what a person would call a value."""
+        """Return a readable name for a value."""
         maker = self.recording.lineage.maker[value]
         if maker == NO_OP:
             return "a root"
@@ -153,12 +153,12 @@ class Replay:
 
 
 def _copied(argument: Any) -> Any:
-    """Return an argument that may be filled with tensors."""
+    """Return an argument, copied if tensors may be put into it."""
     return list(argument) if type(argument) is list else argument
 
 
 def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a random op with what its generator gave in the forward, and leave the generator as it is."""
+    """Run a random op with the generator's state of the forward, and restore its current state."""
     notes = call.notes
     assert notes is not None
     generator, state = notes.generator, notes.state

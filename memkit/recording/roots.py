@@ -1,4 +1,4 @@
-"""Values that replays begin with: roots, which nothing in a recording makes, and those that are held on purpose."""
+"""Roots, which replays start from and which nothing in a recording makes; and other values that are held."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from memkit.torch_state import sharing_counters
 
 
 class Root:
-    """A value that nothing here makes: weakly known until something is to be made from it, held from then on."""
+    """A value that nothing here makes: referred to weakly until something is to be recomputed from it, held from then on."""
 
     __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
         owner = owner_of(storage)
         self.lent = None if owner is None else owner.lend(tensor)
-        """Gives the tensor again, where its storage is another's at times."""
+        """Returns the tensor again, if its storage has other contents at times."""
         self.tensor = weakref.ref(tensor)
         self.storage = weakref.ref(storage)
         self.num_bytes = storage.nbytes()
         self.version = version
-        """Of the tensor's counter when it was seen; None where that is not known, as just after a write."""
+        """The tensor's version when it was seen; None if it is not known, as just after a write."""
         self.is_inside = is_inside
-        """Whether it was made here, by what cannot run again, so that nothing else may hold it."""
+        """Whether it was made here by an op that can't run again, so that nothing else may hold it."""
         self.is_lost = False
-        """Whether something else has been written where it was, or may have been."""
+        """Whether it was overwritten, or may have been."""
         self.alias: Tensor | None = None
 
     def living(self) -> Tensor | None:
-        """Return the tensor, if it is alive, over the storage that it had, and nothing else was written there."""
+        """Return the tensor, if it is alive, has the same storage, and was not overwritten; else None."""
         tensor = None if self.is_lost else self.tensor()
         return tensor if tensor is not None and tensor.untyped_storage() is self.storage() else None
 
     def held_storage(self) -> torch.UntypedStorage:
-        """Return the storage of a root that is held, and see that it is as it was.
+        """Return the storage of a root that is held, after checking that it is unchanged.
 
         Raises:
-            RuntimeError: it was written to, or resized, behind the recorder's back.
+            RuntimeError: it was written to, or resized, without the recorder seeing it.
         """
         if self.lent is not None:
             return self.lent().untyped_storage()
@@ -73,35 +73,37 @@ class Root:
 
 
 class Held(Protocol):
-    """A value that is held so that others can be made from it."""
+    """A value that is held so that others can be recomputed from it."""
 
     alias: Any
-    """A tensor that shares its bytes and its counter; None if it is not held any more."""
+    """A tensor that shares its bytes and its version counter; None if it is not held any more."""
     version: Any
-    """Of the tensor's counter when it was held, None where an op is just writing to it."""
+    """The version when it was held, None while an op is writing to it."""
 
 
 class Holder(Protocol):
-    """What holds values that were made, and that a plan needs: *anchors*. It is called from within an op."""
+    """Holds *anchors*: values made in the forward that a plan needs. It is called from within an op."""
 
     def hold(self, value: int, tensor: Tensor) -> Held:
         """Hold a value from now on."""
 
     def copy(self, value: int) -> None:
-        """An op is about to write over a value: hold a copy instead, if it is held."""
+        """Called before an op overwrites a value: hold a copy instead, if the value is held."""
 
     def release(self, value: int) -> None:
-        """Let go of a value, if it is held."""
+        """Stop holding a value, if it is held."""
 
 
 def alias_in_dispatch(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
+    """Return an alias of a tensor that shares its version counter, although autograd's layers are off inside a dispatch
+    mode."""
     with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
         return tensor.detach()
 
 
 def written_error() -> RuntimeError:
-    """Return what to raise where a saved tensor was written to that others are made from, and that nothing recomputes."""
+    """Return the error to raise if a saved tensor was written to that others are recomputed from and that can't be
+    recomputed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
         "which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."

@@ -1,4 +1,4 @@
-"""What is set for the whole process and changes what an op computes: noted in the forward, so that a replay can have it too."""
+"""Process-wide settings that change what an op computes: noted in the forward, so that replays run under the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from memkit import torch_private
 
 Setting = tuple[Callable[[], Any], Callable[[Any], None]]
-"""What reads it, which is asked often and so is no Python, and what sets it."""
+"""A function that reads the setting, which runs often and so is not Python, and one that sets it."""
 
 
 def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
@@ -55,18 +55,18 @@ Settings = tuple[Any, ...]
 
 @functools.cache
 def setting_getters() -> tuple[partial[Any], ...]:
-    """Return what reads each setting."""
+    """Return the functions that read the settings."""
     return tuple(partial(get) for get, _ in _settings())
 
 
 def current_settings() -> Settings:
-    """Return what is set now."""
+    """Return the current settings."""
     return tuple(map(partial.__call__, setting_getters()))
 
 
 @contextmanager
 def with_settings(wanted: Settings) -> Iterator[None]:
-    """Return a context in which all is set as it was."""
+    """Return a context with these settings."""
     found = current_settings()
     try:
         try:
@@ -79,7 +79,7 @@ def with_settings(wanted: Settings) -> Iterator[None]:
 
 
 def change_settings(found: Settings, wanted: Settings) -> None:
-    """Set what was wanted, where that is not what was found; may be called again."""
+    """Set the wanted settings, where they differ from those found; may be called again."""
     for (_, change), before, after in zip(_settings(), found, wanted, strict=True):
         if before != after:
             change(after)

@@ -1,4 +1,4 @@
-"""Spans of a `Sequential` in a recorded forward: what each would have been as the call of a module, told from those in it."""
+"""Spans of a `Sequential` in a recorded forward: neighboring children, looked at as the call of one module."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from memkit.sequentials import SpanReference, calls_in_turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanCall:
-    """Neighboring calls in one of a `Sequential`, as the call of one module."""
+    """Neighboring calls in a call of a `Sequential`, as the call of one module."""
 
     call: ModuleCall
-    """What it would be. Its parent is the Sequential's call, by its place among those that were noted."""
+    """The call. Its parent is the Sequential's call, by its index among the noted ones."""
     calls: tuple[int, int]
-    """The first of the noted calls in it, and the first after it."""
+    """The index of the first noted call in it, and of the first one after it."""
     reference: SpanReference
     children: tuple[weakref.ref[nn.Module], ...]
     """The modules that it calls."""
 
 
 class _NotedSpan(NotedCall):
-    """Neighboring calls in one of a `Sequential`, as one call.
+    """Neighboring calls in a call of a `Sequential`, as one `NotedCall`.
 
     Args:
         whole: the call of the Sequential.
-        name: what the span is called.
-        parent: the place of that call.
-        calls: those in the span.
-        recording: what has recorded their ops.
+        name: the name of the span.
+        parent: the index of the Sequential's call.
+        calls: the calls in the span.
+        recording: the recording of their ops.
     """
 
     __slots__ = ("_calls",)
@@ -59,12 +59,12 @@ class _NotedSpan(NotedCall):
 
 
 def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Aftermath, alike: Alike) -> tuple[SpanCall, ...]:
-    """Return the spans that may be regions, in the order of their beginnings, those around others first.
+    """Return the spans that may be regions, in the order in which they begin, enclosing ones first.
 
     Args:
-        noted: the calls of a forward, in the order of their beginnings.
+        noted: the calls of a forward, in the order in which they begin.
         recording: the forward.
-        aftermath: what was read and written in it.
+        aftermath: the reads and writes of the forward.
         alike: the calls of each module.
     """
     inside: list[list[int]] = [[] for _ in noted]
@@ -102,15 +102,15 @@ def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Afte
 
 
 def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
-    """Tell whether each of a `Sequential`'s calls has come to its end and called each of its children, one after the other."""
+    """Tell whether each call of a `Sequential` has ended and called each of its children once, in order."""
     children = list(module.children())  # each once: one that it has twice is called more often
     return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:
-    """Yield the first child of each span of a `Sequential`, and the one behind its last.
+    """Yield the first child of each span of a `Sequential`, and the first one after it.
 
-    They are the same for all calls of it, so that of two spans one is in the other, or apart from it.
+    They are the same for all of its calls, so that two spans are either nested or disjoint.
 
     Args:
         module: the Sequential.

@@ -1,4 +1,5 @@
-"""From a recorded forward to the step that is planned: which op made which value, what autograd saved, when it is asked for."""
+"""Turns a recorded forward into the step that is planned: which op made which value, what autograd saved, when it is
+requested."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from memkit.recording.recording import Recording
 def step_of(
     recording: Recording, saves: Sequence[int], nodes: Sequence[int], marks: Mapping[int, Action | None] | None = None
 ) -> Step:
-    """Return the step of a forward that is over. Until a backward was seen, it is thought to ask in the reverse order.
+    """Return the step of a finished forward. Until a backward was seen, requests are assumed to come in reverse order.
 
     Args:
-        recording: its ops.
+        recording: the recording of its ops.
         saves: the value of each save that counts, in order.
-        nodes: the number of the node of the graph that made each save.
-        marks: what the user has asked to do with values.
+        nodes: the sequence number of the graph node of each save.
+        marks: the user's mark on each marked value.
     """
     recording.sync()
     lineage = recording.lineage.frozen()
@@ -37,7 +38,7 @@ def step_of(
 
 
 def names_of(recording: Recording, values: Iterable[int]) -> dict[int, tuple[str, str]]:
-    """Return the op and the module that made each value, for those that an op makes."""
+    """Return the names of the op and the module that made each value, for values made by an op."""
     recording.sync()
     maker, calls, modules = recording.lineage.maker, recording.calls, recording.modules
     made = ((value, maker[value]) for value in values if maker[value] != NO_OP)

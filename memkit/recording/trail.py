@@ -1,4 +1,4 @@
-"""Which module an op ran in: for plans that explain themselves, and errors that name a place; and which modules are called."""
+"""`ModuleTrail`: which module an op ran in, for plans and errors that name a place; and which modules are called."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memkit.recording.recording import Recording
 
 
 class ModuleTrail:
-    """A context that enters the innermost module of each op into a recording, for the modules that this thread runs.
+    """A context that notes the innermost module of each op in a recording, for modules that this thread runs.
 
     Args:
-        recording: what to enter it into.
-        notes_calls: whether to note each call of a module as well.
+        recording: the recording.
+        notes_calls: whether to note each module call as well.
     """
 
     def __init__(self, recording: Recording, *, notes_calls: bool = False) -> None:
@@ -33,10 +33,10 @@ class ModuleTrail:
         self._notes_calls = notes_calls
         self._num_calls = Counter[nn.Module]()
         self.calls: list[NotedCall] = []
-        """The calls of the forward, in the order of their beginnings."""
+        """The calls of the forward, in the order in which they begin."""
 
     def follow(self, recording: Recording) -> None:
-        """Write to another recording from now on. Modules that run already are on it from its beginning."""
+        """Write to another recording from now on. Modules that are already running are on it from its beginning."""
         self._recording = recording
         self._notes_calls = False  # a backward ran within the context: what is called there is not known well enough
         self.calls = []
@@ -56,7 +56,7 @@ class ModuleTrail:
 
     @property
     def place(self) -> int:
-        """The place in `calls` of the innermost module that runs, -1 if it is not noted."""
+        """The index in `calls` of the innermost running module, -1 if it is not noted."""
         return self._running[-1][2] if self._running else -1
 
     @property
@@ -64,16 +64,16 @@ class ModuleTrail:
         return len(self._hooks) > 0
 
     def pause(self) -> None:
-        """Take the hooks off for a while, if they are on."""
+        """Remove the hooks for a while, if they are on."""
         if self.is_on:
             self._is_paused = True
             self._hooks.remove()
 
     def go_on(self, ended: nn.Module | None = None) -> None:
-        """Put them on again, if they were.
+        """Set the hooks again, if they were on.
 
         Args:
-            ended: a module that has begun before the pause, and whose end is not told.
+            ended: a module that began before the pause and whose end the hooks didn't see.
         """
         if self._is_paused:
             self._is_paused = False
@@ -82,12 +82,12 @@ class ModuleTrail:
             self.__enter__()
 
     def note_begin(self, module: nn.Module) -> None:
-        """A module is called of which the hooks are not told, perhaps since they are paused."""
+        """Note the call of a module that the hooks don't see, perhaps because they are paused."""
         if self.is_on or self._is_paused:
             self._before(module)
 
     def note_end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """It has returned."""
+        """Note the end of such a call."""
         if self.is_on or self._is_paused:
             self._after(module, args, kwargs, output)
 
