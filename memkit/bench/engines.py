@@ -1,4 +1,5 @@
-"""What memkit is compared with: plain PyTorch, and PyTorch's own means. Those of other packages are no part of this one."""
+"""What memkit is compared with: plain PyTorch, and PyTorch's own ways to save memory. Other packages are not part of this
+one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from memkit.device import cuda_is_available
 
 
 def plain() -> AbstractContextManager[Any]:
-    """Nothing."""
+    """Do nothing."""
     return nullcontext()
 
 
@@ -28,7 +29,7 @@ def save_on_cpu() -> AbstractContextManager[Any]:
 
 
 def synchronous(num_bytes: int, *, min_bytes: int) -> AbstractContextManager[Any]:
-    """The same for the tensors saved first, until so many bytes have left: what a share costs without streams.
+    """The same for the first saved tensors, until this many bytes have moved: the cost of a share without streams.
 
     Args:
         num_bytes: bytes to move.

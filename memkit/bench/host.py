@@ -1,4 +1,4 @@
-"""Measures what a host can do beside its GPU: optimizer updates on its cores, alone and beside copies, and its disk."""
+"""Measures a host beside its GPU: optimizer updates on its cores, alone and during copies, and its disk."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from memkit.transfer.link import measure_beside_copies
 _UPDATE_THREADS = (1, 4, 8, 16)
 _DISK_THREADS = (1, 4, 8)
 _BOTH_S = 1.0
-"""For about so long copies and updates go on at once."""
+"""Copies and updates run at once for about this many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSizes:
-    """How much is measured with."""
+    """Sizes of the measurement."""
 
     block_numel: int
     """Parameters that are updated at once."""
     num_blocks: int
-    """Different ones: with their states, more than the processor's cache."""
+    """Number of blocks: with their states, larger than the processor's cache."""
     copied_bytes: int
     disk_chunk_bytes: int
     num_disk_chunks: int
@@ -48,7 +48,7 @@ def update_threads() -> list[int]:
 
 
 class _Block:
-    """Some parameters with the states of AdamW, as they are on the host: in float32, with bfloat16 copies for the device."""
+    """Parameters with AdamW's states in host memory: in float32, with bfloat16 copies for the device."""
 
     def __init__(self, numel: int) -> None:
         self.parameter = torch.nn.Parameter(torch.zeros(numel))
@@ -100,16 +100,16 @@ class HostUpdates:
             update(block)
 
     def measure_beside_copies(self, device: Device, both_bytes_per_s: float) -> tuple[float, float]:
-        """Return the parameters per second, with as many threads as are timed at most, while copies go both ways, and the
-        bytes per second of these, each way.
+        """Return the parameters per second with the most threads, while copies run in both directions, and the bytes per second
+        of these, in each direction.
 
         Args:
-            device: from and to which bytes are copied.
-            both_bytes_per_s: of copies both ways, as far as is known: says how many there are to be.
+            device: the device of the copies.
+            both_bytes_per_s: estimated speed of copies in both directions, which determines their number.
 
         Raises:
-            HostMemoryError: there is no room in host memory for what is copied.
-            torch.OutOfMemoryError: there is too little on the device.
+            HostMemoryError: there is not enough host memory for the copies.
+            torch.OutOfMemoryError: there is not enough device memory.
         """
         num_bytes = self._sizes.copied_bytes
         num_copies = max(2, min(round(_BOTH_S * both_bytes_per_s / num_bytes), 400))
@@ -123,13 +123,13 @@ class HostUpdates:
 
 
 def measure_disk(disk: Disk, device: Device, sizes: HostSizes) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes per second that are read and written by 1, 4 and 8 threads, past the system's cache where that can be.
+    """Return the bytes per second that 1, 4 and 8 threads read and write, bypassing the system's cache where possible.
 
-    All is written once before it is timed: the first write to a place may take longer.
+    Everything is written once before it is timed, since the first write to a place may take longer.
 
     Raises:
-        DiskError: the disk has too little room, or fails.
-        HostMemoryError: there is no room in host memory for what is read.
+        DiskError: the disk has too little space, or fails.
+        HostMemoryError: there is not enough host memory for the buffers.
     """
     read, written = {}, {}
     for num_threads in _DISK_THREADS:

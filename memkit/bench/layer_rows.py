@@ -1,4 +1,4 @@
-"""What `memkit bench layers` tells of a ratio, and of all: figures, a table, JSON, a picture."""
+"""The results of `memkit bench layers`: figures, a table, JSON, a picture."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _HEADERS = (
     "stalls\n(ms)",
 )
 _GO = ("in a row\n/ plain", "reserved\n(MiB)", "stalls\n(ms)", "slots\n(MiB)", "layers\nstreamed", "streamed\n(MiB)")
-"""What goes first where the table is too wide."""
+"""The columns that are left out first if the table is too wide."""
 _NO_ROOM = "out of memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """One ratio. What was moved and waited for is that of one step, on average over those that count."""
+    """One ratio. Bytes moved and seconds waited are those of one step, on average over the counted steps."""
 
     ratio: float
     """The offload ratio."""
     memkit: Measurement
     """The step with `LayerOffload`."""
     plain: Measurement | None
-    """The plain step of the same run; None where the device has no room for it."""
+    """The plain step of the same run; None if the device has no room for it."""
     link: Link
     """Bandwidth measured in the same run."""
     num_streamed: int
@@ -53,15 +53,15 @@ class LayerRow:
     num_fetches: float
     """Copies of a layer to the device."""
     num_demand_fetches: float
-    """Fetches that began no sooner than the layer was needed."""
+    """Fetches that began only when the layer was needed."""
     num_overflows: int
-    """How often all slots were in use, in all steps together, the warm-up included."""
+    """How often all slots were in use, in all steps including the warm-up."""
     stall_s: float
-    """How long the device has waited for layers."""
+    """How long the device waited for layers."""
 
     @property
     def forward_roofline_s(self) -> float | None:
-        """The plain forward, or moving what streams to the device, whichever is longer. None without a plain step."""
+        """The plain forward, or the copies of what streams, whichever is longer. None without a plain step."""
         return None if self.plain is None else max(self.plain.forward_s, self._fetch_s)
 
     @property
@@ -75,7 +75,7 @@ class LayerRow:
 
     @property
     def roofline_s(self) -> float | None:
-        """What the step takes at least: the sum over its passes."""
+        """The least time of the step: the sum over its passes."""
         forward_s, backward_s = self.forward_roofline_s, self.backward_roofline_s
         return None if forward_s is None or backward_s is None else forward_s + backward_s
 
@@ -91,12 +91,13 @@ class LayerRow:
 
     @property
     def in_a_row_to_plain(self) -> float | None:
-        """The same of steps that follow each other without a wait of the host in between."""
+        """The same for steps that follow each other without the host waiting in between."""
         return None if self.plain is None else _in_a_row_to_plain(self.memkit, self.plain)
 
     @property
     def peak_over_expected_bytes(self) -> int | None:
-        """The peak, less that of the plain step without what streams (and its gradients, where they leave) and with slots."""
+        """The peak minus the expected one: that of the plain step, without what streams (and its gradients, if they move), with
+        slots."""
         plain_bytes = None if self.plain is None else self.plain.peak_allocated_bytes
         if plain_bytes is None or self.memkit.peak_allocated_bytes is None:
             return None
@@ -110,14 +111,14 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBench:
-    """What a bench has measured."""
+    """The results of a bench."""
 
     name: str
-    """What was run."""
+    """The name of the workload."""
     where: str
     """The device."""
     train: str
-    """As `LayerOffload` was told."""
+    """The argument of `LayerOffload`."""
     backward: bool
     """Whether the step has one."""
     num_layers: int
@@ -125,13 +126,13 @@ class LayerBench:
     layer_bytes: int
     """Bytes of the layers' parameters."""
     plain: Measurement | None
-    """None where the device has no room for the plain step."""
+    """None if the device has no room for the plain step."""
     link: Link
     """Bandwidth measured in this run."""
     ratios: tuple[float, ...]
     """As they were asked for."""
     rows: tuple[LayerRow, ...]
-    """Those for which the device has room."""
+    """The ratios for which the device has room."""
 
     def to_text(self, *, width: int | None = None) -> str:
         """Return the table, for reading, with no line longer than `width`, if that is given."""

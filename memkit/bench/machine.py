@@ -1,4 +1,4 @@
-"""Measures what plans have to know of a machine: its GPU, the link to it, its host and its disk."""
+"""Measures what plans need to know of a machine: its GPU, the link to it, its host and its disk."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _COPIED_BYTES = {"cuda": 256 * 2**20}
 
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
-    """Return what a device and its link can do, measured: its memory by a large copy, matrix products in each dtype that it
-    knows, copies each way alone and both ways at once, a copy's latency, and the least that an op takes; and what its host can
-    do: updates by AdamW on its cores, alone and beside such copies, and reads and writes of a disk. A disk takes up to a
-    minute, the rest seconds.
+    """Measure a device, its link and its host; return them as a spec.
 
-    By how much single kinds of ops miss that (`GpuSpec.factors`) is not measured: it is taken from an H200.
+    Of the device: memory bandwidth by a large copy, matrix products in each dtype that it supports, the least time of an op. Of
+    the link: copies in each direction alone and in both at once, and a copy's latency. Of the host: AdamW updates on its cores,
+    alone and during such copies, and reads and writes of a disk. A disk takes up to a minute, the rest seconds.
+
+    How much single kinds of ops deviate from that (`GpuSpec.factors`) is not measured: the factors are those of an H200.
 
     Raises:
-        DiskError: the disk has too little room, or fails.
-        HostMemoryError: there is no room in host memory for what is copied.
-        torch.OutOfMemoryError: there is too little on the device.
+        DiskError: the disk has too little space, or fails.
+        HostMemoryError: there is not enough host memory for the copies.
+        torch.OutOfMemoryError: there is not enough device memory.
     """
     num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
     with torch.no_grad(), _tf32():
@@ -80,14 +81,14 @@ def _tf32() -> Iterator[None]:
 
 
 def _memory_bytes(device: Device) -> int:
-    """Return what this process can allocate now; on a device that does not say, what the host has."""
+    """Return what this process can allocate now; on a device that doesn't say, the host's memory."""
     counter = device.memory_counter()
     found = None if counter is None else counter.capacity_bytes()
     return found if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def spec_text(spec: GpuSpec, width: int = 80) -> str:
-    """Return what was measured, for people, in lines of at most `width` columns."""
+    """Return the measurements as text, in lines of at most `width` columns."""
     flops = ", ".join(f"{dtype} {flops_per_s / 1e12:.3g}" for dtype, flops_per_s in spec.flops_per_s.items())
     lines = [
         f"{spec.name}: {spec.memory_bytes / 2**30:.1f} GiB of {spec.bytes_per_s / 1e9:.4g} GB/s",

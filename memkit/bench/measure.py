@@ -1,4 +1,4 @@
-"""Seconds and peaks of a training step: several runs, and the median of what they took."""
+"""Seconds and peaks of a training step: medians of several runs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def timer(workload: Workload, device: Device, *, num_steps: int, num_warmup: int
 
 
 def let_go(error: BaseException, device: Device) -> None:
-    """Free what the frames of a caught exception keep alive, on the device as well."""
+    """Free what the frames of a caught exception keep alive, also on the device."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     device.empty_cache()

@@ -1,4 +1,4 @@
-"""`memkit bench offload`: time and peak of a training step against the share of saved bytes that leaves the device."""
+"""`memkit bench offload`: time and peak of a training step against the share of saved bytes that moves to the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HEADERS = (
     "memkit /\nroofline",
 )
 _GO = ("synchronous\n(ms)", "speed-up", "reserved\n(MiB)", "roofline\n(ms)")
-"""What goes first where the table is too wide."""
+"""The columns that are left out first if the table is too wide."""
 _OTHERS = ("others", "allocated\n(MiB)", "reserved\n(MiB)", "time\n(ms)")
 
 

@@ -1,4 +1,4 @@
-"""`memkit bench remat`: time and peak of a training step against the budget that its saved tensors are held to."""
+"""`memkit bench remat`: time and peak of a training step against the budget of its saved tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HEADERS = (
     "dropped",
 )
 _GO = ("estimated\n(ms)", "measured\n(ms)", "replayed\nops", "kept", "dropped", "reserved\n(MiB)")
-"""What goes first where the table is too wide."""
+"""The columns that are left out first if the table is too wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What checkpointing some of a model's blocks takes, told by the same simulation as a plan.
+"""Predicts what checkpointing some of a model's blocks takes, by the same simulation as a plan.
 
-As with `torch.utils.checkpoint`, what comes into a checkpointed block is held, and all else that is saved in it is recomputed
-when the backward gets there: the ops of the block run again up to the last whose result is saved.
+As with `torch.utils.checkpoint`, the inputs of a checkpointed block are held, and everything else saved in it is recomputed
+when the backward reaches it: the ops of the block run again, up to the last one whose result is saved.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> Checkpointed
 
 
 def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
-    """Return the last op of a block whose result is saved in it, and the bytes of what is saved in it and stays all the same,
-    since it is read behind the block: of that there are two while the block runs again."""
+    """Return the last op of a block whose result is saved in it, and the bytes of values saved in it that stay because they are
+    read after the block: there are two copies of these while the block runs again."""
     lineage, trace = problem.lineage, problem.trace
     last, num_bytes = block.begin - 1, 0
     for held, action in zip(problem.values, actions, strict=True):

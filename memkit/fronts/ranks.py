@@ -1,4 +1,4 @@
-"""What one of several ranks takes of a step that was traced whole: the model split as `memkit.shard` would split it."""
+"""Turns a trace of the whole model into that of one rank, with the model sharded as `memkit.shard` would do it."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step as it takes bytes on one rank, whose inputs are those of the report.
+    """Return the trace of a step on one rank, whose inputs are those of the report.
 
-    Shards of parameters and gradients, or those that are on their way from the host, and what is gathered at a time, are there
-    all along. A layer's whole gradients go when
-    those of the next one to run backward are complete: until then the buffer is held that they are reduced from. Those of what
-    is in no layer stay to the end. What computes and what is saved is the same.
+    Shards of parameters and gradients, or those in transfer from the host, and what is gathered at a time, are there all the
+    time. A layer's unsharded gradients are freed when those of the next layer in the backward are complete; until then the
+    buffer that they are reduced from is held. Those of parameters in no layer stay to the end. Computation and saved values are
+    the same.
 
     Args:
-        report: of the whole model, with a trace.
-        model: the same.
-        shards: what `shards_of` says of it. Its states are not in the trace.
+        report: the report of the whole model, with a trace.
+        model: the same model.
+        shards: the result of `shards_of`. Its optimizer states are not in the trace.
     """
     trace, memory = report.trace, report.step_memory
     assert trace is not None

@@ -24,7 +24,7 @@ _HEADS = (
 )
 _BUDGET, _PEAK, _MOVED = 0, 1, 6
 _GO = (5, 7, 4, _MOVED, 10, 8, 9)
-"""The columns that go where the table is too wide, the first one first."""
+"""The columns that are left out if the table is too wide, in this order."""
 
 
 def to_text(front: Front, *, width: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Everything that a page shows, as what JSON knows. Bytes are whole numbers, seconds are numbers; a page chooses units."""
+"""Everything that a page shows, as JSON values. Bytes are integers, seconds are numbers; the page chooses units."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[
 
 
 def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
-    """Return for modules with most to do what stays, leaves and is recomputed of their values."""
+    """Return, for the modules with the most affected bytes, what stays, moves and is recomputed of their values."""
     found: dict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for value in plan.values:
         if not value.is_anchor:

@@ -16,9 +16,9 @@ from typing import Any
 from memkit.page.sources import CATEGORIES, Memory, Report, Storage, memory_of, op_name
 
 _ALIGNED = 512
-"""Sizes are multiples of it, as CUDA's allocator makes them."""
+"""Sizes are multiples of this, as in CUDA's allocator."""
 _BEGIN = 2**36
-"""Where the addresses begin: any will do."""
+"""The first address: any number will do."""
 _PER_MOMENT_US = 1000
 
 
@@ -90,9 +90,9 @@ def _frames(storage: Storage) -> list[dict[str, Any]]:
 
 
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
-    """Return an address for each storage, so that no two are in one place at once, and the bytes that all of them span.
+    """Return an address for each storage, so that no two overlap at any time, and the size of the address range.
 
-    Each goes to the smallest gap that holds it, or to the end.
+    Each storage goes to the smallest gap that holds it, or to the end.
     """
     ends: dict[int, list[int]] = defaultdict(list)
     for index, storage in enumerate(storages):
@@ -112,17 +112,17 @@ def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
 
 
 class _Space:
-    """Addresses from `_BEGIN` on, and the gaps in them."""
+    """Addresses from `_BEGIN` on, and the gaps between them."""
 
     def __init__(self) -> None:
         self.end = _BEGIN
         self._by_size: list[tuple[int, int]] = []
         self._size_at: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
-        """By the end of each gap."""
+        """The beginning of each gap, by its end."""
 
     def take(self, num_bytes: int) -> int:
-        """Return where so many bytes are free, and take them."""
+        """Allocate bytes; return their address."""
         place = bisect_left(self._by_size, (num_bytes, 0))
         if place == len(self._by_size):
             address = self.end
@@ -135,7 +135,7 @@ class _Space:
         return address
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Give bytes back: with the gaps at either side they are one."""
+        """Free bytes, and merge them with the gaps on either side."""
         end = address + num_bytes
         if end in self._size_at:
             end += self._remove(end)
@@ -162,7 +162,7 @@ class _Space:
 def _blocks(
     storages: Sequence[Storage], addresses: Sequence[int], left: Sequence[int], total_bytes: int
 ) -> list[dict[str, Any]]:
-    """Return what the segment holds behind the step, in the order of addresses, gaps included."""
+    """Return the blocks of the segment after the step, in the order of addresses, gaps included."""
     blocks: list[dict[str, Any]] = []
     reached = _BEGIN
     for index in sorted(left, key=addresses.__getitem__):
@@ -192,7 +192,7 @@ def _gap(begin: int, end: int) -> dict[str, Any]:
 def _events(
     memory: Memory, storages: Sequence[Storage], addresses: Sequence[int], segment: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what an allocator would have done, in order: at each op what goes goes first."""
+    """Return what an allocator would have done, in order: at each op, frees come first."""
     opened = {
         "action": "segment_alloc",
         "addr": _BEGIN,

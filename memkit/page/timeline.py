@@ -1,4 +1,4 @@
-"""The bytes of a step over its moments, as few points that keep its shape, and what is there at each of them."""
+"""The bytes of a step over its moments, reduced to few points that keep the shape, with what exists at each point."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memkit.page.sources import CATEGORIES, PHASES, Memory, op_name
 
 MOST_POINTS = 2000
 MOST_STORAGES = 6000
-"""Of so many storages, the largest ones, a page knows when they are there."""
+"""A page has the lifetimes of at most this many storages, the largest ones."""
 
 
 def sampled(levels: Sequence[int], most: int, *, always: Iterable[int] = ()) -> list[int]:

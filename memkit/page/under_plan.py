@@ -1,4 +1,4 @@
-"""What a step takes on the device under a plan, moment by moment: told from the plan and the trace that it was made from."""
+"""Bytes of a step on the device under a plan, moment by moment, computed from the plan and the trace that it was made from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class UnderPlan:
     """How a step under a plan differs from the plain one, at each moment of its trace."""
 
     saved_bytes: tuple[int, ...]
-    """How many bytes more, or fewer, are there of what is saved and of what is held to make it from."""
+    """Difference in bytes of saved values, and of values held to recompute them."""
     again_bytes: tuple[int, ...]
-    """What else is there while values are recomputed."""
+    """Bytes that recomputing takes on top."""
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:
@@ -34,7 +34,7 @@ def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:
 
 
 class _Walk:
-    """A plan, held against the places of a trace."""
+    """Applies a plan to the places of a trace."""
 
     def __init__(self, trace: StepTrace, plan: MemoryPlan) -> None:
         self.trace, self.plan = trace, plan
@@ -47,7 +47,7 @@ class _Walk:
         self.sooner: Mapping[int, int] = {
             value: self.request_place(replay.request) for replay in reversed(plan.replays) for value in replay.stays
         }
-        """When values are there again that are made on the way to others."""
+        """When values are back that are made while others are recomputed."""
 
     def request_place(self, request: int) -> int:
         """Return how many ops have run at a request."""
@@ -59,7 +59,7 @@ class _Walk:
         return places[save] if 0 <= save < len(places) else self.request_place(0)
 
     def saved(self) -> list[int]:
-        """Return for each place what is there beside the plain step, without what replays take."""
+        """Return for each place the difference from the plain step, without what replays take."""
         levels = Levels(self.num_places)
         for planned in self.plan.values:
             if planned.is_anchor:
@@ -71,7 +71,7 @@ class _Walk:
         return levels.each()[: self.num_places]
 
     def _leave(self, levels: Levels, planned: PlannedValue) -> None:
-        """Take a saved value off the device while it is not there."""
+        """Subtract a saved value while it is not on the device."""
         life, value = self.trace.lifetimes[planned.value], planned.value
         if planned.action is Action.OFFLOAD:
             gone, back = max(self.save_place(planned.let_go_at), life.released_at), self.request_place(planned.fetch_at)
@@ -86,7 +86,7 @@ class _Walk:
             levels.add(life.freed_at, end, planned.num_bytes)
 
     def _hold(self, levels: Levels, planned: PlannedValue) -> None:
-        """Hold what is not saved, for others to be made from."""
+        """Add a value that is not saved and is held for recomputing others."""
         begin, end = self.trace.lifetimes[planned.value].released_at, self.request_place(planned.held_until) + 1
         levels.add(begin, min(end, self.num_places), planned.num_bytes)
         if planned.action is Action.OFFLOAD:
@@ -94,7 +94,7 @@ class _Walk:
             levels.add(gone, min(back, end, self.num_places), -planned.num_bytes)
 
     def _roots(self) -> dict[int, tuple[int, int]]:
-        """Return what else replays start from and would be gone: from where on, and up to where."""
+        """Return the other values that replays start from and that would be freed: from which place to which."""
         retained = self.trace.step.retained_bytes
         known = {planned.value for planned in self.plan.values} | self.first_save.keys()
         found = dict[int, tuple[int, int]]()
@@ -107,9 +107,9 @@ class _Walk:
         return found
 
     def again(self, saved: Sequence[int]) -> list[int]:
-        """Return for each place what replays take beside all else that is there.
+        """Return for each place what replays take on top of everything else.
 
-        They run before the op of their place: so on top of what the op before has left.
+        They run before the op of their place, and so beside what the op before has left.
         """
         trace = self.trace
         held = Levels(self.num_places)
@@ -129,6 +129,6 @@ class _Walk:
         return added
 
     def _more_bytes(self, replay: PlannedReplay) -> int:
-        """Return the most that a replay takes beside the values that it leaves, which are counted as they are."""
+        """Return the most bytes that a replay takes, without the values that it leaves, which are counted as they are."""
         sizes, left = self.lineage.num_bytes, {replay.value, *replay.stays}
         return replay_peak_bytes(self.lineage, replay.ops, left) - sum(sizes[value] for value in left)

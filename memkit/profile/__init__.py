@@ -1,9 +1,9 @@
-"""Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here.
+"""Measuring: run a model, watch what it saves and allocates, and return a frozen report. Nothing is moved or decided here.
 
 The call:
 
 - `tracker`: `profile_memory`
-- `checks`: what it refuses
+- `checks`: the arguments and models that it refuses
 - `passes`: the runs that it makes: for memory, for time, on the meta device
 - `step`: one run: forward, loss, backward
 - `without_data`: a run on the meta device
@@ -24,17 +24,17 @@ What is watched:
 `trace=True`: the step op by op:
 
 - `trace`: the traced step
-- `op_clock`: each op, and the bytes then
+- `op_clock`: numbers the ops, and notes the bytes at each
 - `op_work`: an op's kind, FLOPs and bytes
-- `partitions`: what a compiled block would save
+- `partitions`: what a compiled block would save and recompute
 - `alive`: `StepMemory`: what is on the device at each op
-- `storage_log`: writes that down
+- `storage_log`: makes the `StepMemory` during a run
 
 The report:
 
 - `report`: `MemoryReport`
 - `records`: its rows
-- `rows`: makes them of what was found
+- `rows`: makes the rows from what the runs found
 - `timed`: saved storages with times, for a plan of copies
 - `table`: the report as text, CSV and HTML
 - `words`: the sentences in it

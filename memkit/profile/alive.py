@@ -13,22 +13,22 @@ from typing import Any
 
 
 class MemoryCategory(str, Enum):
-    """What bytes on the device are for. A storage is in one category for as long as it is there."""
+    """What bytes on the device are for. A storage has one category for its whole life."""
 
     PARAM = "param"
-    """Parameters, and the slots that streamed weights take turns in."""
+    """Parameters, and the slots that streamed weights share."""
     BUFFER = "buffer"
     INPUT = "input"
-    """What the caller has given to the model, and holds."""
+    """The model's inputs, which the caller holds."""
     OPTIMIZER_STATE = "optimizer state"
     GRAD = "grad"
-    """What is a leaf's gradient at the end of the backward, from when it is made."""
+    """A leaf's gradient at the end of the backward, from when it is made."""
     ACTIVATION = "activation"
-    """Made in the step and saved by autograd for the backward, from when it is made until it is gone."""
+    """Made in the step and saved by autograd for the backward, for its whole life."""
     PARAM_CAST = "param cast"
-    """A parameter or buffer in another dtype that autograd has saved, as autocast makes."""
+    """A saved copy of a parameter or buffer in another dtype, as made by autocast."""
     TEMP = "temp"
-    """All else that ops make: what is passed on to the next op, gradients of activations, the model's outputs."""
+    """Everything else that ops make: values passed on to the next op, gradients of activations, the model's outputs."""
 
 
 class Phase(str, Enum):
@@ -47,7 +47,7 @@ class Moment:
     phase: Phase
     """The part of the step."""
     op: str
-    """As PyTorch calls it, such as "aten.mm.default"; of the optimizer's step its class, such as "AdamW.step"."""
+    """PyTorch's name, such as "aten.mm.default"; for the optimizer's step its class, such as "AdamW.step"."""
     module: str
     """The row of the report that the op counts to: "layer1.0.conv1", "(model)", "(outside modules)". In the backward, the
     module whose forward made the autograd node that runs."""
@@ -55,26 +55,26 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliveStorage:
-    """One storage, and the moments at which it is there: from `begin` up to, and without, `end`."""
+    """One storage, and the moments at which it exists: from `begin` up to, but not including, `end`."""
 
     category: MemoryCategory
     """What it holds."""
     module: str
-    """Its row in the report: of parameters, buffers, their gradients and optimizer states the module that they are registered
-    in, of activations the module that was running as they were first saved, of all else the one whose op made it."""
+    """Its row in the report: for parameters, buffers, their gradients and optimizer states the module that registers them; for
+    activations the module that was running at the first save; for others the module whose op made it."""
     what: str
     """A name within the module: "weight", "weight.exp_avg", "input 0", or the op that made it, such as "convolution"."""
     num_bytes: int
     """Rounded up as the allocator does."""
     begin: int
-    """The first moment at which it is there."""
+    """The first moment at which it exists."""
     end: int
-    """The first moment at which it is gone; the number of moments if it outlives the step."""
+    """The first moment at which it is freed; the number of moments if it outlives the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliveItem:
-    """What is there at one moment of one category in one module: one storage, or several put together."""
+    """The storages of one category in one module at one moment."""
 
     category: MemoryCategory
     """What the storages hold."""
@@ -97,10 +97,10 @@ class OptimizerMemory:
     state_bytes: int
     """Bytes of its states on the device."""
     there_bytes: int = 0
-    """Of these, bytes that were on the device during the profile already, and so in its measured peaks."""
+    """Those of `state_bytes` that were already on the device during the profile, and so are in its measured peaks."""
     room_bytes: int | None = None
-    """What `memkit.StateOffload` would need on the device for states on their way, with all of them in host memory, as far as
-    that is known without a trial of the optimizer. None where there are no states, or they cannot leave."""
+    """The device memory that `memkit.StateOffload` would need for states in transfer, with all of them in host memory,
+    estimated without stepping the optimizer. None if there are no states, or they can't leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class StepMemory:
     moments: tuple[Moment, ...]
     """All ops of the step, in order."""
     storages: tuple[AliveStorage, ...]
-    """All that is there at any moment, in the order in which it was made."""
+    """All storages that exist at any moment, in the order in which they were made."""
     levels: Mapping[MemoryCategory, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """For each category, in the order of `MemoryCategory`, its bytes at each moment."""
     total_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -142,7 +142,7 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The moment at which most is there: an index into `moments`, the first one of equals; 0 if nothing ran."""
+        """The moment with the most bytes: an index into `moments`, the first one of equals; 0 if nothing ran."""
         return max(range(len(self.moments)), key=self.total_bytes.__getitem__, default=0)
 
     @property
@@ -151,7 +151,7 @@ class StepMemory:
         return max(self.total_bytes, default=0)
 
     def category_bytes(self, moment: int) -> dict[MemoryCategory, int]:
-        """Return the bytes of each category that is there at a moment, most first.
+        """Return the bytes of each category that exists at a moment, largest first.
 
         Raises:
             IndexError: there is no such moment.
@@ -161,7 +161,7 @@ class StepMemory:
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
     def alive_at(self, moment: int) -> tuple[AliveItem, ...]:
-        """Return all that is there at a moment, storage by storage, largest first.
+        """Return what exists at a moment, storage by storage, largest first.
 
         Args:
             moment: an index into `moments`, such as `peak`.
@@ -199,7 +199,7 @@ class StepMemory:
         return tuple(sorted(items, key=lambda item: -item.num_bytes))
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as what JSON knows, texts written once; `from_plain` makes an equal one of it."""
+        """Return this as plain JSON values, each distinct text written once; `from_plain` reads it."""
         texts: dict[str, int] = {}
         phases, categories = list(Phase), list(MemoryCategory)
 
@@ -222,7 +222,7 @@ class StepMemory:
         """Return the value that `to_plain` was called on.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: it has made no such thing.
+            KeyError, TypeError, ValueError, IndexError: `content` was not made by `to_plain`.
         """
         texts = [str(text) for text in content["texts"]]
         phases, categories = list(map(Phase, content["phases"])), list(map(MemoryCategory, content["categories"]))

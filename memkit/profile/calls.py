@@ -76,10 +76,10 @@ class CallStack:
             self._leave(index)
 
     def backward(self, hooks: HookSet, graph: BackwardGraph, run: Callable[[], None]) -> None:
-        """Run a backward, telling the gauge which module's operations it has come to. From here on calls are not taken
-        notice of: they recompute what a checkpoint dropped.
+        """Run a backward, telling the gauge which module's operations it has reached. Module calls are ignored from here on:
+        they belong to recomputes of checkpoints.
 
-        An operation belongs to the module that was innermost when its node was made; accumulating a gradient belongs to the
+        An operation belongs to the module that was innermost when its node was made. Accumulating a gradient belongs to the
         operation before it.
         """
         self.in_backward = True

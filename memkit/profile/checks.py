@@ -1,4 +1,4 @@
-"""What `profile_memory` refuses before anything runs, and where the run takes place."""
+"""Checks the arguments of `profile_memory` before anything runs, and finds the device of the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from memkit.torch_state import fsdp_modules
 
 
 def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
-    """Raise unless these are arguments of `profile_memory`.
+    """Check the arguments of `profile_memory`.
 
     Raises:
-        TypeError, ValueError: one is not.
-        ProfileError: grad mode is off, or others are to see what autograd saves.
+        TypeError, ValueError: one is invalid.
+        ProfileError: grad mode is off, or other hooks would see what autograd saves.
     """
     if not isinstance(step.model, nn.Module):
         raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
@@ -41,7 +41,7 @@ def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: in
 
 
 def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
-    """Return from which size on a trace tells saved storages apart, None without a trace."""
+    """Return the smallest size of saved storages that a trace lists one by one; None without a trace."""
     num_bytes = check_bytes("min_bytes", min_bytes)
     if not isinstance(trace, bool):
         raise ValueError(f"trace is True or False; found {trace!r}")
@@ -57,10 +57,10 @@ def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes
 
 
 def check_model(step: Step) -> None:
-    """Raise where a model can't be run, or would be trained by that.
+    """Check that a model can be run, and that running it trains nothing.
 
     Raises:
-        ProfileError: that is so.
+        ProfileError: it can't be profiled.
     """
     named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
@@ -75,11 +75,11 @@ def check_model(step: Step) -> None:
 
 
 def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:
-    """Return where the run takes place: meta, or the one device on which model and inputs are.
+    """Return the device of the run: meta, or the one device that the model and inputs are on.
 
     Raises:
-        ValueError: `asked` is another one, or the inputs are elsewhere than the model.
-        ProfileError: the model is on several.
+        ValueError: `asked` is another device, or the inputs are on another device than the model.
+        ProfileError: the model is on several devices.
     """
     if asked is not None and str(asked) in ("meta", "meta:0"):
         check_gradients_without_data(step)
@@ -111,10 +111,10 @@ def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.d
 
 
 def refuse_sharded(step: Step) -> None:
-    """Raise where a step that is to run without data is of a model that FSDP2 has split.
+    """Raise if a model that FSDP2 has sharded is to run without data.
 
     Raises:
-        ProfileError: that is so.
+        ProfileError: it is sharded.
     """
     if fsdp_modules(step.modules()):
         raise ProfileError(
@@ -124,10 +124,10 @@ def refuse_sharded(step: Step) -> None:
 
 
 def check_gradients_without_data(step: Step) -> None:
-    """Raise where gradients go to the host in a run without data.
+    """Raise if gradients would go to the host in a run without data.
 
     Raises:
-        ProfileError: that is so.
+        ProfileError: they would.
     """
     if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
         raise ProfileError(

@@ -1,4 +1,4 @@
-"""Did it help? Two reports of a step, or a report and what a context of memkit has taken, side by side: values and words."""
+"""Compares two reports of a step, or a report with what a context of memkit has measured: figures and sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TakenStep(Protocol):
-    """What `memkit.stats` says of a step under a `MemoryBudget`."""
+    """What `memkit.stats` returns for a step under a `MemoryBudget`."""
 
     @property
     def step_peak_bytes(self) -> int | None:
@@ -27,15 +27,15 @@ class TakenStep(Protocol):
 
     @property
     def plain_s(self) -> float | None:
-        """Seconds that it would take with nothing done."""
+        """Seconds that it would take without memkit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedFigure:
-    """One figure before and after: bytes, or seconds. None where one of the two does not know it."""
+    """One figure before and after: bytes, or seconds. None if it is unknown."""
 
     name: str
-    """What it is a figure of."""
+    """What the figure is."""
     before: float | None
     """Bytes or seconds in the first report."""
     after: float | None
@@ -45,7 +45,7 @@ class ComparedFigure:
 
     @property
     def change(self) -> float | None:
-        """The share by which it has changed: -0.25 is a quarter less; None where a side is not known or there was nothing."""
+        """The relative change: -0.25 is a quarter less; None if a figure is unknown, or the first is 0."""
         return None if self.before is None or self.after is None or not self.before else self.after / self.before - 1
 
 
@@ -58,12 +58,12 @@ class Comparison:
 
     @property
     def peak(self) -> ComparedFigure:
-        """The peak of the step, or of the forward where one of the two has no backward."""
+        """The peak of the step, or of the forward if one of the two has no backward."""
         return self.figures[0]
 
     @property
     def time(self) -> ComparedFigure | None:
-        """Forward and backward together, where both were timed."""
+        """Forward and backward together, if both were timed."""
         return next((figure for figure in self.figures if figure.name == _TIME and figure.change is not None), None)
 
     @property
@@ -154,7 +154,7 @@ def _at_peak(report: MemoryReport, category: MemoryCategory) -> int | None:
 
 
 def _seconds(report: MemoryReport) -> float | None:
-    """Return what forward and backward take together, where both were timed."""
+    """Return the seconds of forward and backward together, if both were timed."""
     if report.forward_s is None or report.backward_s is None:
         return None
     return report.forward_s + report.backward_s

@@ -1,4 +1,5 @@
-"""Does a traced step fit in some memory, with which feature of memkit would it, and what does that cost: values and words."""
+"""Whether a traced step fits in some memory, with which feature of memkit it would, and what that costs: figures and
+sentences."""
 
 from __future__ import annotations
 
@@ -20,64 +21,64 @@ _ALONE = {Action.RECOMPUTE: "memkit.Rematerialize", Action.OFFLOAD: "memkit.CPUO
 _HOW = {Action.RECOMPUTE: "recomputing", Action.OFFLOAD: "offloading"}
 _STATES = "memkit.StateOffload(optimizer)"
 _CLOSE = 0.9
-"""A step that takes more than this of what there is may not fit: workspaces and fragmentation come on top."""
+"""A step that takes more than this fraction of the memory may not fit: workspaces and fragmentation come on top."""
 _MOSTLY = 0.5
 _LEAST_STAYING_BYTES = 2**28
-"""Where fewer states could stay on the device, that is not worth telling: a piece of them has up to 168 MiB."""
+"""If fewer bytes of states could stay on the device, that is not mentioned: a piece of them has up to 168 MiB."""
 
 DEFAULT_GPU = "H200"
-"""The GPU that predictions are for where none is asked for."""
+"""The GPU that predictions are for by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureFit:
-    """One feature of memkit under the budget."""
+    """What one feature of memkit achieves under the budget."""
 
     feature: str
-    """What to write, such as 'memkit.MemoryBudget("12GiB")', or the feature that does only a part of it."""
+    """The call, such as 'memkit.MemoryBudget("12GiB")', or the name of the mechanism."""
     how: str
     """What it does: "recomputing and offloading", "recomputing", "offloading", "moving optimizer states", or several."""
     peak_bytes: int | None
-    """What the step then takes; None where the feature cannot keep to the budget."""
+    """Peak of the step with it; None if the feature can't keep to the budget."""
     step_s: float | None
-    """Predicted seconds of forward and backward, and of what `link_bytes` take beside them."""
+    """Predicted seconds of forward and backward, and of moving `link_bytes`."""
     least_bytes: int
-    """The least budget that the feature can keep to."""
+    """The smallest budget that the feature can keep to."""
     link_bytes: int = 0
-    """Bytes of optimizer states that pass through the link in each step of the optimizer, as many each way."""
+    """Bytes of optimizer states that are copied in each optimizer step, as many in each direction."""
     room_bytes: int = 0
-    """Bytes of the device for those on their way."""
+    """Device memory for states in transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The answer to "does it fit?" of one step and one budget, predicted for one GPU. Its `str()` says it in words."""
+    """Whether one step fits in one budget, predicted for one GPU. Its `str()` says it in words."""
 
     budget_bytes: int
-    """The memory that was asked about."""
+    """The memory to fit in."""
     budget: str
-    """As `memkit.MemoryBudget` takes it, such as "12GiB"."""
+    """The same as `memkit.MemoryBudget` takes it, such as "12GiB"."""
     gpu: str
     """The GPU that seconds are predicted for."""
     is_measured: bool
     """Whether predictions for the GPU were compared with steps on it."""
     plain_peak_bytes: int
-    """What the step takes as it is, with the states of the optimizer."""
+    """Peak of the step without memkit, with the optimizer's states."""
     plain_s: float
-    """Seconds of the step as it is."""
+    """Seconds of the step without memkit."""
     resident_bytes: int
-    """Of it, what is there all along: parameters, buffers, inputs, states of the optimizer."""
+    """Bytes that are there all the time: parameters, buffers, inputs, optimizer states."""
     grad_bytes: int
-    """Of the gradients of the parameters, at the end of the backward."""
+    """Bytes of the parameters' gradients at the end of the backward."""
     features: tuple[FeatureFit, ...]
-    """The mix of all that is done to activations, then each alone. Then `memkit.StateOffload`, where that makes the step fit by
-    itself, or together with the mix where nothing does by itself. Empty where the step fits as it is."""
+    """The mix of all mechanisms for activations, then each alone; then `memkit.StateOffload`, if it makes the step fit by
+    itself, or together with the mix if nothing does by itself. Empty if the step fits as it is."""
     link_bytes_per_s: float | None = None
-    """Of the GPU's link, each way, while both go on."""
+    """Bandwidth of the GPU's link in each direction, while both are in use."""
 
     @property
     def fits_as_it_is(self) -> bool:
-        """Whether nothing need be done."""
+        """Whether it fits without memkit."""
         return self.plain_peak_bytes <= self.budget_bytes
 
     @property
@@ -87,13 +88,14 @@ class Fit:
 
     @property
     def feature(self) -> FeatureFit | None:
-        """The fastest feature that makes it fit; None where none is needed or none does."""
+        """The fastest feature that makes it fit; None if none is needed, or none does."""
         able = [feature for feature in self.features if feature.step_s is not None]
         return min(able, key=lambda feature: feature.step_s or 0.0) if able else None
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long as the plain step it then takes, 1.0 where it fits as it is; None where it does not fit."""
+        """The step's seconds with that feature over those of the plain step, 1.0 if it fits as it is; None if it doesn't
+        fit."""
         if self.fits_as_it_is:
             return 1.0
         return self._times(self.feature) if self.feature is not None else None
@@ -136,7 +138,7 @@ class Fit:
         return f"{said} Make the batch smaller."
 
     def _moved(self, feature: FeatureFit) -> str:
-        """Return what optimizer states that leave cost, as a sentence; "" where none do."""
+        """Return a sentence on the cost of moving optimizer states; "" if none move."""
         if not feature.link_bytes:
             return ""
         seconds = "" if self.link_bytes_per_s is None else f", {feature.link_bytes / self.link_bytes_per_s:.2g} s of its link"
@@ -164,10 +166,10 @@ class Fit:
 
 
 def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> None:
-    """Raise unless a step can be asked to fit in a budget on a GPU.
+    """Check a budget for `fit_step`.
 
     Raises:
-        TypeError, ValueError: `budget` is no memory, or the GPU has less.
+        TypeError, ValueError: `budget` is no number of bytes, or the GPU has less memory.
     """
     checked = None if budget is None else budget_or_share(budget)
     if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
@@ -184,7 +186,7 @@ def fit_step(
     *,
     optimizer: OptimizerMemory | None,
 ) -> Fit:
-    """Return whether a step fits in a budget, of None in the memory of the GPU. See `MemoryReport.fit_in`.
+    """Return whether a step fits in a budget; None stands for the GPU's memory. See `MemoryReport.fit_in`.
 
     Raises:
         TypeError, ValueError, OSError, ReportFormatError: as `memkit.plan_memory`.
@@ -219,15 +221,15 @@ def fit_step(
 def _with_states(
     trace: StepTrace, spec: GpuSpec, optimizer: OptimizerMemory, features: list[FeatureFit], budget_bytes: int
 ) -> Iterator[FeatureFit]:
-    """Yield what `StateOffload` does: by itself where that is enough, else together with the mix where nothing else is.
+    """Yield what `StateOffload` achieves: by itself if that is enough, else together with the mix if nothing else is enough.
 
-    While the optimizer steps, states go both ways; its step without memkit is not in the seconds of either.
+    During the optimizer step, states are copied in both directions; the optimizer's own seconds are in neither figure.
 
     Args:
         trace: the step.
-        spec: for which GPU.
-        optimizer: what it keeps.
-        features: what else there is; the first one is the mix.
+        spec: the GPU.
+        optimizer: its states.
+        features: the other features; the first one is the mix.
     """
     room_bytes = optimizer.room_bytes
     if room_bytes is None or room_bytes >= optimizer.state_bytes:
@@ -265,22 +267,22 @@ def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -
 
 
 def fit_from(content: Mapping[str, Any]) -> Fit:
-    """Return the value that `dataclasses.asdict` has made this of.
+    """Return the `Fit` that `dataclasses.asdict` was called on.
 
     Raises:
-        TypeError: it has made no such thing.
+        TypeError: `content` was made otherwise.
     """
     return Fit(**{**content, "features": tuple(FeatureFit(**feature) for feature in content["features"])})
 
 
 def _written(num_bytes: int) -> str:
-    """Return bytes as a budget is written: no more than there are."""
+    """Return bytes as a budget is written, rounded down."""
     unit, unit_bytes = unit_of(num_bytes)
     return f"{100 * num_bytes // unit_bytes / 100:g}{unit}"
 
 
 def _size(num_bytes: int, *, up: bool = False) -> str:
-    """Return bytes with one decimal, where there is need for one; `up` rounds up."""
+    """Return bytes with one decimal if needed; `up` rounds up."""
     unit, unit_bytes = unit_of(num_bytes)
     size = math.ceil(10 * num_bytes / unit_bytes) / 10 if up else num_bytes / unit_bytes
     return f"{size:.0f} {unit}" if size == round(size) else f"{size:.1f} {unit}"

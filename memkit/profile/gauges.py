@@ -1,4 +1,4 @@
-"""What is read whenever a module's call begins or ends: memory in one run, time in another."""
+"""Gauges, which are read whenever a module's call begins or ends: memory in one run, time in another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUDA_ROUNDING_BYTES = 512
 
 
 class Gauge(Protocol):
-    """Something that is read whenever the work changes hands."""
+    """Something that is read whenever another module begins to run."""
 
     def open(self, index: int) -> None:
         """A call of the module at `index` begins."""
@@ -22,11 +22,11 @@ class Gauge(Protocol):
         """The innermost call, one of the module at `index`, ends."""
 
     def start_backward_of(self, index: int | None) -> None:
-        """The backward goes on with operations of the module at `index`; None: it ends."""
+        """The backward goes on with operations of the module at `index`; None when it ends."""
 
 
 class MemoryGauge(Gauge, Protocol):
-    """A gauge that reads memory; its figures are None where it cannot be counted."""
+    """A gauge that reads memory; its figures are None if it can't be counted."""
 
     before_bytes: int | None
     highest_reserved_bytes: int | None
@@ -34,11 +34,11 @@ class MemoryGauge(Gauge, Protocol):
     backward_peaks: Mapping[int, int]
 
     def take_highest(self) -> int | None:
-        """Return the most bytes allocated at once since the last `take_highest`, and start again."""
+        """Return the peak of allocated bytes since the last `take_highest`, and start again."""
 
 
 class NoGauge:
-    """Reads nothing: for warm-up runs, and where memory cannot be counted."""
+    """Reads nothing: for warm-up runs, and if memory can't be counted."""
 
     def __init__(self) -> None:
         self.before_bytes: int | None = None
@@ -60,9 +60,10 @@ class NoGauge:
 
 
 class PeakGauge:
-    """The most bytes allocated during each module's calls, above what was allocated when the call opened.
+    """The most bytes allocated during each module's calls, above what was allocated when the call began.
 
-    The allocator has one peak for all who read it, so at each edge it is folded into every open call and started again.
+    The allocator has one peak counter: at each beginning and end of a call, its value is added to every open call, and it is
+    reset.
     """
 
     def __init__(self, counter: MemoryCounter) -> None:
@@ -107,7 +108,7 @@ class PeakGauge:
         return highest
 
     def take_highest(self) -> int:
-        """Return the most bytes allocated at once since the last `take_highest`, and start again."""
+        """Return the peak of allocated bytes since the last `take_highest`, and start again."""
         self._fold()
         highest, self._highest_bytes = self._highest_bytes, self._counter.allocated_bytes()
         return highest

@@ -1,4 +1,4 @@
-"""The clock of a trace: every op of a step in its turn, what it does, what is on the device then, and when storages go."""
+"""`OpClock`: numbers the ops of a traced step: what each does, the bytes on the device, and when storages are freed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _THERE_BEFORE = -1
 
 
 class OpClock:
-    """Counts ops, from 0, and numbers the storages that they make, from 0.
+    """Numbers ops, and the storages that they make, from 0.
 
-    What returns a view is no op: it neither computes nor moves anything. The clock holds no tensor.
+    Ops that return views are not counted: they neither compute nor move anything. The clock holds no tensor.
 
     Args:
         live: counts the bytes on the device.
-        before: storages that are there before the step.
-        recording: what the forward's ops are recorded in, if they are. The clock's mode is to be on top of the recorder's.
-        log: has a moment for each op, if given; it is the observer of `live`.
+        before: storages that exist before the step.
+        recording: the recording of the forward's ops, if there is one. The clock's mode must be inside the recorder's.
+        log: gets a moment for each op, if given; it is the observer of `live`.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class OpClock:
         """Bytes on the device before the first op."""
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
-        """Just after each op, beside `base_bytes`."""
+        """Bytes beyond `base_bytes` just after each op."""
         self.made_at: list[int] = []
         """For each storage, the op that made it."""
         self.freed_at: dict[int, int] = {}
-        """For each storage that is gone, how many ops had run by then."""
+        """For each freed storage, how many ops had run by then."""
         self.op_places: list[int] = []
-        """For each op of the recording, its place among all ops."""
+        """For each op of the recording, its index among all ops."""
         self.values: dict[int, tuple[int, int]] = {}
-        """For each value of the recording that is in a storage made here: the storage's number, and the op that made it."""
+        """For each value of the recording in a storage made here: the storage's number, and the op that made the value."""
         self.overwritten_at: dict[int, int] = {}
-        """For values that are no more in their storage, the op that has put another there."""
+        """For each overwritten value, the op that wrote over it."""
 
     @property
     def now(self) -> int:
@@ -73,11 +73,11 @@ class OpClock:
         return len(self.works)
 
     def close(self) -> None:
-        """The step is over."""
+        """Called at the end of the step."""
         self._before.clear()
 
     def end_forward(self) -> None:
-        """What comes now is not recorded."""
+        """Called at the end of the forward: later ops are not recorded."""
         self._recording = None
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
@@ -106,7 +106,7 @@ class OpClock:
             self._log.note_op(str(op))
 
     def see_saved(self, tensor: Tensor) -> None:
-        """Note a tensor that autograd saves: no op has shown it perhaps, as one that is made of a list."""
+        """Note a tensor that autograd saves, since perhaps no op has shown it, as for one made from a list."""
         self._live.add(tensor)
         if self._log is not None:
             self._log.note_saved(tensor)
@@ -136,7 +136,7 @@ class OpClock:
         return note
 
     def note_value(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Note that a value of the recording is in a storage now."""
+        """Note that a storage has a value of the recording now."""
         number = self.number_of(storage)
         if number is None:
             return
@@ -150,7 +150,7 @@ class OpClock:
 
 
 class ClockMode(Mode):
-    """The dispatch mode that shows a clock each op, after it ran."""
+    """The dispatch mode that reports each op to a clock, after it ran."""
 
     def __init__(self, clock: OpClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it

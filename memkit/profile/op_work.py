@@ -1,4 +1,4 @@
-"""What one op does, by its tensors alone: its kind, its FLOPs, and the bytes that it reads and writes."""
+"""What one op does, found from its tensors: its kind, its FLOPs, and the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _KINDS = (  # the first that matches
 _FEW_CHANNELS = 3
 _UNFILLED = re.compile(r"^(new_)?empty")
 _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
-"""Of their first argument they read no more bytes than they write, or next to none."""
+"""Ops that read at most as many bytes of their first argument as they write."""
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
     """Return what an op does that has run.
 
     Bytes are those of its tensors, each storage once: broadcast dimensions are read once, of several views of one storage the
-    largest, and what an op writes over its own argument is read and written.
+    largest counts, and an argument that the op writes over is both read and written.
 
     Args:
         op: any overload.
-        args, kwargs: what it was given.
-        outputs: what it has returned.
+        args, kwargs: its arguments.
+        outputs: its results.
 
     Source: `flops_of`.
     """
@@ -64,7 +64,7 @@ def _has_few_channels(name: str, given: Sequence[Tensor]) -> bool:
 
 
 def kind_of(name: str) -> OpKind:
-    """Return what limits an op, by its name without namespace and overload, such as "mm"."""
+    """Return the kind of an op, which says what limits it, by its name without namespace and overload, such as "mm"."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 

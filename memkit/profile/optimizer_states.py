@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, by a step of it on copies of the parameters that have no data."""
+"""The states that an optimizer keeps for each parameter, found by stepping it on copies of the parameters without data."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 _AS_ONE = ("foreach", "fused", "capturable")
-"""Options of how a step runs, which change no state but where its counters are."""
+"""Options for how a step runs, which change no state except where step counters are."""
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. Of others it
-is not known without data: that they cannot is assumed."""
+"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. For others
+this isn't known without data, and is assumed not to be so."""
 _AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Classes whose parameters cannot be stepped one by one, so that their states cannot leave."""
+"""Classes whose parameters can't be stepped one by one, so that their states can't leave."""
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
-    """Return an optimizer as it was given, or the class that its name stands for.
+    """Return an optimizer or class as given, or the class with a given name.
 
     Raises:
-        TypeError: it is neither an optimizer, a class of one nor a name.
-        ValueError: there is no such name.
+        TypeError: it is no optimizer, class of one, or name.
+        ValueError: the name is unknown.
     """
     if isinstance(optimizer, str):
         known = optimizer_names()
@@ -69,18 +69,18 @@ def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
 def optimizer_memory(
     step: Step, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
 ) -> tuple[OptimizerMemory, tuple[AliveStorage, ...]]:
-    """Return what an optimizer keeps on the device, and its states one by one, sizes rounded up.
+    """Return what an optimizer keeps on the device, and its states one by one, with sizes rounded up.
 
     Args:
-        step: whose parameters it is for; those that stream keep their states in host memory.
+        step: the step, whose parameters are counted; streamed ones have their states in host memory.
         tree: names the parameters.
-        optimizer: made on these parameters, or what is to be made on those that require grad: a class or a name.
-        device: where the step runs.
-        rounding_bytes: of the allocator.
+        optimizer: an optimizer of these parameters; or a class or name, for one of the parameters that require grad.
+        device: the device of the step.
+        rounding_bytes: the allocator's.
 
     Raises:
-        ProfileError: its step does not run without data.
-        ValueError: it was made on other parameters.
+        ProfileError: its step doesn't run without data.
+        ValueError: it was made for other parameters.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = _unwrapped(optimizer)
@@ -118,11 +118,11 @@ def optimizer_memory(
 
 
 def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, int]]) -> int | None:
-    """Return what `StateOffload` would need on the device for states on their way: see `OptimizerMemory`.
+    """Return the device memory that `StateOffload` would need for states in transfer: see `OptimizerMemory`.
 
     Args:
         kind: the class of the optimizer.
-        states: parameter by parameter, in the order of its groups, the bytes of each.
+        states: each parameter with the bytes of its states, in the order of the groups.
     """
     if not states or issubclass(kind, _AS_A_WHOLE):
         return None
@@ -305,7 +305,7 @@ def _tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _without_data() -> Any:
-    """Return a mode in which numbers are read of tensors without data: whatever they would be, states have the same size."""
+    """Return a mode in which numbers can be read from tensors without data: the sizes of states don't depend on them."""
     from memkit.profile.simulate.numbers import NumbersWithoutData  # its base is a private class of torch
 
     return NumbersWithoutData()  # type: ignore[no-untyped-call]  # torch does not annotate its base

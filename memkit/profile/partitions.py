@@ -1,4 +1,5 @@
-"""What a block would save and compute again, were it compiled with one budget or another: seen in graphs, and nothing runs."""
+"""What a block would save and recompute if it were compiled with a given `activation_memory_budget`: found from its graphs,
+without running anything."""
 
 from __future__ import annotations
 
@@ -26,35 +27,35 @@ _KINDS = ("cuda", "cpu")
 
 
 class Partition(NamedTuple):
-    """One way to cut a block's forward and backward in two."""
+    """One way to partition a block's forward and backward."""
 
     budget: float
     """The value of `activation_memory_budget`."""
     saved_bytes: int
-    """What the block saves, its inputs and outputs included and its parameters not."""
+    """Bytes that the block saves, with its inputs and outputs, without its parameters."""
     given_bytes: int
-    """What it is given, which is saved where it is recomputed as a whole."""
+    """Bytes of its inputs, which are all that is saved if the whole block is recomputed."""
     forward_flops: float
     backward_flops: float
-    """With what is computed again."""
+    """FLOPs of the backward, with what is recomputed."""
 
 
 class _CutError(Exception):
-    """The graphs are there, and all else is left out."""
+    """Raised once the graphs are partitioned, to skip the rest of the compilation."""
 
 
 def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float]) -> list[Partition]:
-    """Return how the compiler would cut a block that is called so, for values of `activation_memory_budget`.
+    """Return how the compiler would partition a block called with these arguments, for values of `activation_memory_budget`.
 
-    Nothing is computed, and the block is left as it was. Its forward is traced by AOTAutograd, as `torch.compile` has it
-    (`torch._functorch.partitioners.min_cut_rematerialization_partition`), in a thread of its own, where no mode and no hook of
-    the caller's is on.
+    Nothing is computed, and the block is left unchanged. Its forward is traced by AOTAutograd, with the partitioner that
+    `torch.compile` uses (`torch._functorch.partitioners.min_cut_rematerialization_partition`), in a thread of its own, where no
+    mode or hook of the caller's is on.
 
     Args:
-        block: a module, compiled or not; not one that `torch.compile` has put around another.
+        block: a module, compiled or not; not a wrapper that `torch.compile` returned.
 
     Raises:
-        RuntimeError: it cannot be traced.
+        RuntimeError: it can't be traced.
     """
     dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: it loads much
     device = torch.get_default_device()
@@ -96,8 +97,8 @@ _here = _Here()
 
 @functools.cache
 def _tracer(_: int) -> ThreadPoolExecutor:
-    """Return the thread that traces in a process, always the same: where there is no CUDA, torch 2.11 crashes as a second one
-    begins to trace (`torch._C._ensureCUDADeviceGuardSet`)."""
+    """Return the thread that traces in a process, always the same: without CUDA, torch 2.11 crashes when a second one begins to
+    trace (`torch._C._ensureCUDADeviceGuardSet`)."""
     return ThreadPoolExecutor(1, "memkit partitions")
 
 
@@ -138,7 +139,7 @@ def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Parti
 
 
 def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
-    """Return the bytes of all that a forward hands out, but for parameters and buffers: each storage once."""
+    """Return the bytes of all that a forward returns, without parameters and buffers, each storage once."""
     owned = set(islice(graph.find_nodes(op="placeholder"), num_owned))
     (output,) = graph.find_nodes(op="output")
     kept = {_base(node) for node in output.all_input_nodes} - owned
@@ -146,7 +147,7 @@ def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return what has the storage that is in a node."""
+    """Return the node whose storage a node shares."""
     while isinstance(node.target, torch_private.OpOverload) and node.target.is_view:
         first = node.args[0]
         if not isinstance(first, fx.Node):

@@ -9,14 +9,14 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class SavedCategory(str, Enum):
-    """What a saved storage is. Parameters and buffers are not listed: they are there with or without a backward."""
+    """What a saved storage is. Parameters and buffers are not listed: they exist with or without a backward."""
 
     ACTIVATION = "activation"
     """Made during the forward and kept for the backward."""
     INPUT = "input"
-    """Given to the model by the caller, who may hold it as well. Counted as an activation."""
+    """Passed to the model by the caller, who may hold it as well. Counted as an activation."""
     PARAM_CAST = "param cast"
-    """A parameter or buffer in another dtype, as autocast makes. Not counted as an activation."""
+    """A copy of a parameter or buffer in another dtype, as made by autocast. Not counted as an activation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class SavedTensorRecord:
     dtype: str
     """Dtype of the tensor at the first save."""
     save_ordinals: tuple[int, ...]
-    """For each save, its number among all saves of what is listed, so without those of parameters and buffers."""
+    """For each save, its ordinal among all saves that are listed, so without those of parameters and buffers."""
     shapes: Shapes
     """For each save, the shape of the tensor."""
     saved_at_s: float | None
@@ -134,18 +134,18 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """What of a model one rank has, where `memkit.shard` or `fully_shard` has split it."""
+    """How much of a sharded model one rank has, after `memkit.shard` or `fully_shard`."""
 
     rank: int
     """The rank of this process."""
     num_ranks: int
-    """Of the process group."""
+    """The number of ranks of the process group."""
     num_shards: int
-    """Between how many of them each parameter is split: fewer than `num_ranks` where there are replicas of shards."""
+    """How many ranks each parameter is split between: fewer than `num_ranks` if shards are replicated."""
     shard_bytes: int
-    """Of this rank's part of the parameters. `MemoryReport.param_bytes` has the rows as well that fill up the last shard."""
+    """Bytes of this rank's part of the parameters. `MemoryReport.param_bytes` also has the padding of the last shard."""
     whole_bytes: int
-    """Of these parameters as a whole."""
+    """Bytes of all these parameters unsharded."""
     gathered_bytes: int | None
-    """Most bytes of whole parameters that were gathered at once, with the buffers that they are sent through. None where
-    `torch.compile` runs a part: what happens inside cannot be seen."""
+    """Most bytes of unsharded parameters that were gathered at once, with the communication buffers. None if `torch.compile`
+    runs a part of the model, whose inside can't be seen."""

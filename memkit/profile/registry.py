@@ -1,4 +1,4 @@
-"""Reports filed under a tag, so that a context with the same tag finds what was measured for it."""
+"""Reports by tag, so that a context with the same tag finds what was measured for it."""
 
 from __future__ import annotations
 

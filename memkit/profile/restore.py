@@ -1,4 +1,4 @@
-"""Leaving no trace: what a run of a model changes, kept before and put back after."""
+"""Saves everything that a run of a model changes, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
 
 @contextmanager
 def grads_set_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run a block in which `tensors` start without gradients; put back the ones they had."""
+    """Run a block in which `tensors` start without gradients; restore their gradients afterwards."""
     kept = [(tensor, tensor.grad) for tensor in {id(tensor): tensor for tensor in tensors if tensor.is_leaf}.values()]
     try:
         for tensor, _ in kept:
@@ -72,7 +72,7 @@ def _put_back_bytes(storage: torch.UntypedStorage, kept: Tensor) -> None:
 
 
 class _ModuleState:
-    """The attributes of one module, as they were."""
+    """The attributes of one module, saved."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -89,7 +89,7 @@ class _ModuleState:
         return [*self._module.buffers(recurse=False), *plain]
 
     def put_back(self) -> None:
-        """Undo what the run has done, but for what is in the bytes of the tensors."""
+        """Restore them, except for the contents of tensors."""
         for generator, state in self._generators:
             generator.set_state(state)
         for tensor, alias in self._aliases:

@@ -1,4 +1,4 @@
-"""From what the runs found to the rows of a report."""
+"""Makes the rows of a report from what the runs found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the runs of a profile found. Mappings go from the index of a module to its figure."""
+    """What the runs of a profile found. Mappings are by the index of a module."""
 
     saves: SavedStorages
     signatures: Signatures
@@ -35,9 +35,9 @@ class Found:
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     storages: StorageLog | None = None
-    """What was there at each op; None without a backward, and where ops cannot be seen."""
+    """What was on the device at each op; None without a backward, and if ops can't be seen."""
     gathered_bytes: int | None = None
-    """See `ShardInfo`; None where no parameter is gathered, too."""
+    """See `ShardInfo`; also None if no parameter is gathered."""
 
 
 def module_records(tree: ModuleTree, found: Found) -> tuple[ModuleRecord, ...]:

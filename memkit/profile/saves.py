@@ -20,7 +20,7 @@ from memkit.storages import storage_key, storages_of
 
 @dataclass(slots=True)
 class _Save:
-    """One version of a storage while the run goes on; becomes a `SavedTensorRecord`."""
+    """One version of a storage during the run; becomes a `SavedTensorRecord`."""
 
     storage: int
     first: bool
@@ -37,7 +37,7 @@ class _Save:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What autograd holds in the place of a saved tensor."""
+    """What autograd holds in place of a saved tensor."""
 
     alias: Tensor
     version: int
@@ -46,7 +46,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A storage that was saved: its number, and how often it had been written to by then."""
+    """A storage that was saved: its number, and its version at that time."""
 
     reference: weakref.ref[torch.UntypedStorage]
     number: int
@@ -102,7 +102,7 @@ class SavedStorages:
         return _Packed(tensor.detach(), torch_private.version_of(tensor), saves)
 
     def unpack(self, packed: _Packed) -> Tensor:
-        """Note a use; give the tensor back, if it is still what was saved (with hooks set, autograd does not look)."""
+        """Note a use; return the tensor after checking that it was not written to (with hooks set, autograd doesn't check)."""
         if torch_private.version_of(packed.alias) != packed.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -135,7 +135,7 @@ class SavedStorages:
         return counts
 
     def records(self, fqn: Callable[[int], str], times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
-        """Return the list as values; `fqn` names a module, `times` are of another run of the same step."""
+        """Return the list as values; `fqn` names a module, `times` are from another run of the same step."""
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
@@ -191,7 +191,7 @@ class SavedStorages:
 
 
 class SaveTimes:
-    """When tensors are saved, and used again, on the device's clock: from a run in which only this is noted."""
+    """The times of saves and uses on the device's clock, from a run in which only these are noted."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""A model that FSDP2 has split: what of it this rank has, what is gathered of it meanwhile, and what all ranks do together."""
+"""Models sharded by FSDP2: this rank's parameters, what is gathered during a step, and runs that all ranks make together."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INSTEAD = (
     "what one rank takes is said by memkit plan --ranks N, and memkit.plan.plan_shards, and a profile with "
     'device="meta" before sharding says the rest'
 )
-"""What to do where a sharded model has no profile."""
+"""What to do if a sharded model can't be profiled."""
 
 
 class _Group:
-    """The storages of what FSDP2 gathers as one, and the bytes of the largest as they were seen last."""
+    """The storages of a group of parameters that FSDP2 gathers together, and their largest sizes seen so far."""
 
     __slots__ = ("seen_bytes", "storages")
 
@@ -37,12 +37,12 @@ class _Group:
 
 
 class GatheredParameters:
-    """The whole parameters of a sharded model, by their storages, which FSDP2 fills ahead of a layer and empties behind it.
+    """The storages of a sharded model's whole parameters, which FSDP2 fills before a layer and empties after it.
 
-    No op shows that: whoever counts bytes asks `resized` after each op.
+    No op shows that: code that counts bytes calls `resized` after each op.
 
     Args:
-        groups: FSDP2's, each of what is gathered as one.
+        groups: FSDP2's parameter groups.
     """
 
     def __init__(self, groups: Sequence[Any] = ()) -> None:
@@ -57,13 +57,13 @@ class GatheredParameters:
         return isinstance(storage, torch.UntypedStorage) and self.shard_of(storage_key(storage)) is not None
 
     def shard_of(self, key: int) -> Tensor | None:
-        """Return the shard, a parameter, of which the storage with a key has the whole; None if it has none."""
+        """Return the shard (a parameter) whose whole parameter has the storage with this key; None if there is none."""
         if key not in self._shards:
             self._look()
         return self._shards.get(key)
 
     def resized(self) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages that may have been filled or emptied since this was asked last."""
+        """Yield the storages that may have been filled or emptied since the last call."""
         self._look()
         for group in self._groups:
             if group.storages and group.storages[0].nbytes() != group.seen_bytes:
@@ -71,7 +71,7 @@ class GatheredParameters:
                 yield from group.storages
 
     def _look(self) -> None:
-        """Find the storages of what was gathered for the first time: they are its own from then on."""
+        """Find the storages of groups that were gathered for the first time: a group keeps them."""
         if not self._unknown:
             return
         unknown = []
@@ -89,12 +89,12 @@ class GatheredParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """What FSDP2 has split of some modules."""
+    """What FSDP2 has sharded in some modules."""
 
     modules: tuple[Any, ...] = ()
-    """Those that it has sharded, parents first."""
+    """The sharded modules, parents first."""
     groups: tuple[Any, ...] = ()
-    """What it gathers as one."""
+    """FSDP2's parameter groups."""
     gathered: GatheredParameters = field(default_factory=GatheredParameters)
 
     def __bool__(self) -> bool:
@@ -106,23 +106,23 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Where they are gathered."""
+        """The device on which they are gathered."""
         device: torch.device = self.groups[0].device
         return device
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:
-        """Those of the parameters that FSDP2's `CPUOffloadPolicy` has in host memory, if they are gathered elsewhere."""
+        """The parameters that FSDP2's `CPUOffloadPolicy` keeps in host memory, if they are gathered elsewhere."""
         return tuple(item for item in self.parameters() if item.device.type != self.device.type)
 
     def gather_once(self) -> None:
-        """Gather each part and let go of it: FSDP2 makes the storages of the whole in a first gather, and then keeps them."""
+        """Gather and free each group: FSDP2 makes the storages of whole parameters in the first gather, and keeps them."""
         for module in self.modules:
             module.unshard()
             module.reshard()
 
     def info(self, gathered_bytes: int | None) -> ShardInfo:
-        """Return what of the parameters this rank has."""
+        """Return how much of the parameters this rank has."""
         import torch.distributed as dist
 
         parameters = list(self.parameters())
@@ -140,7 +140,7 @@ NOTHING_SHARDED = Shards()
 
 
 def _num_shards(parameter: Any) -> int:
-    """Return between how many ranks a parameter is split. Replicas of shards don't count."""
+    """Return how many ranks a parameter is split between, not counting replicas."""
     num_shards = 1
     for dim, placement in enumerate(parameter.placements):
         num_shards *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
@@ -148,13 +148,12 @@ def _num_shards(parameter: Any) -> int:
 
 
 def find_shards(modules: Sequence[nn.Module]) -> Shards:
-    """Return what FSDP2 has split of some modules, with every parameter a shard again.
-
-    That is what it does at the beginning of a first forward, and behind a backward.
+    """Return what FSDP2 has sharded in some modules, after making every parameter a shard again, as FSDP2 does at the beginning
+    of the first forward and after a backward.
 
     Raises:
-        ProfileError: a profile of it would be wrong, or do damage.
-        MissingTorchNameError: torch, newer than this memkit, doesn't say what it would have to.
+        ProfileError: a profile would be wrong, or do damage.
+        MissingTorchNameError: torch is newer than this memkit, and lacks a private name.
     """
     sharded = fsdp_modules(modules)
     groups = tuple(dict.fromkeys(group for module in sharded for group in fsdp_groups(module)))  # modules may share one
@@ -226,7 +225,7 @@ def _check_ranks(groups: Sequence[Any]) -> None:
 
 
 def _check_sync(module: Any) -> None:
-    """Raise where FSDP2 has gradients that are not reduced, or is to reduce none: a backward would add to them."""
+    """Raise if FSDP2 has unreduced gradients, or is set not to reduce: a backward would add to them."""
     is_last = getattr(_state_of(module), torch_private.FSDP_CONTEXT).is_last_backward
     for group in fsdp_groups(module):
         holds = getattr(group, torch_private.FSDP_SUMS) is not None
@@ -255,16 +254,16 @@ def with_others(
     """Run a step, in which FSDP2 communicates, on every rank; leave FSDP2 as it was.
 
     Args:
-        work: what runs it.
-        shards: of its model. Where there are none, it just runs.
-        around: makes a context to run it in, which is left once all parameters are shards again.
-        doing: what it is, for errors.
-        checks: whether ranks wait for each other ahead of each gather and each reduction, so that what one raises is raised on
-            all. Else they wait behind `work` only: one that has raised meanwhile keeps others until the timeout of the group.
+        work: runs the step.
+        shards: the shards of its model. If there are none, the step just runs.
+        around: returns a context for the run, which is left once all parameters are shards again.
+        doing: what the run is, for errors.
+        checks: whether ranks wait for each other before each gather and each reduction, so that an exception on one is raised
+            on all. Otherwise they only wait after `work`: a rank that raises keeps the others until the timeout of the group.
 
     Raises:
-        ShardError: it raised on another rank, or one has not come.
-        Exception: what it raised here.
+        ShardError: another rank has raised, or didn't come.
+        Exception: the exception raised on this rank.
     """
     if not shards:
         with around():
@@ -283,14 +282,14 @@ def with_others(
 
 
 class _Waiting:
-    """A collective of FSDP2's that waits for the other ranks first."""
+    """A collective of FSDP2's that first waits for the other ranks."""
 
     def __init__(self, inner: Any, wait: Callable[[], None]) -> None:
         self._inner = inner
         self._wait = wait
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return memory for it, as FSDP2's own does."""
+        """Allocate its memory, as FSDP2's own collective does."""
         tensor: Tensor = self._inner.allocate(*args, **kwargs)
         return tensor
 
@@ -301,7 +300,8 @@ class _Waiting:
 
 @contextmanager
 def _waiting(shards: Shards, wait: Callable[[int], None]) -> Iterator[None]:
-    """Have each collective wait for the same one on other ranks, by its number: where ranks run other layers, that shows."""
+    """Make each collective wait for the one with the same number on other ranks, so that ranks that run different layers are
+    noticed."""
     before = [(group, name, getattr(group, name)) for group in shards.groups for name in torch_private.FSDP_COLLECTIVES]
     try:
         for number, (group, name, inner) in enumerate(before, start=1):
@@ -314,7 +314,7 @@ def _waiting(shards: Shards, wait: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def _at_rest(shards: Shards) -> Iterator[None]:
-    """Run a block, then have all parameters be shards, and FSDP2 know of no forward that it didn't know of before."""
+    """Run a block, then make all parameters shards, and let FSDP2 forget forwards that began in the block."""
     lists = [group.comm_ctx.post_forward_order for group in shards.groups]
     lists += [getattr(group, torch_private.FSDP_INDICES) for group in shards.groups]
     kept = [(items, list(items)) for items in {id(items): items for items in lists}.values()]
@@ -331,7 +331,7 @@ def _at_rest(shards: Shards) -> Iterator[None]:
 
 
 def _abandon(shards: Shards) -> None:
-    """Have FSDP2 forget a forward or backward that was broken off, so that the next one begins anew."""
+    """Let FSDP2 forget a forward or backward that was broken off."""
     for module in shards.modules:
         if hasattr(module, "reset_iter_state"):
             with suppress(RuntimeError):  # of what is no root, which its root has reset

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what goes in and out of modules."""
+"""Shapes and dtypes of the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memkit.profile.tree import ModuleTree
 
 
 class Signatures:
-    """What goes in and out of each module: shapes and dtype at its first call, and how many kinds of call there were."""
+    """The inputs and outputs of each module: shapes and dtype at its first call, and the number of different signatures."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, dict[tuple[Shapes, Shapes], str]] = {}

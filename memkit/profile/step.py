@@ -1,4 +1,4 @@
-"""What is run: the model on its inputs, then the loss, then the backward."""
+"""`Step`: what a profile runs: the model on its inputs, then the loss, then the backward."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def _nothing(*_: object) -> None:
 
 
 USE_META = 'Use device "meta", which needs none'
-"""What to do where there is no CUDA device to measure on."""
+"""What to do if there is no CUDA device to measure on."""
 NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an exception is an allocator's, the CPU's included."""
+    """Tell whether an exception is an allocator's, including the CPU's."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def say_where(error: Exception, where: str) -> None:
-    """Add to an exception of the model's which module raised it, and what helps if it is out of memory."""
+    """Add a note to an exception of the model's: which module raised it, and what helps if it is out of memory."""
     if is_out_of_memory(error):
         note_on(error, f"memkit: out of memory in {where}; {NEEDS_NONE}")
     else:
@@ -54,9 +54,9 @@ class Step:
     loss_fn: Callable[[Any], Tensor] | None
     backward: bool
     streamed: StreamedWeights = NOTHING_STREAMED
-    """What of the parameters is in host memory."""
+    """The parameters that are in host memory."""
     sharded: Shards = NOTHING_SHARDED
-    """What of them FSDP2 has split."""
+    """The parameters that FSDP2 has sharded."""
 
     def input_tensors(self) -> list[Tensor]:
         """Return the tensors in the model's arguments."""
@@ -68,20 +68,20 @@ class Step:
         return [self.model, *([loss] if isinstance(loss, nn.Module) else [])]
 
     def resident_tensors(self) -> list[Tensor]:
-        """Return parameters and buffers: what is there with or without a backward."""
+        """Return parameters and buffers, which exist with or without a backward."""
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     def resident_storages(self) -> ModelStorages:
-        """Return what tells the storages of parameters and buffers, gathered ones among them."""
+        """Return an object that recognizes storages of parameters and buffers, gathered ones included."""
         return ModelStorages(unique_storages(self.resident_tensors()), self.sharded.gathered)
 
     def device_tensors(self) -> list[Tensor]:
-        """Return parameters and buffers but for those that stream: what the device holds of the model itself."""
+        """Return parameters and buffers without streamed ones."""
         streamed = {id(parameter) for parameter in self.streamed.parameters}
         return [tensor for tensor in self.resident_tensors() if id(tensor) not in streamed]
 
     def names_of_storages(self) -> dict[int, str]:
-        """Return what to call the storages that a profile cannot put back: those of parameters and inputs."""
+        """Return names for the storages that a profile can't restore: those of parameters and inputs."""
         names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
         for module in self.modules():
             for name, param in module.named_parameters():
@@ -93,7 +93,7 @@ class Step:
         return [*unique_storages([*self.device_tensors(), *self.input_tensors()]).values(), *self.streamed.slots]
 
     def check_surroundings(self) -> None:
-        """Raise where others would see what autograd saves, or would be kept from it.
+        """Check that no other hooks would see, or hide, what autograd saves.
 
         Raises:
             ProfileError: the caller runs under saved-tensor hooks.
@@ -116,14 +116,14 @@ class Step:
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
     ) -> None:
-        """Run the step once; what it makes is gone when this returns.
+        """Run the step once; everything that it makes is freed when this returns.
 
         Args:
             stack: keeps track of the calls; its hooks are set for the run.
             packing: context with the saved-tensor hooks for the forward, if there are any.
             forward_done: called between forward and backward.
-            backward_done: called behind the backward, with the leaves that may have gradients, while they have them.
-            at_node: called ahead of each autograd node, if given.
+            backward_done: called after the backward, with the leaves that may have gradients, while they have them.
+            at_node: called before each autograd node, if given.
             explain: called with an exception of the model's and the name of the module that raised it; may raise another.
         """
         step = self._for_one_run()
@@ -194,7 +194,7 @@ def _backward_roots(step: Step, result: Any) -> list[Tensor]:
 
 
 def _check_graph(graph: BackwardGraph, stack: CallStack) -> None:
-    """Raise before a backward that would run into a graph of the caller's, or into tensors that have data on meta."""
+    """Raise before a backward that would enter a graph of the caller's, or reach tensors with data on meta."""
     if any(torch_private.node_number_of(node)() < stack.first_number for node in graph.nodes):
         raise ProfileError(
             "the backward would run on into a graph that was there before (of a tensor that the model or the loss holds), and "

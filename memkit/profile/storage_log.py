@@ -1,4 +1,4 @@
-"""Writes down what is on the device at each op of a step: from storages that come and go to a `StepMemory`."""
+"""`StorageLog`: makes a `StepMemory` during a step, from storages that are made and freed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Entry:
-    """A storage while the step runs; becomes an `AliveStorage`."""
+    """A storage during the step; becomes an `AliveStorage`."""
 
     num_bytes: int
     begin: int
@@ -34,13 +34,13 @@ class _Entry:
     what: str = ""
     end: int | None = None
     is_gathered: bool = False
-    """Of whole parameters, or a buffer that they are sent through."""
+    """Whether it is of whole parameters, or a communication buffer for these."""
 
 
 class StorageLog:
-    """Notes which storages are there at each op. The observer of a `LiveStorages`; it holds no tensor.
+    """Notes which storages exist at each op. It is the observer of a `LiveStorages`, and holds no tensor.
 
-    What is there before the step is named once the step is known, by `follow`.
+    Storages from before the step are named by `follow`, once the step is known.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StorageLog:
         self._gathered: GatheredParameters | None = None
 
     def follow(self, step: Step, tree: ModuleTree, stack: CallStack) -> None:
-        """A step is about to run: name what is there before it, and ask `stack` from now on which module is running."""
+        """Called before a step: name the existing storages, and ask `stack` from now on which module is running."""
         self._stack, self._tree = stack, tree
         from memkit.profile.watch import ParamCasts  # beside a dispatch mode: its base is a private class of torch
 
@@ -71,12 +71,12 @@ class StorageLog:
         self._num_named = len(self._entries)
 
     def leave(self) -> None:
-        """The step is over: hold the model no more, of which storages that live on may tell when they end."""
+        """Called after the step: let go of the model, since storages that live on still report their end."""
         self._stack = self._tree = self._casts = self._gathered = None
         self._names = {}
 
     def begin(self, key: int, num_bytes: int) -> None:
-        """A storage is there from now on."""
+        """A storage exists from now on."""
         self._open[key] = len(self._entries)
         entry = _Entry(num_bytes, len(self._moments), module=self._module())
         shard = None if self._gathered is None else self._gathered.shard_of(key)
@@ -86,11 +86,11 @@ class StorageLog:
         self._entries.append(entry)
 
     def end(self, key: int) -> None:
-        """It is gone."""
+        """A storage was freed."""
         self._entries[self._open.pop(key)].end = len(self._moments)
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Note an op that has run, if it has made anything or written to it. For an `OpWatch`, behind its `LiveStorages`."""
+        """Note an op that has run, if it has made or written something. For an `OpWatch`, after its `LiveStorages`."""
         self.see_casts(op, args, outputs)
         if self._gathered is not None and str(op).startswith(_PACKING):
             self._note_packing(args)
@@ -98,12 +98,12 @@ class StorageLog:
             self.note_op(str(op))
 
     def see_casts(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Look whether an op has made a parameter or buffer in another dtype."""
+        """Note if an op has cast a parameter or buffer to another dtype."""
         if self._casts is not None:
             self._casts.saw(op, args, outputs)
 
     def note_op(self, name: str) -> None:
-        """An op has run; what was made since the last one is its own."""
+        """Note an op that has run, as the maker of the storages since the last one."""
         what = short_name(name)
         for entry in self._entries[self._num_named :]:
             entry.what = entry.what or what
@@ -111,7 +111,7 @@ class StorageLog:
         self._moments.append(Moment(phase=self._phase(), op=name, module=self._module()))
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Autograd has saved a tensor."""
+        """Note a tensor that autograd has saved."""
         for storage in storages_of(tensor):
             entry = self._find(storage)
             if entry is None or entry.category is not MemoryCategory.TEMP:
@@ -121,7 +121,7 @@ class StorageLog:
             entry.module = self._module()
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
-        """The backward is over: what the leaves have as gradients are gradients."""
+        """Called after the backward: mark the gradients of the leaves."""
         for leaf in leaves:
             if leaf.grad is None:
                 continue
@@ -132,7 +132,7 @@ class StorageLog:
                     entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
 
     def gathered_bytes(self) -> int:
-        """Return the most bytes of whole parameters that were gathered at once, with the buffers that they are sent through."""
+        """Return the most bytes of whole parameters that were gathered at once, with the communication buffers."""
         changes = [0] * (len(self._moments) + 2)
         for entry in self._entries:
             if entry.is_gathered:
@@ -141,7 +141,7 @@ class StorageLog:
         return max(accumulate(changes))
 
     def _note_packing(self, args: Sequence[Any]) -> None:
-        """FSDP2 has packed shards into a buffer, through which whole parameters come."""
+        """Note the buffer that FSDP2 has packed shards into, through which whole parameters are gathered."""
         for tensor in args:
             for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
                 entry = self._find(storage)
@@ -152,7 +152,7 @@ class StorageLog:
         """Return what was noted.
 
         Args:
-            states: of the optimizer, there all along; their moments are filled in.
+            states: the optimizer's states, which are there all the time; their moments are filled in.
             optimizer: its class, if there is one: its step follows the last op.
         """
         self.leave()
@@ -218,7 +218,7 @@ def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:
 
 
 def _there_before(step: Step, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
-    """Yield what is there before a step: the tensor, what it is for, the row that it belongs to and its name there."""
+    """Yield the tensors that exist before a step: tensor, category, row, and name in the row."""
     loss = step.modules()[1:]
     for index, node in enumerate(tree.nodes):
         for name, parameter in node.module.named_parameters(recurse=False):

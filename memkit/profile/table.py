@@ -1,4 +1,4 @@
-"""A report as text, CSV and HTML. Chooses rows and columns; measures nothing."""
+"""A report as text, CSV and HTML: chooses rows and columns; measures nothing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MAX_SHAPES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of the table: its header, what a row shows in it, and whether it goes where the table is too wide."""
+    """A column of the table: its header, its cells, and whether it is left out if the table is too wide."""
 
     header: str
     cell: Callable[[ModuleRecord, MemoryReport], str]
     right: bool = True
     goes: int | None = None
-    """See `TextColumn.goes`: shapes first, then types; what is measured only where there is no other way."""
+    """See `TextColumn.goes`: shapes are left out first, then types; measurements only if nothing else is left."""
 
 
 def _mib(num_bytes: int | None) -> str:
@@ -146,7 +146,7 @@ def _as_text(column: Column, rows: Sequence[ModuleRecord], report: MemoryReport,
 
 
 def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
-    """Name what keeps most by itself, where the rows that are left out have it."""
+    """Name the row that saves most by itself, if it is not shown."""
     largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
     if largest in shown or not largest.self_bytes:
         return []
@@ -186,7 +186,7 @@ def _csv_cell(value: Any) -> Any:
 
 
 def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """Add the column of what is in host memory, if anything is."""
+    """Add the column for host memory, if any parameter is there."""
     if not report.host_param_bytes:
         return columns
     place = columns.index(PARAMS) + 1
@@ -219,7 +219,7 @@ def _headline(report: MemoryReport) -> str:
 
 
 def _notes(report: MemoryReport) -> list[tuple[str, str]]:
-    """What was set aside, and what the table cannot show."""
+    """Return what was counted separately, and what the table can't show."""
     notes = [("model inputs among the activations", format_mib(report.input_bytes))]
     if report.param_cast_bytes:
         notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
@@ -268,7 +268,7 @@ def _lines(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecord]:
-    """Leave out the rows below a depth; what is theirs alone is added to the rows above them."""
+    """Leave out the rows below a depth, and add their own figures to the rows above them."""
     if depth is None:
         return list(rows)
     own = {index: [row.self_bytes, row.num_storages, row.num_saves] for index, row in enumerate(rows)}
@@ -290,9 +290,9 @@ def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecor
 
 
 def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
-    """Put runs of identical siblings in one row each, with their sum (for peaks: their maximum), and so their children.
+    """Merge runs of identical siblings, and so their children, into one row with their sum (for peaks: their maximum).
 
-    Only siblings that are named by their position are put together, as `nn.Sequential` and `nn.ModuleList` name them.
+    Only siblings named by their position are merged, as in `nn.Sequential` and `nn.ModuleList`.
     """
     below = children_of([row.parent for row in rows])
     kinds = _kinds(rows, below)
@@ -321,9 +321,9 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
 
 
 def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
-    """Return for each row a value that is equal for rows whose whole subtrees look the same.
+    """Return for each row a value that is equal for rows with identical subtrees.
 
-    How often storages are saved again does not count: the last layer of a stack differs from the others in that.
+    How often storages are saved again doesn't count: the last layer of a stack differs from the others in that.
     """
     numbers: dict[Any, int] = {}
     kinds: list[Any] = [None] * len(rows)

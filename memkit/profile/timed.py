@@ -1,4 +1,4 @@
-"""The saved storages of a report with their times, as a plan of copies needs them."""
+"""The saved storages of a report with their times, for planning copies."""
 
 from __future__ import annotations
 

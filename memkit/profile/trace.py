@@ -1,4 +1,4 @@
-"""`profile_memory(..., trace=True)`: one step on the meta device, op by op, as the values that plans are made from."""
+"""`profile_memory(..., trace=True)`: one step on the meta device, op by op, in the form that plans are made from."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def trace_step(step: Step, target: str, min_bytes: int, log: StorageLog | None = None) -> StepTrace:
-    """Run a step without data, twice, and return what it does; the model is left as it was.
+    """Run a step twice without data, and return its trace; the model is left unchanged.
 
-    The second time its forward runs alone, and autograd is given nothing to hold: so it is seen who else holds what.
+    The second run is of the forward alone, with autograd holding nothing: it shows which values others hold.
 
     Args:
-        step: with a backward.
+        step: a step with a backward.
         target: whose kernels to imitate, "cuda" or "cpu".
-        min_bytes: smaller saved storages are not told apart.
-        log: is told what is there at each op, if given.
+        min_bytes: smaller saved storages are not listed one by one.
+        log: gets a moment for each op, if given.
 
     Raises:
-        ProfileError: the step cannot run on meta, runs a backward within its forward, or does not do the same twice.
+        ProfileError: the step can't run on meta, runs a backward within its forward, or doesn't do the same twice.
         DataDependentError: it reads the value of a tensor.
     """
     torch_private.require(torch_private.Feature.REMAT)  # ops are recorded, as it does
@@ -110,12 +110,12 @@ class _SavedValue(KeptHandle):
 
 
 class SavedValues:
-    """Notes which values autograd saves and when it asks for them, as `Rematerialize` would. Keeps all of them.
+    """Notes which values autograd saves and when it requests them, as `Rematerialize` would, and keeps all of them.
 
     Args:
-        recording: what the forward's ops are recorded in.
-        clock: what the ops of the step are counted by.
-        min_bytes: smaller storages do not count; at least 1.
+        recording: the recording of the forward's ops.
+        clock: numbers the ops of the step.
+        min_bytes: smaller storages don't count; at least 1.
     """
 
     def __init__(self, recording: Recording, clock: OpClock, min_bytes: int) -> None:
@@ -169,7 +169,7 @@ class SavedValues:
         return _SavedValue(tensor, value, node)
 
     def unpack(self, handle: KeptHandle) -> Tensor:
-        """Note a use, and give the tensor back, if it is still what was saved."""
+        """Note a use; return the tensor after checking that it was not written to."""
         if isinstance(handle, _SavedValue) and torch_private.backward_task() != -1:
             if self._is_forward:
                 raise ProfileError(
@@ -187,7 +187,7 @@ class SavedValues:
 
 
 class _ModuleSpans(NoGauge):
-    """Notes which ops of a recording each call of a module has run."""
+    """Notes which ops of a recording each module call has run."""
 
     def __init__(self, tree: ModuleTree, recording: Recording) -> None:
         super().__init__()
@@ -230,11 +230,11 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alone:
-    """What the forward alone has shown."""
+    """What the run of the forward alone has shown."""
 
     clock: OpClock
     ends: Mapping[int, int]
-    """For each storage that has gone in it, how many ops had run by then."""
+    """For each storage freed in it, how many ops had run by then."""
 
 
 def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
@@ -311,7 +311,7 @@ def _nothing(*_: object) -> None:
 
 
 def _let_go(tensor: Tensor) -> None:
-    """Have autograd hold nothing of what it saves."""
+    """A pack hook that makes autograd hold nothing."""
 
 
 def _refuse(packed: None) -> Tensor:
@@ -322,7 +322,7 @@ def _refuse(packed: None) -> Tensor:
 
 
 def _lifetimes(whole: _Whole, alone: _Alone) -> dict[int, Lifetime]:
-    """Return the lifetimes of saved values, and of others that are as large."""
+    """Return the lifetimes of saved values, and of other values of at least that size."""
     clock, saves = whole.clock, whole.saves
     num_bytes, saved = whole.step.lineage.num_bytes, set(whole.step.saves)
     found: dict[int, Lifetime] = {}

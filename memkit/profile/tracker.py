@@ -1,4 +1,4 @@
-"""`profile_memory`: checks what it is asked for, has the runs made, and puts the report together."""
+"""`profile_memory`: checks its arguments, makes the runs, and puts the report together."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def profile_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is to be run, and what is known of it before anything runs."""
+    """What is to be run, and what is known before anything runs."""
 
     step: Step
     tree: ModuleTree
@@ -223,7 +223,7 @@ def _looked_at(
     trace: bool,
     min_bytes: int | str,
 ) -> _Asked:
-    """Return what there is to run; nothing of it communicates."""
+    """Check the arguments and return what is to be run; without communication."""
     sharded = find_shards(step.modules())
     check_model(step)
     streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
@@ -243,7 +243,7 @@ def _looked_at(
 
 
 def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: object) -> _Asked:
-    """Look at a step; where a part of it is sharded, on all ranks, which have to be asked for the same."""
+    """Call `look`; if a part of the model is sharded, on all ranks, which must have the same arguments."""
     import torch.distributed as dist
 
     is_sharded = bool(fsdp_modules([part for part in parts if isinstance(part, nn.Module)]))
@@ -261,13 +261,13 @@ def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: objec
 
 
 def _gpu_named(device_name: str) -> GpuSpec | None:
-    """Return the GPU of a name that a driver gives, such as "NVIDIA H100 80GB HBM3", if it is known."""
+    """Return the known GPU with a driver's name, such as "NVIDIA H100 80GB HBM3", if there is one."""
     names = [name for name in GPUS if re.search(rf"\b{re.escape(name.partition('-')[0])}\b", device_name)]
     return GPUS[max(names, key=len)] if names else None
 
 
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a call of a module and of a backward from all that it returns; the module is left as it was.
+    """Return the trace of a module call and of a backward from all of its outputs; the module is left unchanged.
 
     Args:
         target, min_bytes: see `StepTrace`.
@@ -291,7 +291,7 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _measure(
     step: Step, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
 ) -> tuple[MemoryReport, StorageLog | None]:
-    """Make the runs; return the report but for what they noted of storages, and that."""
+    """Make the runs; return the report without its `step_memory`, and the log for that."""
     # Only now: a private class of torch is the base of what watches the ops.
     from memkit.profile.passes import memory_pass, plain_pass, save_times_pass, simulated_pass, time_pass
 

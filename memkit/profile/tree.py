@@ -1,4 +1,4 @@
-"""The rows of a report before anything ran: a model's modules in tree order, their parameters, and what is special."""
+"""The rows of a report before anything runs: a model's modules in tree order, their parameters, and their marks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTSIDE_NAME = "(outside modules)"
 
 
 class Mark(Enum):
-    """What there is to know about a row beyond its figures; `value` is what the row shows."""
+    """Something to know about a row beyond its figures; `value` is the text in the row."""
 
     STREAMED = "streamed"
     SHARDED = "sharded"
@@ -34,7 +34,7 @@ class Mark(Enum):
 
     @property
     def meaning(self) -> str:
-        """The mark in words, for the lines below the table."""
+        """The explanation below the table."""
         return _MEANINGS[self]
 
 
@@ -58,16 +58,16 @@ class ModuleNode:
     depth: int
     self_param_bytes: int
     self_host_param_bytes: int
-    """Of these, what streams."""
+    """Bytes of its parameters that stream."""
     marks: tuple[str, ...]
     compiled: bool
 
 
 class ModuleTree:
-    """The modules under `model`, each once, parents before children and siblings in the order of registration.
+    """The modules in `model`, each once, parents before children and siblings in the order of registration.
 
-    `outside` is the index of the row for work done outside of any module, one past the last node. `streamed` is what of the
-    parameters is in host memory.
+    `outside` is the index of the row for work done outside of any module, one past the last node. `streamed` has the parameters
+    in host memory.
     """
 
     def __init__(self, model: nn.Module, streamed: StreamedWeights = NOTHING_STREAMED) -> None:
@@ -82,8 +82,8 @@ class ModuleTree:
     def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
         """Yield the modules whose calls forward hooks can see, with their indices.
 
-        Modules under a compiled one are called inside compiled code, and TorchScript takes no hooks. A module compiled in place
-        (`module.compile()`) would even run its hooks inside the compiled code, and they would break its graph.
+        Modules inside a compiled one are called inside compiled code, and TorchScript takes no hooks. A module compiled in
+        place (`module.compile()`) would even run its hooks inside the compiled code, and they would cause graph breaks.
         """
         for index, node in enumerate(self.nodes):
             inside_compiled = node.parent is not None and self.nodes[node.parent].compiled

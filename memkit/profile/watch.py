@@ -1,6 +1,7 @@
-"""What happens below autograd while a model runs: live storages, casts of parameters, and regions hidden by a checkpoint.
+"""Sees what happens below autograd while a model runs: live storages, casts of parameters, and code whose saved tensors are
+hidden, such as a checkpoint.
 
-One dispatch mode calls a few observers after every operation. It is there in the memory pass only, never when time is taken.
+One dispatch mode calls a few observers after every operation. It is on in the memory run only, never when time is measured.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class StorageObserver(Protocol):
-    """Is told when storages come and go."""
+    """Is called when storages are made and freed."""
 
     def begin(self, key: int, num_bytes: int) -> None:
-        """A storage is there from now on."""
+        """Called when a storage exists from now on."""
 
     def end(self, key: int) -> None:
-        """It is gone."""
+        """Called when a storage was freed."""
 
 
 class OpObserver(Protocol):
@@ -41,7 +42,7 @@ class OpObserver(Protocol):
 
 
 class OpWatch(Mode):
-    """Shows each operation to some observers, after it ran."""
+    """Reports each operation to its observers, after it ran."""
 
     def __init__(self, *observers: OpObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -57,17 +58,17 @@ class OpWatch(Mode):
 
 
 class LiveStorages(MemoryCounter):
-    """Counts the bytes of storages that are alive, where no allocator does: on the CPU and on the meta device.
+    """Counts the bytes of live storages on devices without a counting allocator: the CPU and the meta device.
 
     Scratch memory inside a kernel is not seen. A storage counts until nothing refers to it, rounded up as an allocator would.
 
     Args:
-        initial: storages that are there already; all others count from the operation that made them.
-        elsewhere: tensors in the memory of the host, which do not count.
+        initial: storages that already exist; all others count from the operation that made them.
+        elsewhere: tensors in host memory, which do not count.
         rounding_bytes: sizes are rounded up to multiples of this.
-        observer: is told when storages come and go, if given.
+        observer: is called when storages are made and freed, if given.
         only: the type of the device whose storages count, such as "cuda"; None for all.
-        resized: returns storages that have other sizes than when it was called last, which no op has shown, if given.
+        resized: returns storages whose sizes have changed since the last call without an op, if given.
     """
 
     def __init__(
@@ -113,13 +114,13 @@ class LiveStorages(MemoryCounter):
             self.add(tensor)
 
     def look(self) -> None:
-        """Count storages anew that have other sizes by now."""
+        """Count storages anew whose sizes have changed."""
         for storage in self._resized():
             if storage.nbytes() or storage_key(storage) in self._live:
                 self._add(storage)
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storages of a tensor that is there, as of one that no operation has shown."""
+        """Count the storages of a tensor that no operation has shown."""
         for storage in storages_of(tensor):
             self._add(storage)
 
@@ -158,7 +159,7 @@ class LiveStorages(MemoryCounter):
 
 
 class ParamCasts:
-    """Knows the storages that hold a parameter or buffer in another dtype, as autocast makes them.
+    """Recognizes storages that hold a parameter or buffer in another dtype, as made by autocast.
 
     Args:
         resident: the storages of parameters and buffers.
@@ -206,10 +207,10 @@ class Writes:
 
 
 class HiddenRegions:
-    """Notes the modules in which operations ran whose saved tensors our hooks cannot see.
+    """Notes the modules that ran operations whose saved tensors our hooks can't see.
 
     Args:
-        pack: our own pack hook: the one that saved tensors should come to.
+        pack: our own pack hook, which saved tensors should come to.
         stack: tells which module is running.
     """
 
@@ -218,10 +219,10 @@ class HiddenRegions:
         self._stack = stack
         self.checkpointed: set[int] = set()
         self.under_other_hooks: set[int] = set()
-        """Modules in which another pair of saved-tensor hooks was innermost, not a checkpoint's."""
+        """Modules in which the innermost saved-tensor hooks were others, not a checkpoint's."""
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Look at the hooks that are in force at this operation."""
+        """Look at the innermost hooks at this operation."""
         pack = receiving_pack()
         if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
             return

@@ -1,4 +1,4 @@
-"""Running a step on the meta device, as a target would, without any data."""
+"""Runs a step on the meta device, without data, as a target would run it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_without_data(step: Step, target: str, context: AbstractContextManager[An
 
 @contextmanager
 def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
-    """A context in which what runs on the meta device saves and allocates what it would on a target.
+    """A context in which ops on the meta device save and allocate what they would on a target.
 
     Args:
         note_backend_dependent: called whenever an operation runs of which only the backend knows what it saves.
@@ -61,8 +61,8 @@ def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable
 
 
 def without_data(step: Step) -> Step:
-    """Return the step with twins of its tensors on the meta device. The model has them in place of its own from now on, until
-    `restore.preserved`, around this, puts these back."""
+    """Return the step with meta copies of its tensors, which the model has from now on, until `restore.preserved`, around this,
+    restores its own."""
     twins = MetaTwins(keep_integers=True)
     for module in step.modules():
         twins.stand_in(module)
@@ -76,7 +76,7 @@ def without_data(step: Step) -> Step:
 
 
 def refuse_scripted(step: Step) -> None:
-    """Raise if part of a step cannot run on the meta device at all.
+    """Raise if part of a step can't run on the meta device.
 
     Raises:
         ProfileError: part of it is TorchScript.

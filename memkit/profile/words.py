@@ -1,4 +1,4 @@
-"""What a report says in sentences and in the list of what fills the peak. Chooses words; measures nothing."""
+"""The sentences of a report, and the list of what fills the peak: chooses words; measures nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PLURALS = {
     MemoryCategory.TEMP: "temporaries",
 }
 _LEAST_SHARE = 0.005
-"""Categories below this share of the peak are told together."""
+"""Categories below this share of the peak are summed up."""
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
 
 
 def peak_words(report: MemoryReport) -> str | None:
-    """Return one sentence on what is there at the peak of the step; None of a profile without a backward."""
+    """Return one sentence on what fills the peak of the step; None for a profile without a backward."""
     peak_bytes = report.step_peak_bytes
     if peak_bytes is None:
         return None
@@ -85,11 +85,11 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 
 
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
-    """Return what is there at the peak by category and module, largest first.
+    """Return what exists at the peak by category and module, largest first.
 
     Args:
-        depth: modules below this depth count to those above.
-        full: tell modules apart whose names differ in numbers alone, such as "layers.0.mlp" and "layers.1.mlp".
+        depth: figures of modules below this depth are added to those above.
+        full: keep modules apart whose names differ only in numbers, such as "layers.0.mlp" and "layers.1.mlp".
     """
     groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
     for item in memory.grouped_at(memory.peak):
