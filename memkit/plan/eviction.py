@@ -271,11 +271,11 @@ class Walk:
                 needed.pop(value, None)
                 if value in temps:
                     temps.discard(value)
-                    self._settle(value, needed)
+                    self._settle(value)
         for value in temps:
-            self._settle(value, needed)
+            self._settle(value)
 
-    def _settle(self, value: int, needed: Container[int]) -> None:
+    def _settle(self, value: int) -> None:
         """The replay is done with a value that it has made."""
         num_bytes = self.lineage.num_bytes[value]
         self.temp_bytes -= num_bytes
