@@ -1,6 +1,6 @@
 """See where GPU memory goes in PyTorch training, and make it fit.
 
-What is promised is in `__all__`. Records of a profile are in `memkit.profile`, plans in `memkit.plan`, exceptions in
+The public names are in `__all__`. Records of a profile are in `memkit.profile`, plans in `memkit.plan`, exceptions in
 `memkit.errors`. All of it is imported when it is first used: torch takes seconds, and `memkit --help` needs none of it.
 """
 
@@ -83,7 +83,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for. Source: PEP 562."""
+    """Import a public name when it is first used. Source: PEP 562."""
     if name not in _HOMES and name not in _ROOMS:
         raise AttributeError(f"module 'memkit' has no attribute {name!r}")
     from memkit._torch_floor import require_torch

@@ -1,4 +1,4 @@
-"""The `memkit` command, ahead of all that is slow to import: from here on Ctrl-C is one line, whatever runs."""
+"""The entry point of the `memkit` command. It runs before slow imports, so that Ctrl-C is one line from here on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def _stop(*_: object) -> None:
-    """End the process at once: what is being imported or measured could turn an exception into one of its own."""
+    """End the process at once: code that is being imported or measured might turn an exception into another one."""
     os.write(2, b"\nmemkit: error: interrupted\n")
     os._exit(130)
 

@@ -1,4 +1,5 @@
-"""The oldest torch that memkit works with. Asked before torch is imported, so that an older one is one clear line."""
+"""The oldest version of torch that memkit supports, checked before torch is imported, so that an older one is one clear
+line."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ OLDEST = (2, 10)
 
 
 def torch_version() -> str | None:
-    """Return the version of the torch that is installed, which is not imported for that; None if there is none."""
+    """Return the version of the installed torch, without importing it; None if there is none."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

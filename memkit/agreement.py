@@ -1,4 +1,4 @@
-"""Saying on every rank what went wrong on one, so that no rank waits for another that has raised."""
+"""Raises an error of one rank on every rank, so that none waits for a rank that has raised."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from memkit.errors import ShardError, note_on
 _Value = TypeVar("_Value")
 
 _FINE = torch.iinfo(torch.int64).max
-"""In the place of a rank: none has raised."""
+"""Stands for a rank number: no rank has raised."""
 
 
 def together(
     work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str, feature: str = "shard"
 ) -> _Value:
-    """Run something on every rank of the default group, and return what it has returned here, once all ranks have.
+    """Run something on every rank of the default group; return its result on this rank, once all ranks are done.
 
     Args:
-        work: what is run. It may raise on some ranks, and communicates, if at all, only behind an `agree` for each time.
-        describe: what has to be the same on all ranks of what was returned, by its `repr`.
-        doing: what that is, for errors.
-        feature: which function of memkit does it, for errors.
+        work: the function. It may raise on some ranks. If it communicates, it must call `agree` before each communication.
+        describe: returns the parts of the result that must be the same on all ranks, compared by `repr`.
+        doing: what the work is, for errors.
+        feature: the function of memkit that does it, for errors.
 
     Raises:
-        ShardError: it raised on another rank, or was not the same on all, or a rank has not come this far.
-        Exception: what it raised here.
+        ShardError: it raised on another rank, or the results differ, or a rank didn't come this far.
+        Exception: the exception raised on this rank.
     """
     value: _Value | None = None
     raised: Exception | None = None
@@ -47,16 +47,16 @@ def together(
 
 
 def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, feature: str) -> None:
-    """Wait until every rank of the default group is here, and raise on all of them if one was given an exception.
+    """Wait until every rank of the default group is here, and raise on all of them if one passes an exception.
 
     Args:
-        raised: what was raised here, if anything was.
-        digest: a number of 62 bits that has to be the same on all ranks.
+        raised: the exception on this rank, if there is one.
+        digest: a number of 62 bits that must be the same on all ranks.
         doing, feature: as in `together`.
 
     Raises:
-        ShardError: another rank was given an exception or another digest, or has not come this far.
-        Exception: the one that was given.
+        ShardError: another rank has passed an exception or another digest, or didn't come this far.
+        Exception: the one that was passed.
     """
     rank = dist.get_rank()
     try:
@@ -85,13 +85,13 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
 
 
 def _digest(items: Iterable[object]) -> int:
-    """Return a number of 62 bits, which fits int64 with either sign."""
+    """Return a hash of 62 bits, which fits int64 with either sign."""
     text = "\n".join(map(repr, items))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def _device() -> torch.device:
-    """Return where the group's collectives run: on the CPU if they can."""
+    """Return the device of the group's collectives: the CPU if possible."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     if "cpu" in backends:
         return torch.device("cpu")
@@ -100,13 +100,13 @@ def _device() -> torch.device:
 
 
 def _wait_for_all() -> None:
-    """Wait for all ranks where the group can say which one has not come within its timeout."""
+    """Wait for all ranks, if the group can tell which one didn't come within its timeout."""
     if dist.get_backend() == dist.Backend.GLOO:
         dist.monitored_barrier(wait_all_ranks=True)
 
 
 def _sent_by(source: int, text: str) -> str:
-    """Return the text of one rank. Everybody calls it."""
+    """Return one rank's text on all ranks. All ranks call it."""
     encoded = text.encode()
     length = torch.tensor([len(encoded)], device=_device())
     dist.broadcast(length, source)

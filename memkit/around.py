@@ -1,4 +1,4 @@
-"""What stands for a while in the place of a function that a module is called by."""
+"""`Around`: temporarily replaces the function that a module is called through."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from memkit import torch_private
 from memkit.torch_state import leave_untraced
 
 Code = Callable[..., Any]
-"""What runs a module's forward: called with its arguments."""
+"""The function that runs a module's forward, called with its arguments."""
 Run = Callable[[nn.Module, Code, tuple[Any, ...], dict[str, Any]], Any]
-"""Is given a module, what runs it, and the arguments of a call; returns what the call is to return."""
+"""Called with a module, the function that runs it, and the arguments of a call; returns the result of the call."""
 
 
 class Around:
-    """Stands where what runs a module is called, in the attribute `place`. To be put by `HookSet.add`, which removes it."""
+    """Replaces the function that runs a module, in the module's attribute `place`. Installed and removed by `HookSet.add`."""
 
     def __init__(self, module: nn.Module, place: str, run: Run) -> None:
         self._module, self._place = module, place
         own = vars(module).get(place)  # read once: another thread may put something there, or take it off
         self.code: Code = getattr(module, place) if own is None else own
         self._is_own = own is not None
-        """Whether the module itself has that attribute, and not its class."""
+        """Whether the attribute is the instance's rather than the class's."""
         self._run: Run | None = run
-        """None once it was removed: another may stand in front of it."""
+        """None after it was removed, since another wrapper may still call this one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -38,7 +38,7 @@ class Around:
         vars(self._module)[self._place] = self
 
     def remove(self) -> None:
-        """Put back what was there, once nothing stands in front; may be called again."""
+        """Restore the original function, once no other wrapper is in front; may be called again."""
         self._run = None
         own, place = vars(self._module), self._place
         while isinstance(last := own.get(place), Around) and last._run is None:
@@ -52,7 +52,7 @@ leave_untraced(Around.__call__)
 
 
 def within(function: Any) -> Any:
-    """Return what a function stands around, or itself."""
+    """Return the function inside a wrapper, or the function itself."""
     while isinstance(function, Around):
         function = function.code
     return function

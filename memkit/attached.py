@@ -1,6 +1,6 @@
-"""What memkit has attached to models, and taking it off again by the model alone.
+"""Keeps track of what memkit has attached to models, so that it can be removed by the model alone.
 
-Who attaches something notes it here. Nothing is kept alive by that: hooks on the model do.
+Features register here. That keeps nothing alive; hooks on the model do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _attached: weakref.WeakKeyDictionary[Any, _Attached] = weakref.WeakKeyDictionary
 
 
 class NotCopied:
-    """What a model's hooks hold, and is copied with it therefore."""
+    """Base class of objects that a model's hooks hold, and that are therefore copied with the model."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
         raise LayerOffloadError(
@@ -39,18 +39,18 @@ class NotCopied:
 
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
-    """Have `detach` find what is attached to a model, until `note_detached`.
+    """Let `detach` find what is attached to a model, until `note_detached`.
 
     Args:
-        owner: what is attached. It is held weakly.
-        is_on: called with the owner and a module; tells whether it is attached to that.
+        owner: the attached object. It is held weakly.
+        is_on: called with the owner and a module; tells whether it is attached to that module.
         take_off: called with the owner by `detach`.
     """
     _attached[owner] = _Attached(is_on, take_off)
 
 
 def note_detached(owner: object) -> None:
-    """Forget an owner, which may be unknown."""
+    """Forget an owner. It need not be known."""
     _attached.pop(owner, None)
 
 

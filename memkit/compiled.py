@@ -41,18 +41,18 @@ from memkit.torch_state import in_compiled_function
 
 _CHILDREN = torch_private.MODULE_STATE[-1]
 AHEAD_OF_COMPILED_S = 1e-3
-"""About what the host takes until all kernels of compiled code are enqueued: see `memkit.device.Device.record_begin`."""
+"""Roughly the host's seconds to enqueue all kernels of compiled code: see `memkit.device.Device.record_begin`."""
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether calling a module runs code that `torch.compile` has made, or makes now, of the whole module."""
+    """Tell whether calling a module runs code that `torch.compile` has made, or will make, of the whole module."""
     return _place_of_code(module) is not None
 
 
 def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in a module, or this one itself, that are compiled, and not within others that are.
+    """Yield the outermost compiled modules in a module, which may be the module itself.
 
-    Where Dynamo is loaded this is done in each forward: a class is looked at once, and of a module what is its own.
+    With Dynamo loaded, this runs in each forward: each class is looked at once, and of each module only its own attributes.
     """
     seen, plain, code = set[nn.Module](), set[type[nn.Module]](), torch_private.COMPILED_CALL
     waiting = [module]
@@ -79,7 +79,7 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
     """Call `run` in place of a compiled module's code, until the hooks are removed: see [Note: calls of compiled modules].
 
-    It is outside of that code, and of nothing else: what it does is not compiled. A copy of the module is without it.
+    It runs just outside of that code, and is not compiled. A copy of the module doesn't have it.
 
     Raises:
         ValueError: the module is not compiled.
@@ -93,7 +93,7 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
 
 
 def code_of(module: nn.Module) -> Code | None:
-    """Return what runs a compiled module's forward, whatever stands around it; None if it is not compiled."""
+    """Return the function that runs a compiled module, without wrappers around it; None if it is not compiled."""
     place = _place_of_code(module)
     return None if place is None else within(getattr(module, place))
 
@@ -104,15 +104,15 @@ def is_seen_by_global_hooks(module: nn.Module) -> bool:
 
 
 def module_inside(module: nn.Module) -> nn.Module | None:
-    """Return the module that `torch.compile(module)` has put this one around; None if it is none of those. A call of one warns
-    of global hooks."""
+    """Return the module that a `torch.compile(module)` wraps; None if this is no such wrapper. Calling a wrapper warns of
+    global hooks."""
     dynamo = sys.modules.get(f"{torch_private.DYNAMO}.eval_frame")  # nothing is compiled where it is not loaded
     is_around = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return next(module.children()) if is_around else None
 
 
 class _Asked(threading.local):
-    """Whether Dynamo was asked in a thread to compile something while a mode of memkit was on, and has left it as it is."""
+    """Whether Dynamo was asked in a thread to compile something while a mode of memkit was on, and refused."""
 
     def __init__(self) -> None:
         self.was_asked = False
@@ -123,20 +123,21 @@ _asked = _Asked()
 
 
 def note_asked() -> None:
-    """Dynamo was asked to compile something, and leaves it as it is because of a mode."""
+    """Note that Dynamo was asked to compile something, and refuses because of a mode."""
     _asked.was_asked = True
     _asked.num_asked += 1
 
 
 def num_asked() -> int:
-    """Return how often that was so in this thread."""
+    """Return how often that happened in this thread."""
     return _asked.num_asked
 
 
 def runs_as_it_is() -> bool:
     """Tell whether the caller runs inside a function that was to be compiled, and runs op by op because of a mode.
 
-    Cheap where Dynamo was not asked to compile anything since the last answer."""
+    Cheap if Dynamo was not asked to compile anything since the last answer.
+    """
     if not _asked.was_asked:
         return False
     _asked.was_asked = in_compiled_function()

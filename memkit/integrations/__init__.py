@@ -1,11 +1,11 @@
-"""One line in other people's training loops: callbacks for the Hugging Face Trainer and for Lightning.
+"""Callbacks for the Hugging Face Trainer and for Lightning, which use memkit's features in their training loops.
 
-Each library is imported when its callback is first used, and by nothing else. What a callback is given are the features of
-memkit themselves; what each loop does to a model meanwhile is in `in_place`, and what cannot go together in `refusals`.
+Each library is imported when its callback is first used. A callback takes memkit's own features as arguments. `in_place` keeps
+a model where it is although the loop moves it, and `refusals` checks the loop's settings.
 
 - `trainer`: `MemkitCallback` for the Hugging Face Trainer
 - `lightning`: `MemkitLightningCallback`
-- `features`: sets features up and takes them off, for both
+- `features`: attaches and removes features, for both
 - `optimizer_states`: the `StateOffload` of each optimizer
 - `in_place`: keeps a streaming model where it is
 - `refusals`: combinations that are refused or warned of
@@ -29,7 +29,7 @@ _HOMES = {"MemkitCallback": "memkit.integrations.trainer", "MemkitLightningCallb
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for. Source: PEP 562."""
+    """Import a public name when it is first used. Source: PEP 562."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""The features that a callback was given: set up on a model as its training begins, and taken off as it ends."""
+"""The features that a callback was given: attached to a model when its training begins, removed when it ends."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from memkit.weights import LayerOffload, LayerStats
 Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
-"""What was attached to models last: a run that has ended by an error may have left it there."""
+"""What was last attached to each model: a run that ended by an error may have left it there."""
 
 
 class Features:
-    """Contexts that are attached to a model while it trains, the `LayerOffload`s of models that stream already, and what makes
-    a `StateOffload` of the optimizer.
+    """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
+    stream, and what makes a `StateOffload` of the optimizer.
 
     Args:
         owner: the name of the callback, for errors.
-        features: what it was given.
+        features: the callback's arguments.
 
     Raises:
-        TypeError: there are none, or one is none of memkit's.
+        TypeError: there are none, or one is no feature of memkit.
         ValueError: two are of one kind, or a `LayerOffload` is closed.
     """
 
@@ -44,7 +44,7 @@ class Features:
         self.states: OptimizerStates | None = None
         self._attached: list[Attachment] = []
         self._known: list[frozenset[str | int]] = []
-        """The parameters of each model whose layers stream, as it was given here: their names and ids."""
+        """The names and ids of the parameters of each model whose layers stream, as of now."""
         given: list[object] = list(features)
         if not given:
             raise TypeError(f'{owner} needs a feature, such as memkit.MemoryBudget("12GiB"); found none')
@@ -68,10 +68,10 @@ class Features:
                 )
 
     def check(self, model: nn.Module) -> None:
-        """See that what streams is of the model that is to be trained, and has all of its parameters.
+        """Check that each `LayerOffload` is of the model to be trained, and has all of its parameters.
 
         Raises:
-            ValueError: it is not so.
+            ValueError: it is not.
         """
         modules = {id(module) for module in model.modules()}
         for offload, known in zip(self.offloads, self._known, strict=True):
@@ -98,8 +98,8 @@ class Features:
         """Attach the contexts to a model.
 
         Args:
-            model: around whose forward they are to be.
-            optimizer: that steps it, if there is one: a `MemoryBudget` without one leaves room for its states.
+            model: the module to attach to.
+            optimizer: its optimizer, if there is one: a `MemoryBudget` without one leaves room for its states.
             looks_ahead: False for a model that must not run without data.
         """
         self.end()
@@ -116,8 +116,8 @@ class Features:
         _begun[model] = list(self._attached)
 
     def begin_states(self, optimizers: Iterable[object]) -> None:
-        """Have the states of the training's optimizers be in host memory, if that was asked for: ahead of `begin`, so that what
-        they take of the device is there when a budget is planned.
+        """Make the `StateOffload`s, if there are to be any. Called before `begin`, so that their device memory is already
+        allocated when a budget is planned.
 
         Raises:
             ValueError: there is no optimizer, or it can't be stepped in pieces.
@@ -126,18 +126,17 @@ class Features:
             self.states.begin(optimizers)
 
     def end(self) -> None:
-        """Take the contexts off. Layers go on streaming."""
+        """Remove the contexts. Layers keep streaming."""
         while self._attached:
             self._attached.pop().remove()
 
     def end_states(self) -> None:
-        """Put the states of optimizers back."""
+        """Close the `StateOffload`s, which puts the states back."""
         if self.states is not None:
             self.states.end()
 
     def close(self) -> None:
-        """Take all off: the contexts, the states in host memory, and what streams, whose weights are then where they were
-        found."""
+        """Remove everything: contexts, `StateOffload`s, and `LayerOffload`s, whose weights are then where they were before."""
         self.end()
         self.end_states()
         for offload in self.offloads:
@@ -145,13 +144,13 @@ class Features:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is done now."""
+        """Whether any feature is active."""
         has_states = self.states is not None and bool(self.states.opened)
         return bool(self._attached) or has_states or any(offload in attached_to(offload.model) for offload in self.offloads)
 
     def figures(self) -> dict[str, float]:
-        """Return what `memkit.live_values` does, of contexts that have done something by now, layers that stream, and states in
-        host memory."""
+        """Return `memkit.live_values` of the contexts that have done something, of streaming layers and of states in host
+        memory."""
         streaming = [offload for offload in self.offloads if offload in attached_to(offload.model)]
         found: list[SavedTensorStats | LayerStats | StateStats] = [offload.stats() for offload in streaming]
         found += self.states.figures() if self.states is not None else ()

@@ -1,4 +1,5 @@
-"""Has a model whose layers stream stay where `LayerOffload` has put it, whoever moves it or a module around it."""
+"""Keeps a model with streaming layers where `LayerOffload` has put it, even if a training loop moves it, or a module around
+it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
 
 
 def _stay(model: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stand for what changes all tensors of a model: leave them where they are if that moves them, raise if it casts them."""
+    """Stands for `_apply` of a model: leave its tensors where they are if the call moves them, raise if it casts them."""
     change = args[0] if args else kwargs["fn"]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point() and not tensor.is_complex():

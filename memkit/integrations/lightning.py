@@ -64,18 +64,18 @@ class LightningFeatures:
         self._features = Features("MemkitLightningCallback", features)
         self._module = module
         self._step: _Step | None = None
-        """Around `training_step`, while it is."""
+        """Stands for `training_step`, while it is attached to."""
         self._optimizer_states: list[dict[str, Any]] = []
-        """Of a checkpoint, until the training begins."""
+        """Optimizer states from a checkpoint, until the training begins."""
 
     def close(self) -> None:
-        """Take everything off the model and the optimizers, and put weights that stream, and states, back to where they were
-        found; may be called again."""
+        """Remove everything from the model and the optimizers, and put streaming weights and states back where they were; may
+        be called again."""
         self._end()
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return what is logged, as of now: see `memkit.live_values`. It is empty before anything has run."""
+        """Return the current values of what is logged: see `memkit.live_values`. It is empty before anything has run."""
         return self._features.figures()
 
     # What Lightning calls
@@ -126,8 +126,8 @@ class LightningFeatures:
         self._end()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take out what the optimizer keeps, where some of it is to be in host memory: Lightning would bring it all to the
-        device. `on_train_start` has each optimizer put it where it belongs."""
+        """Take the optimizer states out of the checkpoint if some are to be in host memory: Lightning would move all of them to
+        the device. `on_train_start` loads them where they belong."""
         features = self._features
         leaves = features.states is not None or any(offload.train == "host" for offload in features.offloads)
         if leaves and trainer.state.fn == "fit" and checkpoint.get("optimizer_states"):
@@ -137,7 +137,7 @@ class LightningFeatures:
     # What is attached to
 
     def _target(self, pl_module: nn.Module) -> nn.Module | None:
-        """Return the module to attach to; None for a whole training step."""
+        """Return the module to attach to; None for the whole training step."""
         if self._module is not None:
             try:
                 return pl_module.get_submodule(self._module)
@@ -159,7 +159,7 @@ class LightningFeatures:
 
 
 class _Step(nn.Module):
-    """A training step as a module, which a context can be attached to, and which stands in the place of `training_step`."""
+    """A training step as a module, which a context can be attached to, and which replaces `training_step`."""
 
     def __init__(self, pl_module: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Step(nn.Module):
         return self._code(*args, **kwargs)
 
     def put(self) -> None:
-        """Be called from now on. Lightning looks for the code of a function."""
+        """Replace `training_step` from now on. Lightning inspects the function's code."""
 
         @functools.wraps(self._code)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class _Step(nn.Module):
         vars(self.pl_module)["training_step"] = step
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Restore `training_step`."""
         if self._own is not None:
             vars(self.pl_module)["training_step"] = self._own
         else:
@@ -187,7 +187,7 @@ class _Step(nn.Module):
 
 
 def _names_of(module: nn.Module) -> str:
-    """Return the names of the modules that could be attached to."""
+    """Return the names of the modules to which a feature could be attached."""
     return " or ".join(f'"{name}"' for name, child in module.named_children() if any(True for _ in child.parameters()))
 
 
@@ -233,7 +233,7 @@ else:
 
 
 _made: dict[tuple[type, ...], type] = {}
-"""The callbacks that were made, by the classes that they are of."""
+"""The callback classes made so far, by their base classes."""
 
 
 def _installed() -> Any:

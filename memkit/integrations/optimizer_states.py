@@ -1,4 +1,4 @@
-"""The `StateOffload` that a callback was asked for: made over each optimizer of a training, and closed as it ends."""
+"""The `StateOffload`s of a callback: made for each optimizer of a training, and closed when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memkit.states import StateOffload, StateStats
 from memkit.states.asked import check_options
 
 _begun: weakref.WeakSet[StateOffload] = weakref.WeakSet()
-"""What callbacks have made: a run that has ended by an error may have left one open."""
+"""The `StateOffload`s made by callbacks: a run that ended by an error may have left one open."""
 
 
 class OptimizerStates:
@@ -56,13 +56,13 @@ class OptimizerStates:
         self.overlaps: bool = options["overlap_forward"]
         self.opened: list[StateOffload] = []
         self._figures: list[StateStats] = []
-        """Of a training that is over."""
+        """The figures of the last training that has ended."""
 
     def begin(self, optimizers: Iterable[object]) -> None:
-        """Have the states of some optimizers be in host memory. Those that are there already stay.
+        """Make a `StateOffload` of each optimizer that has none yet.
 
         Args:
-            optimizers: those of the training, also as Accelerate or Lightning have wrapped them.
+            optimizers: those of the training, also as wrapped by Accelerate or Lightning.
 
         Raises:
             ValueError: there is none, or one can't be stepped in pieces.
@@ -88,7 +88,7 @@ class OptimizerStates:
             raise
 
     def end(self) -> None:
-        """Put the states back to where the parameters are."""
+        """Close them, which puts the states back where the parameters are."""
         self._figures = self.figures()
         while self.opened:
             states = self.opened.pop()
@@ -96,17 +96,17 @@ class OptimizerStates:
             _begun.discard(states)
 
     def figures(self) -> list[StateStats]:
-        """Return what was moved so far, optimizer by optimizer, or else in the training that has ended last."""
+        """Return the figures of each optimizer so far, or those of the last training that has ended."""
         return [states.stats() for states in self.opened] or self._figures
 
 
 def is_asked_for(feature: object) -> bool:
-    """Tell whether something stands for a `StateOffload` that is to be made."""
+    """Tell whether an argument stands for a `StateOffload` that is to be made."""
     return feature is StateOffload or (isinstance(feature, functools.partial) and feature.func is StateOffload)
 
 
 def inside(optimizer: Any) -> Any:
-    """Return the optimizer that is in one that wraps it, as Accelerate's and Lightning's do."""
+    """Return the optimizer inside a wrapper, such as Accelerate's or Lightning's."""
     found = optimizer
     with suppress(AttributeError):
         while isinstance(found.optimizer, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""What a training loop does that a feature cannot be exact under, or cannot help: refused, or warned of, by name."""
+"""Settings of a training loop that a feature can't be exact under, or that make it useless: refused, or warned of, by name."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from memkit.integrations.optimizer_states import OptimizerStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What is known of a training loop before it begins. Words are those of its own settings, for errors."""
+    """What is known of a training loop before it begins, in the words of its own settings, for errors."""
 
     device: torch.device
-    """Where it puts the inputs."""
+    """The device of the inputs."""
     replicas: str | None = None
-    """The setting by which one process replicates the model on several GPUs, as it was found."""
+    """The setting by which one process replicates the model on several GPUs, if any."""
     num_processes: int = 1
     shards: str | None = None
-    """What moves or shards the weights by itself."""
+    """What moves or shards the weights."""
     is_fsdp2: bool = False
-    """Whether that is FSDP2, by which each parameter is a shard of its own (`DTensor`)."""
+    """Whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)."""
     flattens: str | None = None
-    """What shards the weights by the first FSDP, which puts those of a layer into one flat parameter."""
+    """What shards the weights by the first version of FSDP, which flattens those of a layer into one parameter."""
     casts: str | None = None
-    """The setting by which it casts the whole model."""
+    """The setting that casts the whole model."""
     scales: str | None = None
-    """The setting by which it scales the loss, with torch's own `GradScaler`."""
+    """The setting that scales the loss with torch's own `GradScaler`."""
     takes_gradients: str | None = None
     """What reads gradients between the backward and the step."""
     compiles: str | None = None
-    """The setting by which it compiles the model as a whole."""
+    """The setting that compiles the model as a whole."""
     checkpoints: str | None = None
-    """The setting by which each layer is checkpointed."""
+    """The setting that checkpoints each layer."""
     clips: str | None = None
-    """What clips gradients behind the backward, or takes their norm: the setting, or the loop itself."""
+    """What clips gradients after the backward, or computes their norm: the setting, or the loop itself."""
     accumulates: str | None = None
-    """The setting by which it accumulates gradients over several backwards."""
+    """The setting that accumulates gradients over several backwards."""
 
 
 def refuse(features: Features, loop: Loop) -> None:
-    """See whether features go with a training loop.
+    """Check features against the settings of a training loop.
 
     Raises:
-        ValueError: they do not. It names the setting, and what to do.
+        ValueError: they don't go together. The message names the setting, and what to do.
     """
     owner = features.owner
     if loop.replicas is not None:

@@ -70,12 +70,12 @@ class TrainerFeatures:
         self.close()
 
     def close(self) -> None:
-        """Take everything off the model and the optimizers, and put weights that stream, and states, back to where they were
-        found; may be called again."""
+        """Remove everything from the model and the optimizers, and put streaming weights and states back where they were; may
+        be called again."""
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return what is in the logs, as of now: see `memkit.live_values`. It is empty before anything has run."""
+        """Return the current values of what is in the logs: see `memkit.live_values`. It is empty before anything has run."""
         return self._features.figures()
 
     # What Trainer calls
