@@ -1,4 +1,4 @@
-"""The one door to torch's module hooks and saved-tensor hooks.
+"""The only place where torch's module hooks and saved-tensor hooks are set.
 
 Every hook that memkit sets on a model, a graph node or the autograd engine is set here, so that each is removed again, in
 reverse order, on success and on error.
@@ -32,9 +32,9 @@ class RemovableHandle(Protocol):
 
 
 class _Untraced:
-    """Calls a hook, which Dynamo neither inlines nor compiles, nor whatever that calls.
+    """Calls a hook so that Dynamo neither traces nor compiles it, nor what it calls.
 
-    As `torch.compiler.disable` does, which loads Dynamo: that takes seconds, also where nothing is ever compiled.
+    `torch.compiler.disable` does the same, but loads Dynamo, which takes seconds even if nothing is ever compiled.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -47,8 +47,8 @@ class _Untraced:
 
 
 class _Uncopied(_Untraced):
-    """Such a hook that stays with its module: in a copy of that, or in what is saved of it, one is in its place that does
-    nothing, and for which a reader needs no memkit."""
+    """Such a hook that is not copied: in a copy of its module, or in a saved one, a hook is in its place that does nothing and
+    can be loaded without memkit."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (nullcontext(), "__exit__")
@@ -58,7 +58,8 @@ leave_untraced(_Untraced.__call__)
 
 
 class _WithKeywords:
-    """A hook of all modules that is given keywords, which torch would not forget. It is held before it is set."""
+    """A global hook that gets keyword arguments; torch doesn't forget that when it removes the hook, so `remove` does. It is
+    held before it is set."""
 
     handle: Any = None
 
@@ -69,7 +70,7 @@ class _WithKeywords:
 
 
 class HookSet:
-    """Hooks that are removed together: a context manager over the handles that were added to it."""
+    """Hooks that are removed together; a context manager."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -92,27 +93,27 @@ class HookSet:
         with_kwargs: bool = False,
         is_copied: bool = True,
     ) -> None:
-        """Call `before(module, args)`, or `before(module, args, kwargs)`, ahead of a module's other pre-hooks and
-        `after(module, args, output)` behind its other hooks, or when the forward raises (with None for the output).
+        """Call `before(module, args)`, or `before(module, args, kwargs)`, before a module's other pre-hooks and `after(module,
+        args, output)` after its other hooks, or when the forward raises (with None for the output).
 
-        Both run as plain Python where the module was compiled (`nn.Module.compile`). They are two frames below its call.
+        Both run as plain Python even if the module was compiled (`nn.Module.compile`). They are two frames below its call.
 
         Args:
-            is_copied: whether a copy of the module, or one that is saved and loaded, calls copies of them, or nothing.
+            is_copied: whether a copy of the module, or one that is saved and loaded, calls copies of the hooks, or nothing.
         """
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
     def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args, kwargs)` behind a module's other pre-hooks, and `after(module, args, output)` ahead of its
-        other hooks, or when the forward raises; else as `around_forward` does."""
+        """Call `before(module, args, kwargs)` after a module's other pre-hooks, and `after(module, args, output)` before its
+        other hooks, or when the forward raises; otherwise as `around_forward`."""
         self._handles.append(module.register_forward_pre_hook(_Untraced(before), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
 
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(True, module, args)` just ahead of the pre-hook that a library has set on a module, and
-        `hook(False, module, args)` just behind it, as plain Python where the module was compiled."""
+        """Call `hook(True, module, args)` just before the pre-hook that a library has set on a module, and `hook(False, module,
+        args)` just after it, as plain Python even if the module was compiled."""
         self._handles += [module.register_forward_pre_hook(_Untraced(partial(hook, begins))) for begins in (True, False)]
         handles: list[Any] = self._handles[-2:]
         hooks, (before, after) = handles[0].hooks_dict_ref(), [handle.id for handle in handles]
@@ -121,19 +122,19 @@ class HookSet:
             do_at_once(*(partial(hooks.move_to_end, it) for it in ((before, number, after) if is_theirs else (number,))))
 
     def add(self, handle: RemovableHandle) -> None:
-        """Remove this with the hooks, in its turn."""
+        """Remove this handle together with the hooks, in its order."""
         self._handles.append(handle)
 
     def put_outside(self) -> None:
-        """Call what `around_forward`, and nothing else, has set ahead of what was set since then, and behind it, as well."""
+        """Move the hooks of `around_forward`, which must be the only ones here, outside of hooks that were set since."""
         handles: list[Any] = list(self._handles)
         for before, after in zip(handles[::2], handles[1::2], strict=True):
             before.hooks_dict_ref().move_to_end(before.id, last=False)
             after.hooks_dict_ref().move_to_end(after.id)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises. It runs as plain
-        Python where the module was compiled."""
+        """Call `hook(module, args, kwargs, output)` after a module's other hooks, unless the forward raises. It runs as plain
+        Python even if the module was compiled."""
         self._handles.append(module.register_forward_hook(_Untraced(hook), with_kwargs=True))
 
     def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
@@ -147,19 +148,19 @@ class HookSet:
     def around_accumulation(
         self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
     ) -> None:
-        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` behind each that the engine has added;
-        `steps` says whether that writes to parameters, as an optimizer does."""
+        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` after each gradient that the engine has
+        accumulated; `steps` says whether `after` writes to parameters, as an optimizer does."""
         self.before_accumulation(parameter, before)
         behind = _AfterAccumulation(after)
         behind.steps = steps
         self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
 
     def before_accumulation(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook(grad)` ahead of each gradient that the engine adds to `grad`, or that `torch.autograd.grad` returns."""
+        """Call `hook(grad)` before the engine accumulates a gradient, or `torch.autograd.grad` returns it."""
         self._handles.append(parameter.register_hook(hook))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
-        """Call `hook()` ahead of each step of an optimizer."""
+        """Call `hook()` before each step of an optimizer."""
 
         def pre_hook(*_: Any) -> None:
             hook()
@@ -167,7 +168,7 @@ class HookSet:
         self._handles.append(optimizer.register_step_pre_hook(pre_hook))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call `hook(optimizer)` ahead of each step of each optimizer."""
+        """Call `hook(optimizer)` before each step of every optimizer."""
 
         def pre_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             hook(optimizer)
@@ -175,15 +176,15 @@ class HookSet:
         self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind
-        it, or `after(module, args, None)` where it raises."""
+        """Call `before(module, args)` before every forward, in all threads, and `after(module, args, kwargs, output)` after it,
+        or `after(module, args, None)` if it raises."""
         self.ahead_of_all_forwards(before)
         last = _WithKeywords()
         self._handles.append(last)
         last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
     def ahead_of_all_forwards(self, before: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every forward, in all threads."""
+        """Call `before(module, args)` before every forward, in all threads."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
 
     def remove(self) -> None:
@@ -195,34 +196,34 @@ class HookSet:
 
 
 class _AfterAccumulation(partial[None]):
-    """Called when a gradient was accumulated: without a frame of its own."""
+    """Called after a gradient was accumulated, without a Python frame of its own."""
 
     steps = False
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:
-    """Tell whether a hook runs when the parameter's gradient is accumulated that may write to parameters."""
+    """Tell whether a post-accumulation hook of the parameter may write to parameters."""
     hooks = torch_private.post_accumulate_hooks(parameter) or {}
     return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
 
 
 @runtime_checkable
 class Ends(Protocol):
-    """Whose hooks are on while a thread is in a context."""
+    """The owner of hooks that are on while a thread is in a context."""
 
     def end(self, *, has_failed: bool) -> None:
-        """Take them off, if they are not yet."""
+        """Remove the hooks, if they are still on."""
 
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What packs a tensor that autograd saves, and what unpacks it."""
+"""The pack hook and the unpack hook."""
 
 
 class SavedTensorHooks(AbstractContextManager[Any]):
-    """A context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
+    """A context in which autograd passes each saved tensor to `pack`, and gets it back from `unpack`.
 
-    Only the innermost pair of such hooks runs. Code that `torch.compile` made calls them too, and none of that is compiled.
-    Source: `torch.autograd.graph.saved_tensors_hooks`.
+    Only the innermost pair of such hooks runs. Compiled code calls them too; they are not compiled themselves. Source:
+    `torch.autograd.graph.saved_tensors_hooks`.
     """
 
     def __init__(
@@ -240,20 +241,21 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.pack = pack
         self.unpack = unpack
         self.owner = owner
-        """Which of memkit's contexts these are the hooks of."""
+        """The context of memkit that these hooks belong to."""
         self.name = name
-        """What its user calls that context; empty where memkit has entered it."""
+        """The context's class, for users; empty if memkit itself has entered it."""
         self.hands_on = hands_on
-        """Whether these only keep what no other hooks may see, and hand on all the rest."""
+        """Whether these hooks only keep tensors that no other hooks may see, and pass on all others."""
         self.outer: HookPair | None = None
-        """The pair that was on top before: these may hand on to it what they do not want."""
+        """The innermost pair before: these hooks may pass tensors on to it."""
         self.block = block
-        """Whether a thread is in the context, if that is known. Else `end_left` takes the hooks off, and has the owner end."""
+        """Tells whether a thread is in the context; None if that is not known. Then `end_left` removes the hooks, and ends the
+        owner."""
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
         self._take_off = partial(self._pop), partial(self._was_taken_off.append, True)
-        """What `__exit__` needs: looked up before anything is on."""
+        """Functions for `__exit__`, looked up before the hooks are set."""
 
     def __enter__(self) -> SavedTensorHooks:
         if _stacked.hooks:
@@ -272,7 +274,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Take the hooks off. Calling it again does nothing, or what an interrupt has kept from being done."""
+        """Remove the hooks. Calling it again finishes what an interrupt broke off, or does nothing."""
         if self not in _stacked.hooks:
             return
         above, top = [], torch_private.top_saved_tensor_hooks
@@ -291,7 +293,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
 
 
 def end_left() -> None:
-    """End the contexts that this thread is in no more, and that have not heard of it because of an interrupt."""
+    """End the contexts that this thread has left without their noticing, because of an interrupt."""
     for hooks in _stacked.hooks[::-1]:
         if hooks.block is not None and hooks.block() is None:
             if isinstance(hooks.owner, Ends):
@@ -300,8 +302,8 @@ def end_left() -> None:
 
 
 def _is_of_left(pair: HookPair) -> bool:
-    """Tell whether hooks that are on top of those of a context, when that is left, are of a layer that an interrupt has left
-    before: they would hand on to the context what others save from now on."""
+    """Tell whether hooks inside of those of a context that is being left belong to a layer that an interrupt has left before:
+    they would pass on tensors to the context that are saved from now on."""
     return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
 
 
@@ -316,12 +318,12 @@ _stacked = _Stacked()
 
 
 def stacked_owners() -> list[object]:
-    """Return which of memkit's contexts this thread is in, the innermost last."""
+    """Return the contexts of memkit that this thread is in, the innermost last."""
     return [hooks.owner for hooks in _stacked.hooks]
 
 
 def name_of_hooks_around() -> str:
-    """Return what to call the saved-tensor hooks that the caller runs under; empty if there are none."""
+    """Return a name for the saved-tensor hooks that the caller runs under; empty if there are none."""
     if in_checkpoint():
         return "torch.utils.checkpoint"
     if innermost_pair() is None:
@@ -331,25 +333,25 @@ def name_of_hooks_around() -> str:
 
 
 def innermost_hooks() -> SavedTensorHooks | None:
-    """Return the hooks that a tensor saved now would be given to, if a context of memkit has set them."""
+    """Return the innermost saved-tensor hooks, if a context of memkit has set them."""
     hooks = _stacked.hooks[-1] if _stacked.hooks else None
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
 
 
 def innermost_pair() -> HookPair | None:
-    """Return the hooks that a tensor saved now would be given to, and had back from; None if there are none."""
+    """Return the innermost pair of saved-tensor hooks; None if there is none."""
     return torch_private.top_saved_tensor_hooks(True)
 
 
 def innermost_pack() -> Callable[[Tensor], object] | None:
-    """Return the pack hook that a tensor saved now would be given to, or None if there is none."""
+    """Return the innermost pack hook; None if there is none."""
     pair = innermost_pair()
     return None if pair is None else pair[0]
 
 
 def _packs_on_top() -> Iterator[tuple[Callable[[Tensor], object], SavedTensorHooks | None]]:
-    """Yield the innermost pack hook with the hooks of memkit's that it is of, and as long as it is of any, the next one outside
-    of it."""
+    """Yield the innermost pack hook, with memkit's hooks that it belongs to; then the next outer one, as long as they are
+    memkit's."""
     pair = innermost_pair()
     for hooks in (*reversed(_stacked.hooks), None):
         if pair is None:
@@ -362,8 +364,7 @@ def _packs_on_top() -> Iterator[tuple[Callable[[Tensor], object], SavedTensorHoo
 
 
 def receiving_pack() -> Callable[[Tensor], object] | None:
-    """Return the pack hook that a tensor saved now comes to in the end, unless it is of a streamed weight; None if there is
-    none."""
+    """Return the pack hook that handles a tensor saved now, unless it is a streamed weight; None if there is none."""
     return next((pack for pack, hooks in _packs_on_top() if hooks is None or not hooks.hands_on), None)
 
 

@@ -1,21 +1,21 @@
-"""Ctrl-C at any line: what must hold then, and the two means that several parts need for it.
+"""Ctrl-C at any line: the invariants that must hold then, and two tools that several parts use for it.
 
 [Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. So at each line:
 
 - *Held before issued.* A copy is put on a lane only when its storage and its host memory are noted where they are held. They
-  are let go only when a stream has waited for what was noted behind the copy, or the host for all that is under way.
-- *Totals follow.* What counts is what the things themselves say: a record and its handles, a segment and its spans. Whatever
-  else is known (sums, queues, gaps, how many handles wait) can be counted again.
-- *Who locks, mends.* If a call under a lock is broken off by any exception, that is noted. The next call, which is that of
-  the next forward at the latest, first puts right what was left: the host waits for the device, a copy that was not noted as
-  made counts for nothing, what no caller can ask for is freed. That is rare, and may take long. See `mended`.
+  are let go only when a stream has waited for the event recorded after the copy, or the host for the device.
+- *Totals follow.* The truth is in the objects themselves: a record and its handles, a segment and its spans. Everything derived
+  from them (sums, queues, gaps, numbers of waiting handles) can be computed again.
+- *Who locks, mends.* If a call under a lock is broken off by any exception, that is noted. The next call, which is that of the
+  next forward at the latest, first repairs what was left: the host waits for the device, a copy that was not noted as made is
+  ignored, what no caller can request is freed. That is rare, and may take long. See `mended`.
 - *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
   is lost, and the rest of the finalizer with it.
-- *What was entered is left.* If the interrupt comes in `__enter__`, all is undone at once. If it comes in `__exit__`, the next
-  context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
+- *What was entered is left.* If the interrupt comes in `__enter__`, everything is undone at once. If it comes in `__exit__`,
+  the next context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
 - *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
-  may let one in right after it was given back: what a call returns then is lost. So what the caller must know of can be
-  found: by what dies with it, or, of host memory, as what is taken and not held (`Arena.give_all`).
+  may let one in right after it was given back: what a call returns then is lost. So whatever the caller would lose can be found
+  otherwise: by a weak reference that dies with it, or, for host memory, as allocated and not held (`Arena.give_all`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 
 class Mendable(Protocol):
-    """What is used under a lock, by several threads."""
+    """An object that several threads use under a lock, and that can be repaired."""
 
     is_broken: bool
-    """Whether a call was broken off, and left things half done."""
+    """Whether a call was broken off, and left something half done."""
 
     @property
     def lock(self) -> AbstractContextManager[object]: ...
 
     def mend(self) -> object:
-        """Put that right, under the lock, and set `is_broken` to False at last."""
+        """Repair it, under the lock, and set `is_broken` to False at the end."""
 
 
 _Held = TypeVar("_Held", bound=Mendable)
@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Concatenate[_Held, _Args], _Result]:
-    """Hold the lock of a method's object while it runs, after what an earlier call has left half done has been put right."""
+    """Hold the lock of a method's object while the method runs, after repairing what an earlier call has left half done."""
 
     @functools.wraps(call)
     def locked(held: _Held, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -67,12 +67,12 @@ def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Conca
 
 
 def do_at_once(*steps: functools.partial[Any]) -> None:
-    """Call functions that are written in C, in one call of C: an interrupt comes before all of them, or after."""
+    """Call functions that are written in C, in one C call: an interrupt comes before all of them, or after."""
     deque(map(functools.partial.__call__, steps), maxlen=0)
 
 
 Block = weakref.ref[Any]
-"""What is alive for as long as a thread is in a context: something that a `with` block holds, or else the context itself."""
+"""Refers to an object that lives as long as a thread is in a context: one held by the `with` block, or the context itself."""
 
 
 class Blocks(threading.local):
@@ -80,7 +80,7 @@ class Blocks(threading.local):
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        """Perhaps with some that an interrupt has kept from being taken out: ask `are_any`."""
+        """Possibly with some that an interrupt kept from being removed: ask `are_any`."""
 
     def are_any(self) -> bool:
         """Tell whether the thread is in one."""
@@ -90,16 +90,16 @@ class Blocks(threading.local):
         return bool(blocks)
 
     def leave(self, block: Block | None) -> None:
-        """The thread is not in a block any more; it may not have been."""
+        """Remove a block, if the thread is in it."""
         self.blocks[:] = [other for other in self.blocks if other is not block]
 
 
 class _HeldExit:
     """An `__exit__` that tells whether a thread is still in the context.
 
-    A `with` statement looks it up ahead of `__enter__`, and holds what it was given until the block has been left, however that
-    is. So each look-up is given something of its own. Once that has gone the block has been left, also where an interrupt came
-    ahead of the first line of `__exit__`. It is made of no Python function, whose frame in a traceback would hold it.
+    A `with` statement looks `__exit__` up before `__enter__`, and holds the result until the block is left, in whatever way. So
+    each look-up returns a new object. Once that is freed the block has been left, even if an interrupt came before the first
+    line of `__exit__`. It is no Python function, whose frame in a traceback would keep it alive.
     """
 
     @overload
@@ -123,23 +123,25 @@ class _Exit(Protocol):
 
 
 class Exclusive(ABC):
-    """A context that is never entered twice at once, and that an interrupt may keep from hearing that it was left.
+    """A context that can't be entered twice at once, and that copes with an interrupt that keeps it from noticing that it was
+    left.
 
-    Who calls `__enter__` by hand, or by an `ExitStack`, is in until `__exit__` is called, or the context is held no more.
+    If `__enter__` is called by hand, or by an `ExitStack`, the context is entered until `__exit__` is called, or the context is
+    freed.
     """
 
     _looked_up: Block | None = None
     _block: Block | None = None
-    """Who is in, or was last."""
+    """The current block, or the last one."""
     is_entered = False
 
     __exit__ = _HeldExit()
 
     def claim(self, refusal: str) -> Block:
-        """Return who is about to be in. It is up to the caller to set `is_entered`.
+        """Return the block that is about to be entered. The caller sets `is_entered`.
 
         Raises:
-            ValueError: a thread is in already. The text is the refusal.
+            ValueError: a thread is in the context. The message is `refusal`.
         """
         found, self._looked_up = self._looked_up, None
         if self.is_entered:
@@ -162,4 +164,4 @@ class Exclusive(ABC):
 
     @abstractmethod
     def end_block(self, *, has_failed: bool) -> None:
-        """Undo what was done on entry. Does nothing if that was done already."""
+        """Undo what was done on entry, unless that was already done."""

@@ -1,5 +1,5 @@
-"""What autograd is given in the place of a saved tensor: handles of those that stay as they are, that the hooks outside were
-given, or that wrap others."""
+"""What autograd holds in place of a saved tensor: handles of tensors that stay, that were passed to outer hooks, or that wrap
+others."""
 
 from __future__ import annotations
 
@@ -65,21 +65,21 @@ class KeptHandle:
 class ScheduledHandle(tuple[Any, ...]):
     """A saved tensor of a forward that follows a schedule: see `memkit.activations.offloading.scheduled`.
 
-    It is made, and taken apart, without a call of a Python function: what keeps the forward, what becomes of the save, an
-    alias that shares the version counter (and has the bytes, unless they leave), and the version. One that stays, and with
-    which nothing is done, is a plain tuple of an alias and the version.
+    It is made and unpacked without calling a Python function. It has an object that keeps the forward alive, the action, an
+    alias that shares the version counter (with the bytes, unless they leave), and the version. For a tensor that stays, and
+    that nothing is done with, a plain tuple of an alias and the version is used.
     """
 
     __slots__ = ()
 
 
 class ForwardedHandle(KeptHandle):
-    """A saved tensor that the hooks outside were given. It holds none of its bytes.
+    """A saved tensor that was passed to outer hooks. It holds none of its bytes.
 
     Args:
-        tensor: what was saved.
-        pack, unpack: the hooks outside.
-        is_checked: whether a write to the tensor since is an error here. Else those hooks alone say what it is.
+        tensor: the saved tensor.
+        pack, unpack: the outer hooks.
+        is_checked: whether a later write to the tensor is an error here; otherwise the outer hooks decide.
     """
 
     __slots__ = ("_is_checked", "_packed", "_size", "_unpack")
@@ -108,12 +108,12 @@ class ForwardedHandle(KeptHandle):
 
 
 class FlattenedHandle(KeptHandle):
-    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight): the inner ones are saved in its place.
+    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight): the inner ones are saved instead.
 
     Args:
         tensor: of a class with `__tensor_flatten__`.
         pack: takes an inner tensor.
-        leaves: tells by its name whether an inner tensor is packed; the others stay as they are. By default all are.
+        leaves: tells by an inner tensor's name whether it is packed; the others are kept. By default all are packed.
     """
 
     __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
@@ -141,13 +141,13 @@ class FlattenedHandle(KeptHandle):
 def modified_error(
     tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
 ) -> RuntimeError:
-    """Return autograd's own error for a tensor that was written to since it was saved.
+    """Return autograd's own error for a tensor that was written to after it was saved.
 
     Args:
-        tensor: the one, or an alias that shares its version counter.
-        version: what that should say.
-        size: tells its size, if the alias has none.
-        version_now: what it says, if more is counted than the alias counts.
+        tensor: the tensor, or an alias that shares its version counter.
+        version: the expected version.
+        size: returns the tensor's size, if the alias doesn't have it.
+        version_now: the current version, if the counter of the alias is not the only one.
     """
     try:
         described = f"{tensor.type()} {list((size or tensor.size)())}"
@@ -163,6 +163,6 @@ def modified_error(
 
 @functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
+    """Return a tensor without elements, whose storage is shared by all aliases that hold no bytes."""
     with torch_private.without_dispatch_modes():  # one of them might make it a tensor of its own kind, for good
         return torch.empty(0, dtype=dtype, device=device)

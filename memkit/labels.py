@@ -1,4 +1,4 @@
-"""What memkit is doing, as `torch.profiler` shows it: its labels begin with `memkit::`."""
+"""Labels of memkit's work for `torch.profiler`: they begin with `memkit::`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_LABEL = nullcontext()
 
 
 class Named(Protocol):
-    """What a label may be about."""
+    """Something that a label can name."""
 
     @property
     def names(self) -> str:
@@ -21,11 +21,11 @@ class Named(Protocol):
 
 
 def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
-    """Return a context whose work a profiler shows under a label. Where none runs it costs next to nothing.
+    """Return a context that a profiler shows under a label. Without a profiler it costs next to nothing.
 
     Args:
         name: what is done.
-        of: with what, which is asked only where a profiler runs.
+        of: what it is done with; its name is only asked for if a profiler runs.
 
     Source: `torch.profiler.record_function`.
     """

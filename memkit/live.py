@@ -1,4 +1,4 @@
-"""A live line while training: what features predicted and did, as plain numbers for TensorBoard, W&B or a progress bar."""
+"""`live_values`: what features predicted and did, as plain numbers for TensorBoard, W&B or a progress bar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memkit.weights.stats import LayerStats
 
 _GIB = 2**30
 _UNITS = {"_bytes_per_s": ("_gb_per_s", 1e-9), "_bytes": ("_gib", 1 / _GIB), "_s": ("_ms", 1e3)}
-"""For the unit at the end of a field the one that is shown, and how many of it one is."""
+"""For the unit at the end of a field: the unit that is shown, and the factor."""
 
 _OF_ANY = {"peak_allocated": "peak_allocated_bytes"}
 _OF_BUDGET = {
@@ -63,14 +63,14 @@ _OF_STATES = {
     "moved_out": "d2h_bytes",
 }
 _OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_written_bytes"}
-"""Names of values, and the fields of the figures that they are of."""
+"""Names of values, and the fields that they are read from."""
 
 _OF_DEVICE = ("peak", "predicted_peak")
-"""Those of layers that count all that is on the device: of several the highest is shown, of others the sum."""
+"""Values that count everything on the device: of several `LayerOffload`s the highest is shown, of other values the sum."""
 
 
 class Feature(Protocol):
-    """What has figures: a `MemoryBudget`, `CPUOffload`, `Rematerialize`, `LayerOffload` or `StateOffload`."""
+    """A feature with figures: a `MemoryBudget`, `CPUOffload`, `Rematerialize`, `LayerOffload` or `StateOffload`."""
 
     def stats(self) -> Any:  # Any: of each its own
         """Return its figures."""
@@ -112,7 +112,7 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
 
 
 def values_of(figures: Iterable[SavedTensorStats | LayerStats | StateStats]) -> dict[str, float]:
-    """Return the values of what features have told of themselves: see `live_values`."""
+    """Return the values for the figures of some features: see `live_values`."""
     values, layers, states = dict[str, float](), list[LayerStats](), list[StateStats]()
     for found in figures:
         if isinstance(found, LayerStats):

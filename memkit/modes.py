@@ -1,6 +1,6 @@
-"""A dispatch mode that Ctrl-C leaves whole: the base of memkit's own.
+"""`Mode`: the base class of memkit's dispatch modes, which stays consistent at Ctrl-C.
 
-Its own base is a private class of torch, looked up when this file is imported: that is left to who needs it.
+Its own base is a private class of torch, which is looked up when this file is imported: import it only when needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LEAVING = (
     "set_shows_to_compiler",
     "set_shows_to_guards",
 )
-"""What `leave_mode` needs."""
+"""The private names that `leave_mode` needs."""
 
 
 class Mode(torch_private.DispatchMode):
-    """A dispatch mode that is off, and has left nothing, once it was left or an interrupt has broken off its `__enter__`."""
+    """A dispatch mode that is off, with nothing left behind, after it was left or its `__enter__` was interrupted."""
 
     def __enter__(self) -> Any:
         for name in _LEAVING:

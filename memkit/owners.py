@@ -80,16 +80,16 @@ def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
 
 
 with_offloaded_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], int]] = weakref.WeakKeyDictionary()
-"""Optimizers whose states are in host memory, and that are stepped in pieces. Each with what tells how many bytes of states its
-first step will make that stay on the device."""
+"""Optimizers whose states are in host memory, and that are stepped in pieces; each with a function that returns how many bytes
+of states its first step will make on the device."""
 
 
 class ModelStorages:
-    """The storages of parameters and buffers: those that they have at rest, and those (slots) that they are in for a while.
+    """The storages of parameters and buffers, including those that they use temporarily, such as slots.
 
     Args:
-        keys: of the storages that they have at rest.
-        gathered: other storages that they are in for a while, as FSDP2 gathers them.
+        keys: the keys of their own storages.
+        gathered: storages that they use temporarily, as those that FSDP2 gathers into.
     """
 
     def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
@@ -106,7 +106,7 @@ class _Aside(threading.local):
 
 
 aside = _Aside()
-"""Whether a thread runs such a model: what is asked often looks here. Others call `are_owners_set_aside`."""
+"""Whether this thread runs such a model: read directly on hot paths. Elsewhere call `are_owners_set_aside`."""
 
 
 @contextmanager

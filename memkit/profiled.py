@@ -1,4 +1,4 @@
-"""Which threads run a model to see all that autograd saves: what would take it from them is refused there."""
+"""Keeps track of threads that profile a model, in which contexts that would hide saved tensors from the profile are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _profiled = Blocks()
 
 
 class Profiled(Exclusive):
-    """A context in which this thread runs a model to see all that autograd saves: see `refuse_in_profile`."""
+    """A context in which this thread profiles a model: see `refuse_in_profile`."""
 
     def __enter__(self) -> Block:
         block = self.claim("this profile is going on already")
@@ -22,7 +22,7 @@ class Profiled(Exclusive):
 
 
 def refuse_in_profile(name: str) -> None:
-    """Raise if a model is profiled that is about to enter a context which would take what the profile must see.
+    """Raise if a model that is being profiled is about to enter a context that would hide saved tensors from the profile.
 
     Raises:
         ProfileError: it is.

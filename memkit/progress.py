@@ -1,4 +1,4 @@
-"""Shows on standard error what takes long, and what is warned of."""
+"""Shows long-running work and warnings on standard error."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from memkit.terminal import shortened
 
 @contextmanager
 def progress() -> Iterator[None]:
-    """Show on standard error what takes longer than a second: the last line that memkit logged, and for how long.
+    """Show on standard error what takes longer than a second: the last message that memkit logged, and for how long.
 
-    Warnings are shown there as well, each text once and as one line; Python's options `-W` say which.
+    Warnings are shown there as well, each text once, on one line; Python's `-W` options select them.
     """
     handler = _Progress()
     logger = logging.getLogger("memkit")
@@ -41,7 +41,7 @@ def progress() -> Iterator[None]:
 
 
 class _Progress(logging.Handler):
-    """A log handler with a thread that looks once in a while whether the last line is old."""
+    """A log handler with a thread that regularly checks whether the last message is old."""
 
     PATIENCE_S = 1.0
 

@@ -1,4 +1,4 @@
-"""JSON that memkit has written: which kind it is, and of which version."""
+"""Reads JSON that memkit has written, and checks its kind and version."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from memkit.errors import MemkitError
 def read_json(
     source: str | os.PathLike[str], *, schema: str, version: int, what: str, error: type[MemkitError], do: str = ""
 ) -> tuple[dict[str, Any], str]:
-    """Return what JSON of memkit's holds, and what to call it in errors.
+    """Return the content of memkit's JSON, and a name of its source for errors.
 
     Args:
-        source: its text, or (as a `pathlib.Path`) the file that holds it.
-        schema: what it calls itself.
-        version: the newest that can be read.
-        what: what it is to be, with its article.
-        error: what to raise where it is not.
-        do: what to do then.
+        source: the text, or (as a `pathlib.Path`) the file.
+        schema: the expected schema name.
+        version: the newest version that can be read.
+        what: what it is, with an article, for errors.
+        error: the class of errors.
+        do: advice for errors.
 
     Raises:
-        MemkitError: `error`: it is none, or it was written by a newer memkit.
-        OSError: the file cannot be read.
+        MemkitError: `error`: it is of another kind, or was written by a newer memkit.
+        OSError: the file can't be read.
     """
     where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
     do = f" {do}" if do else ""

@@ -1,15 +1,15 @@
-"""Neighboring children of a `Sequential`, called as one module: *spans*.
+"""Spans: neighboring children of a `Sequential`, called as one module.
 
-[Note: spans] A flat `Sequential` has no module between its children and the whole. For neighbors among them to be called as if
-they were in one, there is a `SequentialSpan`, which has them as `sequential[4:8]` would, and of which only the forward of the
-Sequential knows: as long as spans are called, a function stands in the place of that `forward`, as an attribute of its own.
+[Note: spans] A flat `Sequential` has no module between its children and itself. A `SequentialSpan` makes neighbors among the
+children callable as one module. It has the same children as `sequential[4:8]`, and only the forward of the Sequential knows it:
+while spans are called, an instance attribute `forward` of the Sequential replaces the one of its class.
 
-So the hooks of the Sequential and of its children are called as ever, with what they ever see. No child, no entry of a
-`state_dict` and no name of a module is another. A copy of the Sequential runs as its class does. The span is a module as any
-other: it may be hooked, recomputed, be in others and have others in it. It would take more to begin a region at the call of one
-child and to end it at that of another: what is between the two may raise, and has no frame of its own.
+So the hooks of the Sequential and of its children are called as before, with the same arguments. Children, entries of the
+`state_dict` and module names stay the same. A copy of the Sequential runs the forward of its class. A span is a module like any
+other: it can have hooks, be recomputed, and be nested in other spans. To begin a region at the call of one child and end it at
+that of another would be harder: code in between may raise, and has no frame of its own.
 
-If a child was replaced, taken out or added since, the forward is that of the class: then no span is called.
+If a child was replaced, removed or added since, the forward of the class runs, without spans.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SequentialSpan(nn.Sequential):
     """Some neighboring children of a `Sequential`.
 
     Args:
-        whole: that Sequential.
-        first, stop: the place of the first among its children, and of the one behind the last.
+        whole: the Sequential.
+        first, stop: the index of the first child, and of the one after the last.
     """
 
     def __init__(self, whole: nn.Sequential, first: int, stop: int) -> None:
@@ -41,15 +41,15 @@ class SequentialSpan(nn.Sequential):
 
 
 class SpanReference:
-    """Finds a span again as long as its Sequential and children are there: what a weak reference is to a module.
+    """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist.
 
-    It holds none of them. The span that it returns is the same for as long as that is held.
+    It holds none of them. It returns the same span as long as that is held.
 
     Args:
         whole: the Sequential.
-        children: those of the span.
-        first: the place of the first.
-        size: how many children the Sequential has.
+        children: the children of the span.
+        first: the index of the first one.
+        size: the number of all children of the Sequential.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SpanReference:
         return whole if is_same else None
 
     def __call__(self) -> nn.Module | None:
-        """Return the span, None if there is none any more."""
+        """Return the span, None if it does not exist any more."""
         whole = self.find()
         if whole is None:
             return None
@@ -82,11 +82,11 @@ class SpanReference:
 
 
 class SpannedForward:
-    """The forward of a `Sequential` that has some spans called: see [Note: spans].
+    """The forward of a `Sequential` that calls spans: see [Note: spans].
 
     Args:
         whole: the Sequential.
-        spans: of these none overlaps another, unless it is in it.
+        spans: spans that are pairwise disjoint or nested.
     """
 
     def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
@@ -95,7 +95,7 @@ class SpannedForward:
         self._parts = self._arranged(0, len(self._children), waiting)
 
     def _arranged(self, first: int, stop: int, waiting: list[SequentialSpan]) -> list[nn.Module]:
-        """Return what is called for some children; a span in another becomes a part of that."""
+        """Return the modules to call for a range of children; nested spans are called by the enclosing ones."""
         found: list[nn.Module] = []
         while first < stop:
             if waiting and waiting[-1].place[0] == first:
@@ -113,7 +113,7 @@ class SpannedForward:
         return found
 
     def put(self, hooks: HookSet) -> None:
-        """Have the Sequential run so until the hooks are removed."""
+        """Use this forward until the hooks are removed."""
         around = _AroundForward(self._whole, "forward", self._run)
         hooks.add(around)  # ahead: to remove what is not there yet does nothing
         around.put()
@@ -130,14 +130,14 @@ class SpannedForward:
 
 
 class _AroundForward(Around):
-    """Stands where a module's forward is called that is its class's. A copy of the module, also one that is saved, has that."""
+    """Replaces the forward of a module's class. A copy of the module, also a saved one, has the forward of the class."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return getattr, (self._module, self._place)
 
 
 def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedForward]:
-    """Return, for each of the modules that is a span, the forward that has it called: that has all of its Sequential's."""
+    """Return, for each span among the modules, the forward that calls it, which has all spans of its Sequential."""
     wholes = dict[nn.Sequential, list[SequentialSpan]]()
     for module in modules:
         if isinstance(module, SequentialSpan) and (whole := module.whole()) is not None:
@@ -149,13 +149,13 @@ def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedFor
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return what a module is called where users are told of it: its class, and where it is a span, that of a `Sequential`."""
+    """Return a module's class name for users: for a span that of its `Sequential`."""
     return nn.Sequential.__name__ if isinstance(module, SequentialSpan) else type(module).__name__
 
 
 def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Tell whether a module calls its children one after the other, as a `Sequential` does, and nothing else; apart from a
-    forward of spans."""
+    """Tell whether a module only calls its children in order, as `Sequential` does, even if its forward was replaced to call
+    spans."""
     if not isinstance(module, nn.Sequential) or isinstance(module, SequentialSpan):
         return False
     kind = type(module)

@@ -1,4 +1,4 @@
-"""Bytes and shares as people write them, and back. No torch here: the command line reads its arguments by this alone."""
+"""Reads and writes bytes and shares as text. No torch here: the command line reads its arguments with this alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS = {
 
 _STEPS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FEWEST_BUDGET_BYTES = 1024
-"""A budget of fewer bytes, without a unit, was meant as something else."""
+"""A smaller budget without a unit is taken for a mistake."""
 
 
 def format_mib(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""From what was written on a command line to a model and its inputs, without network."""
+"""Makes a model and its inputs from the arguments of a command, without network access."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UsageError(MemkitError):
 
 
 def make_input(shape: tuple[int, ...], dtype_name: str, device: torch.device) -> Tensor:
-    """Return an input of a shape, with random values, or indices that are valid anywhere; `dtype_name` is torch's."""
+    """Return an input of a shape, with random values, or with indices that are valid in any table; `dtype_name` is torch's."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -124,7 +124,8 @@ def _timm_factory(name: str) -> Callable[[], Any]:
 
 
 _LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")
-"""Heads that architectures have whose names do not end like them, as GPT2LMHeadModel and WhisperForConditionalGeneration."""
+"""Architectures of which the heads' names do not end like the auto classes, such as GPT2LMHeadModel and
+WhisperForConditionalGeneration."""
 
 
 def _transformers_factory(name: str) -> Callable[[], Any]:
@@ -155,7 +156,7 @@ def _transformers_factory(name: str) -> Callable[[], Any]:
 
 
 def _class_named(transformers: Any, config: Any, asked: str) -> Callable[[], Any]:
-    """Return what builds the model of a configuration: by the auto class that makes the architecture which it names."""
+    """Return a function that builds the model of a configuration, by the auto class for its architecture."""
     heads = [asked.partition("For")[2], *_LANGUAGE] if asked else []
     for head in dict.fromkeys(heads):
         auto = getattr(transformers, f"AutoModelFor{head}", None)
@@ -211,7 +212,8 @@ def make_inputs(
 
 
 def loss_of(model: nn.Module, names: Iterable[str]) -> Callable[[Any], Tensor] | None:
-    """Return what takes the loss out of a model's output, where the model computes one: one of transformers', given labels."""
+    """Return a function that takes the loss from a model's output, if the model computes one: a transformers model with
+    labels."""
     return (lambda output: output.loss) if _is_of_transformers(model) and "labels" in names else None
 
 
@@ -231,10 +233,10 @@ def _is_integer(model: nn.Module, name: str) -> bool:
 
 
 def said_as(option: str, read: Callable[[], _T]) -> _T:
-    """Return what an option says; what is wrong with it is told of the option.
+    """Return the value of an option; name the option in errors.
 
     Raises:
-        UsageError: for a ValueError.
+        UsageError: `read` raised a ValueError.
     """
     try:
         return read()
@@ -243,14 +245,14 @@ def said_as(option: str, read: Callable[[], _T]) -> _T:
 
 
 def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
-    """Return a hint at the names that are most like one, as a SPEC; "" if none is."""
+    """Return a hint with the most similar names, as SPECs; "" if there are none."""
     of = {other.casefold(): other for other in known if not other.startswith("_")}  # of names that differ in case, one
     near = [of[found] for found in difflib.get_close_matches(name.casefold(), of, n=3, cutoff=0.6)]
     return f". Did you mean {' or '.join(f'{place}:{prefix}{other}' for other in near)}?" if near else ""
 
 
 def _other_form(name: str) -> str:
-    """Return a hint at the form of SPEC that works for what was taken for a module."""
+    """Return a hint at the right form of SPEC for a name that was taken for a Python module."""
     if name in ("huggingface", "transformers", "hub"):
         return ". For a model of transformers write hf:CONFIG.json"
     if "/" in name or name.endswith((".py", ".json")):

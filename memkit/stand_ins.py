@@ -1,4 +1,4 @@
-"""`GradientStandIn`: the `grad` of a parameter that was stepped within the backward, so that it is not taken for no
+"""`GradientStandIn`: the `grad` of a parameter that was stepped within the backward, so that it isn't mistaken for no
 gradient."""
 
 from __future__ import annotations

@@ -48,19 +48,19 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter, or a view of one, whoever has written there.
+    """Tell whether a tensor is a parameter, or a view of one.
 
-    FSDP2 gathers parameters within the forward, into storages that it empties behind a layer and fills again.
+    FSDP2 gathers parameters within the forward, into storages that it frees after a layer and fills again.
     """
     return type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter
 
 
 def is_range_of_bytes(tensor: Tensor) -> bool:
-    """Tell whether all that a tensor is are bytes of one storage, and how it lies in them: such a one can leave, or be dropped,
-    and what comes back is the same. For tensors of a class without dispatch of its own.
+    """Tell whether a tensor is fully described by the bytes of one storage and its geometry, so that it can be moved or dropped
+    and restored unchanged. For tensors of a class without `__torch_dispatch__`.
 
-    The others are kept as they are: sparse ones and those in a layout of oneDNN, nested ones (strided; those of the jagged
-    layout are of a class that says what it is made of), quantized ones, and the zeros without bytes of forward-mode autograd.
+    Others are kept as they are: sparse tensors and those in a layout of oneDNN, strided nested tensors (jagged ones have a
+    class with `__tensor_flatten__`), quantized ones, and the zero tensors without bytes of forward-mode autograd.
     """
     return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
 
@@ -73,12 +73,12 @@ def counted_by(tensor: Tensor) -> Tensor:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells two storages apart: it is theirs for as long as either a reference or a weak reference is held."""
+    """Return a key of a storage, which is unique as long as a strong or weak reference to the storage is held."""
     return torch_private.storage_address(storage)
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Map the key of each distinct storage under `tensors` to the storage, in the order in which they are met."""
+    """Map the key of each distinct storage of `tensors` to the storage, in the order in which they are met."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         for storage in storages_of(tensor):
@@ -87,7 +87,7 @@ def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all distinct storages under `tensors`: what they keep allocated, views counted as their whole."""
+    """Return the bytes of all distinct storages of `tensors`: what they keep allocated, with whole storages for views."""
     return sum(storage.nbytes() for storage in unique_storages(tensors).values())
 
 
@@ -128,7 +128,7 @@ def tensor_over(
     is_conj: bool = False,
     is_neg: bool = False,
 ) -> Tensor:
-    """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
+    """Return a tensor with this geometry over a storage. No dispatch mode sees it; nothing is read or written."""
     # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
     with torch_private.without_python_dispatch() if torch_private.num_dispatch_modes() else _NO_CONTEXT:
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
@@ -140,7 +140,7 @@ def tensor_over(
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether elements lie side by side, each in a place of its own: contiguous, but for the order of the dimensions."""
+    """Tell whether elements are adjacent without overlap: contiguous, except for the order of dimensions."""
     expected = 1
     for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
         if step != expected:
@@ -150,7 +150,7 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def chunk_bytes(tensor: Tensor) -> int:
-    """Return from the first byte of a tensor to behind its last one."""
+    """Return the number of bytes from the first to the last one of a tensor."""
     if tensor.numel() == 0:
         return 0
     last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -158,7 +158,7 @@ def chunk_bytes(tensor: Tensor) -> int:
 
 
 def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, int]]]:
-    """Yield plain tensors together that have bytes in common, with where each begins and ends in its storage."""
+    """Yield groups of plain tensors that share bytes, each with its first byte and the one after its last in the storage."""
     ranges: dict[int, list[tuple[Tensor, int, int]]] = {}
     for tensor in tensors:
         low = int(tensor.storage_offset()) * tensor.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Text and tables that fit in the terminal, and what goes to standard output or to a file. No torch here."""
+"""Text and tables that fit the terminal, and output to standard output or a file. No torch here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tabulate import tabulate
 ELLIPSIS = "…"
 _EMPTY = frozenset({"", "-"})
 LAST = 100
-"""From here on in the order in which columns go: only where shorter cells are not enough."""
+"""Columns with this number or a higher one are left out only if shortening cells is not enough."""
 _SHORTEST = 16
-"""Cells are not made shorter than that while there is a column that may go."""
+"""Cells are not made shorter than this as long as a column can be left out."""
 
 
 def terminal_width() -> int | None:
