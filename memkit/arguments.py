@@ -1,4 +1,4 @@
-"""From the text of an argument of the `memkit` command to its value. No torch here."""
+"""Parses the arguments of the `memkit` command. No torch here."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DTYPES = {
     "bool": "bool",
     **dict.fromkeys(("complex64", "c64"), "complex64"),
 }
-"""What people write for a dtype, and what `torch` calls it."""
+"""Names that people write for dtypes, and torch's names."""
 
 
 def input_of(text: str) -> tuple[tuple[int, ...], str | None]:
-    """Return the sizes that a text such as 8x2048:int64 names, and the dtype as `torch` names it, if there is one."""
+    """Return the shape in a text such as 8x2048:int64, and torch's name of the dtype, if there is one."""
     shape_text, colon, dtype_text = text.partition(":")
     sizes = shape_text.split("x")
     if not all(size.isdecimal() for size in sizes):
@@ -37,7 +37,7 @@ def input_of(text: str) -> tuple[tuple[int, ...], str | None]:
 
 
 def named_input_of(text: str) -> tuple[str, tuple[int, ...], str | None]:
-    """Return the keyword that a text such as input_ids=8x2048:int64 names, "" if there is none, and what `input_of` does."""
+    """Return the keyword in a text such as input_ids=8x2048:int64 ("" if there is none), and the result of `input_of`."""
     name, equals, rest = text.partition("=")
     if equals and not name.isidentifier():
         raise argparse.ArgumentTypeError(f"needs the name of an argument ahead of =, such as input_ids; found {name!r}")
@@ -45,11 +45,11 @@ def named_input_of(text: str) -> tuple[str, tuple[int, ...], str | None]:
 
 
 SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
-"""How a SPEC is written."""
+"""The forms of a SPEC."""
 
 
 def nearest_spec(text: str) -> str:
-    """Return the SPEC that is most likely meant by a text that is none.
+    """Return the SPEC that was most likely meant by an invalid one.
 
     Example:
         >>> nearest_spec("my_models.py")
@@ -100,7 +100,7 @@ def budgets(text: str) -> list[float | str]:
 
 
 def _budget(text: str) -> float | str:
-    """Return a share where it is a number up to 1, and bytes where it is a whole number above, or has a unit."""
+    """Return a share for a number up to 1, and bytes for a larger integer or a text with a unit."""
     try:
         share = float(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The `memkit` command. Reads arguments, without torch; every failure is one line.
+"""The `memkit` command. Parses arguments without importing torch; every failure is one line.
 
-Exit status: 0; 2 where the command cannot do what it was asked for; 1 where the user's model fails, or memkit; 130 for Ctrl-C.
+Exit status: 0; 2 if the command can't do what was asked; 1 if the user's model fails, or memkit; 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memkit.progress import progress
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
-"""As `profile_memory`, `MemoryReport.to_text` and `plan_memory` take them."""
+"""The values that `profile_memory`, `MemoryReport.to_text` and `plan_memory` accept."""
 
 _logger = logging.getLogger("memkit.cli")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `memkit` command and return its exit status: other than 0 after one line on standard error."""
+    """Run the `memkit` command and return its exit status, after one line on standard error if it isn't 0."""
     options = _parser().parse_args(arguments)
     _check_model(options)
     try:
@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(error: Exception) -> int:
-    """Return 1 where a model could not be built or run, or nobody knows why it failed; 2 for what can be asked for better."""
+    """Return 1 if a model could not be built or run, or for unknown reasons; 2 for errors in the command's arguments."""
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     in_model = isinstance(error, ProfileError) or any(note.startswith(_OF_MODEL) for note in notes)
     return 2 if isinstance(error, (MemkitError, OSError, ImportError)) and not in_model else 1
 
 
 _OF_MODEL = ("memkit: raised ", "memkit: out of memory ")
-"""How notes begin on what a model has raised."""
+"""Prefixes of the notes on exceptions that a model has raised."""
 
 
 def _fail(message: str, *, status: int = 2) -> int:
@@ -73,7 +73,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         sys.exit(_fail(f"{message} (see `{self.prog} --help`)"))
@@ -148,7 +148,7 @@ _AS_PROFILE = "as for `memkit profile`"
 def _add_model(
     parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE, needs_input: bool = True
 ) -> None:
-    """Add what says which model to build, and its inputs; `spec` and `inputs` are their help."""
+    """Add the arguments for the model and its inputs; `spec` and `inputs` are their help texts."""
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument(
         "--input",
@@ -162,7 +162,7 @@ def _add_model(
 
 
 class _Input(argparse.Action):
-    """Keeps inputs by position and those by keyword apart."""
+    """Keeps positional and keyword inputs apart."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         name, shape, dtype = values
@@ -173,8 +173,8 @@ class _Input(argparse.Action):
 
 
 def _check_model(options: argparse.Namespace) -> None:
-    """Refuse a command that says no model or no input. argparse would do the latter before it names an option that is misspelt,
-    and the code that builds the model has imported torch by then."""
+    """Raise if no model or no input was given. argparse itself would report that before a misspelled option; and building the
+    model would import torch first."""
     if not hasattr(options, "spec") or getattr(options, "predict", False):
         return
     if options.needs_input and not options.inputs and not options.named_inputs:
@@ -367,7 +367,7 @@ def _add_bench_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
-    """Add what a report is asked for beside its table, and where it is written."""
+    """Add the arguments for what is printed beside the table, and for where the report is written."""
     parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
     parser.add_argument(
         "--fit",

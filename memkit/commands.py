@@ -1,4 +1,4 @@
-"""What the commands do, once their arguments are read: builds models, measures, prints."""
+"""The commands, after their arguments are parsed: build models, measure, print."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memkit.terminal import STDOUT, check_writable, terminal_width, wrapped, wri
 from memkit.transfer import Disk, Link
 
 _DTYPE = "float32"
-"""Of inputs for which none is named."""
+"""The default dtype of inputs."""
 
 _logger = logging.getLogger("memkit.cli")
 
@@ -99,7 +99,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _write(report: MemoryReport, options: argparse.Namespace) -> None:
-    """Print a report as it was asked for, unless standard output has it in another form, and write the files."""
+    """Print a report as requested, unless standard output has it in another format, and write the files."""
     for path, written in ((options.json, report.to_json), (options.csv, report.to_csv)):
         if path is not None:
             write_text(path, written())

@@ -20,15 +20,15 @@ _SHORTEST = 16
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output goes to; None where it goes to a file or a pipe.
+    """Return the number of columns of the terminal; None if standard output is a file or a pipe.
 
-    The environment variable COLUMNS overrules what the terminal says, as for other programs.
+    The environment variable COLUMNS takes precedence, as in other programs.
     """
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text of at most `width` characters, 1 or more: what is left out of a longer one is its middle.
+    """Return a text of at most `width` characters (1 or more), leaving out the middle of a longer one.
 
     Example:
         >>> shortened("model.layers.0.self_attn.q_proj", 16)
@@ -42,7 +42,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Return a text whose lines are broken between words where they are longer than `width`; None leaves it as it is."""
+    """Return a text with lines broken between words at `width` characters; None leaves it unchanged."""
     if width is None:
         return text
     lines: list[str] = []
@@ -53,16 +53,16 @@ def wrapped(text: str, width: int | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextColumn:
-    """A column of a table: its heading and its cells, and what becomes of it where the table is too wide."""
+    """A column of a table: its heading, its cells, and what to do if the table is too wide."""
 
     heading: str
     cells: Sequence[str]
     right: bool = True
     goes: int | None = None
-    """Columns are left out in this order, the lowest first; those from `LAST` on where the others and shorter cells are not
-    enough. None: never."""
+    """The order in which columns are left out, the lowest first; from `LAST` on only if shorter cells are not enough. None:
+    never."""
     shortens: bool = False
-    """Whether its cells lose their middles where leaving out columns is not enough."""
+    """Whether its cells may lose their middles if leaving out columns is not enough."""
 
 
 def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
@@ -104,7 +104,7 @@ def columns_of(
         headings: one for each cell of a row.
         rows: their cells.
         left: how many of the first columns are aligned to the left.
-        order: the headings of those that go where the table is too wide, the first one first.
+        order: headings of the columns that may be left out, in that order.
     """
     return [
         TextColumn(
@@ -131,11 +131,11 @@ def _made(columns: Sequence[TextColumn]) -> str:
 
 
 _BETWEEN, _PADDING = 2, 2
-"""Blanks between columns, and by how much a column is wider than its heading: `tabulate.MIN_PADDING`."""
+"""Blanks between columns, and how much wider a column is than its heading: `tabulate.MIN_PADDING`."""
 
 
 def _width(columns: Sequence[TextColumn]) -> int:
-    """Return how wide a table of columns is, without making it."""
+    """Return the width of a table with these columns, without making it."""
     widths = (
         max(max(map(len, column.heading.split("\n"))) + _PADDING, max(map(len, column.cells), default=0)) for column in columns
     )
@@ -149,7 +149,7 @@ def _with_narrow_heading(column: TextColumn) -> TextColumn:
 
 
 def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -> list[TextColumn]:
-    """Return columns of which those that may be are narrower by so many characters in all, the widest ones most."""
+    """Return columns with cells shortened by `over` characters in all, the widest ones first."""
     widths = {
         place: max(map(len, (*column.cells, *column.heading.split("\n"))))
         for place, column in enumerate(columns)
@@ -174,14 +174,14 @@ def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -
 # Where a command writes
 
 STDOUT = Path("-")
-"""A file of this name is standard output, to which nothing else is written then."""
+"""As a file name, standard output. Nothing else is written there then."""
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise unless a file can be written, and leave none behind.
+    """Check that a file can be written, without leaving one behind.
 
     Raises:
-        OSError: it cannot.
+        OSError: it can't.
     """
     if path is None or path == STDOUT:
         return
@@ -193,7 +193,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text to a file, or to standard output, there with the end of a line."""
+    """Write a text to a file, or with a newline to standard output."""
     if path == STDOUT:
         sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
     else:

@@ -1,4 +1,4 @@
-"""How a private name of torch is looked up, and what is said where it is missing. The names are in `torch_private`."""
+"""Looks up private names of torch, and reports missing ones. The names are in `torch_private`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memkit.errors import MissingTorchNameError
 
 
 class Feature(Enum):
-    """What stops without a name. The first three look up all of theirs before they begin: see `require`."""
+    """What doesn't work without a name. The first three look up all of their names before they begin: see `require`."""
 
     OFFLOAD = "CPUOffload"
     REMAT = "Rematerialize"
@@ -45,19 +45,19 @@ class PrivateName:
     """One private name of torch."""
 
     symbol: str
-    """Where it is in torch."""
+    """Its qualified name in torch."""
     purpose: str
     features: tuple[Feature, ...]
-    """What stops without it; nothing where it is only asked for by `known`."""
+    """What doesn't work without it; empty if it is only used through `known`."""
     kind: Kind = Kind.VALUE
     sample: str = ""
-    """Of a field that instances have and the class has not: the same field of some instance."""
+    """For an attribute that only instances have: the same attribute of some instance."""
 
     def find(self) -> Any:
         """Look it up.
 
         Raises:
-            MissingTorchNameError: torch does not have it.
+            MissingTorchNameError: torch doesn't have it.
         """
         if self.kind is Kind.INSTANCE_FIELD:
             return self._read
@@ -70,7 +70,7 @@ class PrivateName:
         return attrgetter(self._attribute) if self.kind is Kind.FIELD else found
 
     def missing(self) -> MissingTorchNameError:
-        """Return what to raise where torch does not have it."""
+        """Return the error to raise if torch doesn't have it."""
         needing = ", ".join(feature.value for feature in self.features) or "memkit"
         return MissingTorchNameError(
             f"{needing} {'need' if len(self.features) > 1 else 'needs'} {self.symbol} ({self.purpose}); found torch "
@@ -90,10 +90,10 @@ class PrivateName:
 
 
 def look_up(symbol: str) -> Any:
-    """Return what torch has under a name, whose module may have to be imported.
+    """Return the object with a qualified name in torch, importing its module if needed.
 
     Raises:
-        AttributeError: nothing.
+        AttributeError: there is none.
     """
     parts = symbol.split(".")
     found: Any = torch

@@ -1,6 +1,7 @@
-"""What torch is doing where it is asked: which modes are on, whether anything is compiled, who holds a storage.
+"""Questions about torch's state at the point of the call: which modes are on, whether anything is compiled, who holds a
+storage.
 
-Only questions that are asked by private names of torch (`torch_private.py`), and nothing is kept.
+Only questions that need private names of torch (`torch_private.py`). Nothing is stored here.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 # Modes and classes
 
 _SHOWN = "old_without_ignore_compile_internals_dispatch_mode_flags"
-"""Where a mode notes whether Dynamo was to see another one before. Torch keeps such flags of the process."""
+"""The attribute in which a mode saves a process-wide flag of torch: whether Dynamo may trace under the modes outside."""
 
 
 def leave_mode(mode: DispatchMode) -> None:
-    """Take a dispatch mode off the stack if it is on it, from below others as well, and set torch's flags back to what they
-    were before it was entered. Calling it again does nothing, also where an interrupt has broken off `__enter__`.
+    """Remove a dispatch mode from the stack, even if others are above it, and restore torch's flags to their values before it
+    was entered. May be called again, also after an interrupt in `__enter__`.
 
-    A mode's own `__exit__` forgets the flags first and is not to be called again after an interrupt.
+    A mode's own `__exit__` forgets the flags first, and so can't be called again after an interrupt.
     """
     stack = torch_private.dispatch_modes()
     above = len(stack)
@@ -68,7 +69,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Take a function mode off the stack if it is on it, from below others as well. Calling it again does nothing."""
+    """Remove a function mode from the stack, even if others are above it. May be called again."""
     (pop,), (push,) = map(torch_private.known, ("pop_function_mode", "push_function_mode"))
     stack = function_modes()
     if mode in stack:
@@ -77,32 +78,32 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Tell whether a tensor's class says itself what ops do, as those that wrap other tensors."""
+    """Tell whether a tensor's class has a `__torch_dispatch__` of its own, as wrappers of other tensors do."""
     return type(tensor).__torch_dispatch__ is not torch_private.no_own_dispatch
 
 
 def is_seen_by_modes() -> bool:
-    """Tell whether a dispatch mode sees what runs now."""
+    """Tell whether a dispatch mode is on."""
     return torch_private.num_dispatch_modes() > 0 and not torch_private.is_key_excluded(torch_private.DispatchKey.Python)
 
 
 @contextmanager
 def unseen(lock: AbstractContextManager[object]) -> Iterator[None]:
-    """Return a context in which the caller has a lock, and no dispatch mode sees what is done. Where no mode is on, the lock
-    alone costs the host less."""
+    """Return a context in which the caller holds a lock and no dispatch mode sees ops. If no mode is on, the lock alone costs
+    the host less."""
     with torch_private.without_python_dispatch(), lock:
         yield
 
 
 def sharing_counters() -> AbstractContextManager[object]:
-    """Return a context in which an alias of a tensor shares its version counter, also for a mode that handles an op: there
-    autograd's layers are off, which see to that."""
+    """Return a context in which an alias shares the version counter of its tensor, even inside a dispatch mode's handler, where
+    the layers of autograd that do this are off."""
     is_off = torch_private.is_key_excluded(torch_private.DispatchKey.ADInplaceOrView)
     return torch.overrides.enable_reentrant_dispatch() if is_off else nullcontext()
 
 
 def in_differentiating_transform() -> bool:
-    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or what is made of them; `vmap` is none.
+    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or transforms made of these; `vmap` doesn't count.
 
     Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`.
     """
@@ -111,7 +112,7 @@ def in_differentiating_transform() -> bool:
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and variables hold a storage; the one that asks counts as well."""
+    """Return how many tensors and variables hold a storage, including the caller's."""
     return torch_private.num_storage_users(torch_private.storage_address(storage))
 
 
@@ -122,13 +123,13 @@ _untraced = set[CodeType]()
 
 
 def leave_untraced(function: Any) -> None:
-    """Have Dynamo neither compile a function where it is called, nor whatever that calls. That costs nothing at a call.
+    """Keep Dynamo from compiling a function, and what it calls. This costs nothing per call.
 
-    Dynamo is told by the function's code, and so once for all methods and closures of one kind. Where torch lacks the names for
-    that, which the contexts tell before anything of theirs could be compiled, this does nothing.
+    Dynamo is told by the function's code object, so once for all methods and closures of one kind. If torch lacks the private
+    names, this does nothing; contexts report that before anything of theirs could be compiled.
 
     Args:
-        function: one that is written in Python, or a method, or a part of one (`functools.partial`).
+        function: a Python function, a method, or a `functools.partial` of one.
     """
     code = getattr(getattr(function, "func", function), "__code__", None)
     if code is None or code in _untraced:
@@ -140,13 +141,13 @@ def leave_untraced(function: Any) -> None:
 
 
 def dynamo_is_loaded() -> bool:
-    """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
+    """Tell whether anything may have been compiled in this process, without loading Dynamo, which takes seconds."""
     return torch_private.DYNAMO in sys.modules
 
 
 def in_compiled_function() -> bool:
-    """Tell whether the caller runs inside a function that was compiled, or that was to be and runs as plain Python instead, as
-    under a dispatch mode. Slow on a deep stack."""
+    """Tell whether the caller runs inside a function that was compiled, or that runs as plain Python because of a dispatch
+    mode. Slow on a deep stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == torch_private.COMPILED_CALLER:
@@ -156,10 +157,11 @@ def in_compiled_function() -> bool:
 
 
 def is_saved_by_compiled_code() -> bool:
-    """Tell whether the tensor that a pack hook was given is saved by code that was compiled with its backward: after all of
-    that was launched.
+    """Tell whether the tensor of a pack hook is saved by code that was compiled with its backward, which saves after all of its
+    kernels were launched.
 
-    To be called from within the hook."""
+    To be called from within the hook.
+    """
     if torch_private.DYNAMO not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -174,12 +176,12 @@ def is_saved_by_compiled_code() -> bool:
 
 
 _NUM_FRAMES = 2
-"""Between a hook and the modules that call it for compiled code."""
+"""Frames between a hook and the torch modules that call it for compiled code."""
 
 
 def in_higher_order_op() -> bool:
-    """Tell whether the caller runs inside what a higher-order op, such as `torch.cond` or `flex_attention`, compiles by itself.
-    They do so also where the program compiles nothing.
+    """Tell whether the caller runs inside a function that a higher-order op, such as `torch.cond` or `flex_attention`, is
+    compiling. They do so even if the program compiles nothing.
 
     Source: `torch._higher_order_ops.utils.setup_compilation_env`.
     """
@@ -191,13 +193,13 @@ def in_higher_order_op() -> bool:
 
 
 def is_traced() -> bool:
-    """Tell whether ops are being traced into a graph, as those of a branch of `torch.cond`: a tensor that is made unseen by the
-    tracer becomes a constant of the graph."""
+    """Tell whether ops are being traced into a graph, such as those of a branch of `torch.cond`: a tensor made without the
+    tracer seeing it becomes a constant of the graph."""
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
 
 
 def num_compiled() -> int | None:
-    """Return how many functions Dynamo was asked to compile so far; None if that is not known. Dynamo is loaded."""
+    """Return how many functions Dynamo was asked to compile so far; None if that is not known. Only if Dynamo is loaded."""
     return next((counters["frames"]["total"] for counters in torch_private.known("compile_counters")), None)
 
 
@@ -205,13 +207,13 @@ def num_compiled() -> int | None:
 
 
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
+    """Tell whether either version of FSDP has wrapped a module: `LayerOffload` refuses it."""
     kind = type(module).__name__
     return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
 
 
 def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return which of some modules, and of all under them, FSDP2 has sharded: each once, parents first."""
+    """Return the modules that FSDP2 has sharded among these and their submodules, each once, parents first."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -220,13 +222,13 @@ def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_sharded_by_fsdp2(module: nn.Module) -> bool:
-    """Tell whether FSDP2 has sharded a module, and gathers for its forward and for the backward of that."""
+    """Tell whether FSDP2 has sharded a module, and gathers its parameters for its forward and backward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Return what FSDP2 gathers together of the own parameters of a module that it has sharded: mostly one group, or none."""
+    """Return FSDP2's groups of a module's own parameters that are gathered together: usually one, or none."""
     to_state, to_group = torch_private.FSDP_GROUP
     state = getattr(module, to_state)()
     groups = getattr(state, f"{to_group}s", None)  # newer versions may have several
@@ -235,22 +237,22 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def is_there_in_backward(module: nn.Module) -> bool:
-    """Tell whether FSDP2 gathers the own parameters of a module that it has sharded for the backward of its forward as well."""
+    """Tell whether FSDP2 gathers a sharded module's own parameters for the backward as well."""
     return all(group.unshard_in_backward for group in fsdp_groups(module))
 
 
 def has_gathered(modules: Iterable[nn.Module]) -> bool:
-    """Tell whether FSDP2 gathers the parameters of one of them, for its own forward or for that of a module that it is in."""
+    """Tell whether FSDP2 gathers parameters of one of these modules, for its own forward or an enclosing module's."""
     return any(torch_private.GATHERED_MARK in vars(module) for module in modules)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
+    """Tell whether a tensor is a DTensor, without importing the class, which takes seconds."""
     return type(tensor).__name__ == "DTensor"
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a shard that this rank has, which is no copy; of any other tensor, the tensor."""
+    """Return this rank's part of a DTensor, without copying it; other tensors are returned as they are."""
     if type(tensor).__name__ != "DTensor":  # as `is_dtensor`: this is called for each parameter of a step
         return tensor
     shard: Any = tensor  # torch.distributed is imported only where there are any

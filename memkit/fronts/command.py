@@ -25,10 +25,10 @@ from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs
 from memkit.terminal import STDOUT, terminal_width, write_text
 
 _DTYPE = "float32"
-"""Of inputs for which none is named."""
+"""The default dtype of inputs."""
 _NUM_BUDGETS = 8
 _MOST_TRACES = 14
-"""For how many batches a step is traced."""
+"""The most batches for which a step is traced."""
 
 _logger = logging.getLogger("memkit.cli")
 
