@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from memkit.device.base import Device
 from memkit.owners import with_offloaded_states
 
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that an optimizer has a `StateOffload` from now on.
+    """Note that an optimizer has a `StateOffload` from now on. If that is dropped without `close()`, the host waits for what is
+    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped.
 
     Raises:
         ValueError: it has one already: both would step it.
@@ -24,8 +26,19 @@ def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     found = None if known is None else known()
     if found is not None and found is not states:
         raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
-    _opened[optimizer] = weakref.ref(states)
-    with_offloaded_states[optimizer] = partial(_coming_bytes, _opened[optimizer])
+    _opened[optimizer] = ref = weakref.ref(states)
+    with_offloaded_states[optimizer] = partial(_coming_bytes, ref)
+    _dropped[states] = weakref.finalize(states, _await_all, states.device)
+    _dropped[states].atexit = False
+
+
+_dropped = weakref.WeakKeyDictionary[Any, "weakref.finalize[..., Any]"]()
+"""What is done if one is dropped."""
+
+
+def _await_all(device: Device) -> None:
+    if not device.is_capturing():
+        device.synchronize()
 
 
 def _coming_bytes(ref: weakref.ref[Any]) -> int:
@@ -40,6 +53,7 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
     if known is not None and known() is states:
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
+        _dropped.pop(states).detach()
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
