@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from memkit.device.base import Device
+from memkit.errors import StateOffloadError
 from memkit.owners import with_offloaded_states
 
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
@@ -54,6 +55,19 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
         _dropped.pop(states).detach()
+
+
+class NotCopied:
+    """What steps one optimizer, and no copy of that: see `copy.deepcopy`, `pickle`."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        raise StateOffloadError(
+            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
+            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self.__deepcopy__({})
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from memkit.device import Device, ReferenceDevice
+from memkit.errors import StateOffloadError
 from memkit.states.stepped import ConsumedGradient
 from tests.states.cases import assert_same, assert_same_training, batch, make_net, offload, train
 
@@ -108,3 +112,16 @@ def test_the_optimizer_keeps_it(device: Device) -> None:
     assert states is not None
     assert states.stats().d2h_bytes > 0
     states.close()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps, lambda states: copy.deepcopy({"attribute": states})])
+def test_copies_are_refused(how: Callable[[Any], Any], device: Device) -> None:
+    net = make_net(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with offload(optimizer, device) as states:
+        train(net, optimizer, device, range(2))
+
+        with pytest.raises(StateOffloadError, match=r"copied, or pickled, .* save optimizer.state_dict"):
+            how(states)
+
+        assert_same(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())
