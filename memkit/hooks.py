@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -151,8 +153,9 @@ class HookSet:
         """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` after each gradient that the engine has
         accumulated; `steps` says whether `after` writes to parameters, as an optimizer does."""
         self.before_accumulation(parameter, before)
-        behind = _AfterAccumulation(after)
+        behind = _AfterAccumulation(weakref.proxy(after))
         behind.steps = steps
+        self._handles.append(_Held(after, behind))
         self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
 
     def before_accumulation(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -199,6 +202,17 @@ class _AfterAccumulation(partial[None]):
     """Called after a gradient was accumulated, without a Python frame of its own."""
 
     steps = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Keeps what such a hook calls and knows weakly: Python's collector doesn't see what torch holds there, and frees none."""
+
+    after: Callable[[Tensor], None]
+    behind: _AfterAccumulation
+
+    def remove(self) -> None:  # an interrupt may have left the hook set: from now on it does nothing
+        self.behind.__setstate__((nullcontext().__exit__, (), {}, None))  # type: ignore[attr-defined]  # not in the stubs
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:

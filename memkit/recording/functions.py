@@ -220,7 +220,9 @@ class QuietFunctions(FunctionMode):
                 return False  # something was numbered that nobody knew of
             recording.num_values = call.made  # first, as in `Recording.add_root`
             recording.calls.extend(call.calls)
-        if storage is not None:
+        if storage is not None and recording.expected is None and not call.is_recorded:
+            recording.add_root(results, storage, is_inside=True)  # what was saved in it was not as expected: nothing makes it
+        elif storage is not None:
             recording.current[address] = (weakref.ref(storage), value)
             if recording.expected is not None and not call.is_recorded:
                 recording.expected.unmade.add(value)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from memkit.device.base import Device
+from memkit.errors import StateOffloadError
 from memkit.owners import with_offloaded_states
 
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that an optimizer has a `StateOffload` from now on.
+    """Note that an optimizer has a `StateOffload` from now on. If that is dropped without `close()`, the host waits for what is
+    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped.
 
     Raises:
         ValueError: it has one already: both would step it.
@@ -24,8 +27,19 @@ def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     found = None if known is None else known()
     if found is not None and found is not states:
         raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
-    _opened[optimizer] = weakref.ref(states)
-    with_offloaded_states[optimizer] = partial(_coming_bytes, _opened[optimizer])
+    _opened[optimizer] = ref = weakref.ref(states)
+    with_offloaded_states[optimizer] = partial(_coming_bytes, ref)
+    _dropped[states] = weakref.finalize(states, _await_all, states.device)
+    _dropped[states].atexit = False
+
+
+_dropped = weakref.WeakKeyDictionary[Any, "weakref.finalize[..., Any]"]()
+"""What is done if one is dropped."""
+
+
+def _await_all(device: Device) -> None:
+    if not device.is_capturing():
+        device.synchronize()
 
 
 def _coming_bytes(ref: weakref.ref[Any]) -> int:
@@ -40,6 +54,20 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
     if known is not None and known() is states:
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
+        _dropped.pop(states).detach()
+
+
+class NotCopied:
+    """What steps one optimizer, and no copy of that: see `copy.deepcopy`, `pickle`."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        raise StateOffloadError(
+            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
+            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self.__deepcopy__({})
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
+from memkit.errors import warn_user
 
 if TYPE_CHECKING:
     from memkit.states.one_step import OneStep
@@ -44,11 +46,11 @@ class ForwardOverlap:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, *, in_order: bool) -> None:
         self._optimizer = optimizer
         self._device = device
+        self._leaving: dict[Piece, None] = {}
+        """Pieces that are stepped on the host, and are yet to come back."""
         self._stream = device.new_stream("step")
         self._pending: dict[int, Piece] = {}
-        """Pieces whose step no other stream has waited for yet, by the id of each parameter."""
-        self._leaving: dict[Piece, None] = {}
-        """Which of them are stepped on the host, and are yet to come back."""
+        """Those whose step no other stream has waited for yet, by the id of each parameter."""
         self._stepped: dict[Piece, Event] = {}
         self._read: dict[Piece, list[Tensor]] = {}
         """What steps read that are not noted as given to the stream yet."""
@@ -63,6 +65,16 @@ class ForwardOverlap:
         self._run: OneStep | None = None
         """What the step reads beside."""
         self._stepping: Stepping | None = None
+
+    def __del__(self) -> None:
+        """Dropped with its optimizer: nobody has what was stepped on the host come back any more."""
+        if self._leaving and not sys.is_finalizing():
+            names = next(iter(self._leaving)).names
+            more = f" and {len(self._leaving) - 1} more pieces" if len(self._leaving) > 1 else ""
+            warn_user(
+                f"StateOffload was dropped without close() or wait() while what was stepped on the host was yet to come back: "
+                f"{names}{more} are as before the last step"
+            )
 
     def run(self, stepping: Stepping, pieces: Sequence[Piece], run: OneStep) -> None:
         """Step pieces, behind what the current stream has been given so far."""
@@ -171,8 +183,12 @@ class ForwardOverlap:
             if piece is not None:
                 self._met.setdefault(piece, len(self._met))
                 self._await_piece(piece)
-            if parameter is not None and self._device.takes_notes:
+            if parameter is not None and self._device.takes_notes and self._is_own(parameter):
                 self._device.note_read(parameter.untyped_storage())
+
+    def _is_own(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter is stepped here: of another optimizer's, that one's hook is still to wait for the step."""
+        return any(own is parameter for group in self._optimizer.param_groups for own in group["params"])
 
     def _await_piece(self, piece: Piece) -> None:
         if piece in self._leaving:

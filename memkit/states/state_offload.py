@@ -35,7 +35,7 @@ from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
-from memkit.states.opened import claim, release, weakly
+from memkit.states.opened import NotCopied, claim, release, weakly
 from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
@@ -51,7 +51,7 @@ from memkit.transfer.lanes import lanes_of
 _WHERE = "StateOffload"
 
 
-class StateOffload:
+class StateOffload(NotCopied):
     """Keep an optimizer's states in host memory, and step it piece by piece, bit for bit as it would step by itself.
 
     The optimizer stays the user's own: of any class whose parameters are stepped each by its own gradient. So do the loop, the

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from memkit.device import Device, ReferenceDevice
+from memkit.errors import StateOffloadError
 from memkit.states.stepped import ConsumedGradient
-from tests.states.cases import assert_same_training, batch, make_net, offload, train
+from tests.states.cases import assert_same, assert_same_training, batch, make_net, offload, train
 
 
 @pytest.mark.parametrize("options", [{"overlap_forward": True}, {"when": "backward"}], ids=str)
@@ -61,8 +65,9 @@ def test_parameters_that_come_where_all_states_fit(device: Device, update: str) 
     assert_same_training(*trained(False), *trained(True))
 
 
+@pytest.mark.parametrize("ends", ["step", "backward"])
 @pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"overlap_forward": True}, {"device_budget": "1GiB"}], ids=str)
-def test_one_that_is_dropped_is_let_go(options: Any) -> None:
+def test_one_that_is_dropped_is_let_go(options: Any, ends: str) -> None:
     device = ReferenceDevice()
 
     def dropped() -> list[weakref.ref[Any]]:
@@ -70,12 +75,31 @@ def test_one_that_is_dropped_is_let_go(options: Any) -> None:
         optimizer = torch.optim.AdamW(net.parameters())
         states = offload(optimizer, device, **options)
         train(net, optimizer, device, range(2))
+        if ends == "backward":
+            net(batch(device, 2)).square().mean().backward()
         return [weakref.ref(optimizer), weakref.ref(net.head.weight), weakref.ref(states)]
 
     refs = dropped()
     gc.collect()
     assert [ref() for ref in refs] == [None, None, None]
+    assert not device.races
     torch.nn.Identity()(torch.ones(1))  # the hook of all forwards goes
+
+
+def test_model_whose_optimizer_is_dropped_beside_the_step_is_stepped(device: Device) -> None:
+    def trained(streams: bool) -> torch.nn.Module:
+        net = make_net(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        states = offload(optimizer, device, overlap_forward=True) if streams else None
+        train(net, optimizer, device, range(2))
+        assert states is None or states.stats().num_steps == 2
+        return net
+
+    plain, net = trained(False), trained(True)
+    gc.collect()
+
+    assert_same(net(batch(device, 2)), plain(batch(device, 2)))
+    assert_same(net.state_dict(), plain.state_dict())
 
 
 def test_the_optimizer_keeps_it(device: Device) -> None:
@@ -88,3 +112,16 @@ def test_the_optimizer_keeps_it(device: Device) -> None:
     assert states is not None
     assert states.stats().d2h_bytes > 0
     states.close()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps, lambda states: copy.deepcopy({"attribute": states})])
+def test_copies_are_refused(how: Callable[[Any], Any], device: Device) -> None:
+    net = make_net(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with offload(optimizer, device) as states:
+        train(net, optimizer, device, range(2))
+
+        with pytest.raises(StateOffloadError, match=r"copied, or pickled, .* save optimizer.state_dict"):
+            how(states)
+
+        assert_same(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -182,6 +184,48 @@ def test_a_module_that_reads_those_of_another(device: Device) -> None:
             net.zero_grad()
     for parameter in nets[0].parameters():
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_models_with_an_optimizer_each_wait_for_their_own(update: str) -> None:
+    device = ReferenceDevice()
+    nets, plain = [[make_net(device) for _ in range(2)] for _ in range(2)]
+    own, others = ([torch.optim.AdamW(net.parameters(), fused=True) for net in both] for both in (nets, plain))
+    states = [offload(optimizer, device, overlap_forward=True, update=update) for optimizer in own]
+    for models, optimizers in ((plain, others), (nets, own)):
+        for step in range(3):
+            for net in reversed(models):
+                net(batch(device, step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for each in states:
+        each.close()
+
+    for one, other in zip(nets, plain, strict=True):
+        assert_same(one.state_dict(), other.state_dict())
+
+
+def test_dropped_before_what_was_stepped_on_the_host_came_back() -> None:
+    def dropped() -> tuple[nn.Module, weakref.ref[object]]:
+        device = ReferenceDevice()
+        model = make_net(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        states = offload(optimizer, device, overlap_forward=True, update="host")
+        model(batch(device, 0)).square().mean().backward()
+        optimizer.step()
+        return model, weakref.ref(states)
+
+    def collect() -> None:
+        while states() is not None:  # the thread holds it until all is stepped
+            gc.collect()
+
+    model, states = dropped()
+    with pytest.warns(UserWarning, match=r"dropped without .* parameter 0.* are as before the last step"):
+        collect()
+
+    assert_same(model.state_dict(), make_net(ReferenceDevice()).state_dict())
+    nn.Identity()(torch.ones(1))  # the hook of all forwards goes
 
 
 def test_a_missing_wait_shows() -> None:

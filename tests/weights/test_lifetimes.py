@@ -6,7 +6,10 @@ import copy
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +208,23 @@ def test_no_slot_stays_in_use(step: str, device: Device) -> None:
     assert per_step <= before.num_overflows / 3
     assert after.slot_bytes == before.slot_bytes == sum(offload.plan.slot_bytes)
     assert after.host_bytes == before.host_bytes
+
+
+@pytest.mark.parametrize("train", ["frozen", "host", "fused", "fused, states as well"])
+def test_model_that_is_dropped_takes_all_that_streams_with_it(train: str, device: Device) -> None:
+    model = (only_lora(Stack()) if train == "frozen" else Stack()).to(device.torch_device)
+    options: dict[str, Any] = {"train": train.split(",")[0], "offload_ratio": 0.5, "device": device}
+    if "fused" in train:
+        options["optimizer"] = partial(torch.optim.AdamW, lr=1e-2)
+    offload = memkit.LayerOffload(model, **options)
+    states = memkit.StateOffload(offload.optimizer, when="backward", device=device) if "," in train else None
+    run_step(model, inputs(device))
+    dropped = [weakref.ref(model), weakref.ref(offload), weakref.ref(model.layers[1].up.weight)]
+
+    del model, offload, states
+    gc.collect()
+
+    assert [ref() for ref in dropped] == [None, None, None]
 
 
 def test_dropped_graphs_hold_no_slot(device: Device) -> None:

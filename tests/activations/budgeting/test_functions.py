@@ -755,3 +755,35 @@ def test_op_that_reads_another_value_than_before_holds_that(device: Device) -> N
     other = train(nullcontext)
     for _ in range(2):
         assert_same_bits(train(follow), other)
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("at", [4, 5])
+def test_a_save_within_a_function_that_ends_the_plan(at: int, device: Device) -> None:
+    """The first layer saves its weight as well where its input requires grad."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), *(_Residual() for _ in range(3))).to(device.torch_device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    make = functools.partial(memkit.MemoryBudget, 0.2, TAG, min_bytes=0, device=device)
+
+    for number in range(8):
+        x = torch.randn(5, 16).to(device.torch_device).requires_grad_(number == at)
+        leaves = [*net.parameters(), *([x] if number == at else [])]
+        found = []
+        for used in (nullcontext, make):
+            optimizer.zero_grad()
+            x.grad = None
+            with used():
+                loss = net(x).square().sum()
+            loss.backward()
+            found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+        assert_same_bits(*found)
+        optimizer.step()
