@@ -1,6 +1,4 @@
-"""The only place where torch's module hooks and saved-tensor hooks are set.
-
-Every hook that memkit sets on a model, a graph node or the autograd engine is set here, so that each is removed again, in
+"""The only place where hooks are set on a model, a graph node or the autograd engine, so that each is removed again, in
 reverse order, on success and on error.
 """
 
