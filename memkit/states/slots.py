@@ -31,13 +31,14 @@ class StateSlot:
         self.freed: Event | None = device.record_event(timed=False)
         """Behind the last work on the computing stream that uses the slot; None where `left` comes behind that."""
         self.arrived: Event | None = None
-        """Behind the last copy to the slot."""
+        """Behind the last copy to the slot; None where `left` comes behind that."""
         self.left: Event | None = None
         """Behind the last copy from it to the host."""
 
     def users(self) -> list[Event]:
-        """Return what a copy to the slot waits for."""
-        return [event for event in (self.freed, self.left) if event is not None]
+        """Return what a copy to the slot waits for. A copy before it is among that, where its piece was given up: from memory
+        that is not pinned it is put on the lane late, and could come behind."""
+        return [event for event in (self.freed, self.left, self.arrived) if event is not None]
 
 
 class StateSlots:
@@ -156,7 +157,7 @@ class StateSlots:
         self.note_written(slot.storage)
         slot.freed = freed = self._device.record_event(timed=False)
         slot.left = piece.left = self._copy(piece, slot, span, is_out=True, after=(freed, *span.free_events))
-        slot.freed = None  # the copy waits for that
+        slot.freed = slot.arrived = None  # the copy waits for both
         piece.residency = piece.rest
         slot.piece = None
         self.d2h_bytes += span.num_bytes

@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,12 @@ from memkit.errors import DiskError, StateOffloadError
 from memkit.plan import state_pieces, state_places
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.disk_ring import DiskRing
-from memkit.transfer import ReferenceDisk
+from memkit.states.slots import StateSlots
+from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk_queue import DiskTransfer
 from tests.drawn import examples
 from tests.interrupts import interrupts
+from tests.refusing import PinLimit
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -763,3 +766,46 @@ def test_why_a_step_beside_the_forward_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r'step.* waits for the disk before it returns.*Use when="backward"'):
         offload(optimizer, ReferenceDevice(), disk=ReferenceDisk(), overlap_forward=True)
+
+
+def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy is put on the lane late: the next piece of the slot, whose memory is pinned, waits for that."""
+    device, width = ReferenceDevice(), 512
+    copy_now, fetch = staging._Side._copy, StateSlots.fetch
+    late = list[Any]()
+
+    def copy_late(self: staging._Side, *args: Any) -> Any:
+        if armed:
+            late.append(args)
+            time.sleep(0.1)
+        return copy_now(self, *args)
+
+    def fetch_and_land(self: StateSlots, piece: Any, span: Any) -> None:
+        fetch(self, piece, span)
+        if armed and piece.plan.is_on_disk:
+            states._host.arena.drain()
+            device.synchronize()
+
+    monkeypatch.setattr(staging._Side, "_copy", copy_late)
+    monkeypatch.setattr(StateSlots, "fetch", fetch_and_land)
+    PinLimit(device, monkeypatch, 8 * MIB)  # what the disk needs
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(12))
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in (plain, model)]
+    with pytest.warns(UserWarning, match="did not pin"):
+        states = _offload(optimizers[1], device, _Prompt(), host_budget="22MiB")
+    with states:
+        assert [piece.is_on_disk for piece in states.plan.pieces] == [True] * 5 + [False] * 7
+        for order in (range(12), [4, 11]):  # behind the last one, the two before it are on their way
+            armed = len(order) == 2
+            for net, optimizer in zip((plain, model), optimizers, strict=True):
+                x = torch.ones(2, width)
+                for number in order:
+                    x = torch.tanh(net[number](x))
+                x.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        armed = False
+        assert late
+        assert_same_training(plain, optimizers[0], model, optimizers[1])
