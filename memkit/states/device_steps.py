@@ -197,6 +197,8 @@ class DeviceSteps:
         for record in piece.due if piece.plan.is_resident else ():
             record.numbers = []  # all its states, as they were: they would take as much again until the next step
         if piece.plan.is_resident or piece.layout is None:
+            if piece.plan.is_on_disk:  # nothing comes back to its buffer, behind which that would be free
+                self._slots.await_copied(piece)
             self._release(piece)
             piece.residency = piece.rest
             return

@@ -193,6 +193,12 @@ class StateSlots:
             if copied is not None:
                 self._device.wait_event(self._device.current_stream(), copied)
 
+    def await_copied(self, piece: Piece) -> None:
+        """Have the host wait until the copy of a piece to its slot is done: what it came from may be written to then."""
+        arrived = self.slots[piece.slot].arrived
+        if arrived is not None:
+            self._device.synchronize(arrived)
+
     def wait(self) -> None:
         """Wait until what left is in host memory, and nothing is read there any more: the host may write to it."""
         for slot in self.slots:

@@ -28,6 +28,7 @@ from memkit.states.disk_ring import DiskRing
 from memkit.states.slots import StateSlots
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk_queue import DiskTransfer
+from memkit.transfer.disk_store import DiskStore
 from tests.drawn import examples
 from tests.interrupts import interrupts
 from tests.refusing import PinLimit
@@ -809,3 +810,68 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
         armed = False
         assert late
         assert_same_training(plain, optimizers[0], model, optimizers[1])
+
+
+class _Restarting(torch.optim.Optimizer):
+    """Begins anew every fifth step, behind the last use of its states."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros_like(parameter))
+                mean.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(mean, alpha=group["lr"])
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] == 5:
+                    state.clear()
+
+
+class _Noting(ReferenceDevice):
+    """A device that knows which copies from host memory may be under way yet, as far as the host can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading: list[tuple[int, int, int, int]] = []
+        """Where each begins and ends, the number of its stream, and how many there are on that with it."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        super().copy(destination, source, stream)
+        if self._is_host(source):
+            start = source.data_ptr()
+            self.reading.append((start, start + source.nbytes, stream.number, stream.clock[stream.number]))
+
+    def synchronize(self, event: Any = None) -> None:
+        super().synchronize(event)
+        clock = None if event is None else event.recorded().clock
+        self.reading = [] if clock is None else [one for one in self.reading if clock.get(one[2], 0) < one[3]]
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step leaves no states, no copy comes back to the buffer that tells when the copy from there is done."""
+    device = _Noting()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [_Restarting(net.parameters()) for net in nets]
+    read, num_read = DiskStore.read, []
+
+    def check(self: DiskStore, chunk: Any, span: Any, **options: Any) -> None:
+        first, last = span.whole.data_ptr(), span.whole.data_ptr() + span.num_bytes
+        assert not [one for one in device.reading if one[0] < last and first < one[1]]
+        num_read.append(chunk.name)
+        read(self, chunk, span, **options)
+
+    monkeypatch.setattr(DiskStore, "read", check)
+    with offload(optimizers[1], device, disk=ReferenceDisk(), when=when):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, device, range(11))
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    assert num_read
