@@ -233,6 +233,7 @@ class CutPiece(Piece):
             return super().cut(tensors, num_bytes, rows, entries)
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
+        self.seen = None  # until `note_put`: where that is not reached, chunks of windows are forgotten
         found: list[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]] = []
         for window in self.windows:
             part = tensors_of_part(row, window.elements)

@@ -875,3 +875,32 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
             train(net, optimizer, device, range(11))
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
     assert num_read
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")  # it has read them itself by then
+@pytest.mark.parametrize("num_lines", [5, pytest.param(60, marks=pytest.mark.full)])
+def test_interrupts_as_states_that_lay_as_a_whole_are_cut_in_windows(num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _cut(monkeypatch)
+    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=False))
+    weights = [layer.weight for layer in compared.model.layers[:2]]
+
+    def prepare() -> None:
+        compared.begin_anew()
+        for weight in weights:
+            weight.data = weight.data.mT.contiguous().mT
+        compared.backward()
+        compared.optimizer.step()
+        compared.begin_anew()
+        for weight in weights:
+            weight.data = weight.data.contiguous()
+
+    def step() -> None:
+        compared.backward()
+        compared.optimizer.step()
+
+    for place in interrupts(step, num_lines, prepare=prepare, within="_put"):
+        compared.assert_whole(place)
+        compared.optimizer.step()
+        compared.assert_whole(place)
+    compared.assert_goes_on()
+    compared.close()
