@@ -13,14 +13,19 @@ PACKAGE = str(Path(memkit.__file__).parent)
 DEVICE = str(Path(PACKAGE) / "device")
 
 
+def is_counted(frame: FrameType) -> bool:
+    """Tell whether a frame is one of memkit's, apart from its devices."""
+    filename = frame.f_code.co_filename
+    return filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
+
+
 def num_calls(run: Callable[[], object]) -> int:
     """Return how many of memkit's functions, apart from those of its devices, are called meanwhile."""
     found = 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         nonlocal found
-        filename = frame.f_code.co_filename
-        found += event == "call" and filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
+        found += event == "call" and is_counted(frame)
 
     sys.setprofile(profile)
     try:

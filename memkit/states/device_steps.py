@@ -115,7 +115,6 @@ class DeviceSteps:
         undo_bytes: int,
     ) -> None:
         self._optimizer = optimizer
-        self._device = device
         self._slots = slots
         self._host = host
         self._disk = disk

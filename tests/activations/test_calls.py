@@ -6,7 +6,6 @@ import itertools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from statistics import median
 from types import CodeType, FrameType
 from typing import Any
@@ -24,14 +23,7 @@ from memkit.plan import Action, MemoryPlan
 from memkit.plan.budget import simulate
 from tests.activations.budgeting.plans import planner_of
 from tests.activations.remat.conftest import NO_PLAN_FITS
-
-PACKAGE = str(Path(memkit.__file__).parent)
-DEVICE = str(Path(PACKAGE) / "device")
-
-
-def _is_counted(frame: FrameType) -> bool:
-    filename = frame.f_code.co_filename
-    return filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
+from tests.calls import PACKAGE, is_counted, num_calls
 
 
 def _caller_in_package(frame: FrameType) -> FrameType | None:
@@ -51,9 +43,9 @@ def _calls_across_files(within: CodeType, run: Callable[[], object]) -> list[int
         if event == "call" and frame.f_code is within and not outermost:
             outermost.append(frame)
             found.append(0)
-        elif event == "call" and outermost and _is_counted(frame):
+        elif event == "call" and outermost and is_counted(frame):
             caller = _caller_in_package(frame)
-            if caller is not None and _is_counted(caller) and caller.f_code.co_filename != frame.f_code.co_filename:
+            if caller is not None and is_counted(caller) and caller.f_code.co_filename != frame.f_code.co_filename:
                 found[-1] += 1
         elif event == "return" and outermost and frame is outermost[0]:
             outermost.clear()
@@ -128,34 +120,24 @@ def _python_calls(
 ) -> tuple[int, Any]:
     """Return how many Python functions of memkit, but not of its devices, are called in a steady step, and its figures."""
     device, model, x = ReferenceDevice(), _blocks(num_blocks), torch.randn(8, 32)
-    num_calls = 0
 
     def step() -> None:
         with make(device):
             loss = model(x).sum()
         loss.backward()
 
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        nonlocal num_calls
-        num_calls += event == "call" and _is_counted(frame)
-
     for _ in range(num_steps):
         step()
-    sys.setprofile(profile)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return num_calls, memkit.stats(tag)
+    return num_calls(step), memkit.stats(tag)
 
 
 def _calls_of_offload(ratio: float) -> tuple[int, int]:
     """Return how many calls a step under a ratio takes, and how many storages move in it."""
-    num_calls, stats = _python_calls(
+    found_calls, stats = _python_calls(
         lambda device: memkit.CPUOffload(ratio, "host", min_bytes=1, window_bytes=0, device=device), "host", 4
     )
     assert stats.num_copies_in == stats.num_copies_out > 0
-    return num_calls, stats.num_copies_out
+    return found_calls, stats.num_copies_out
 
 
 def _calls_of_budget(action: Action, every: int, num_blocks: int = 40) -> tuple[int, Any]:
@@ -185,37 +167,37 @@ _NUM_SAVES = 400
 
 
 def test_what_moves_costs_the_host_few_calls() -> None:
-    num_calls, num_moved = _calls_of_offload(1.0)
+    found_calls, num_moved = _calls_of_offload(1.0)
 
     assert num_moved >= 239
-    assert num_calls <= 30 * num_moved
+    assert found_calls <= 30 * num_moved
 
 
 def test_what_stays_costs_the_host_few_calls() -> None:
-    num_calls, num_moved = _calls_of_offload(0.1)
+    found_calls, num_moved = _calls_of_offload(0.1)
 
     assert 20 <= num_moved <= 30
-    assert num_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
+    assert found_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_moves_under_a_budget_costs_the_host_few_calls() -> None:
-    num_calls, stats = _calls_of_budget(Action.OFFLOAD, 1)
+    found_calls, stats = _calls_of_budget(Action.OFFLOAD, 1)
 
     assert stats.num_copies_out >= 100
-    assert num_calls - 3 * (_NUM_SAVES - stats.num_copies_out) <= 30 * stats.num_copies_out
+    assert found_calls - 3 * (_NUM_SAVES - stats.num_copies_out) <= 30 * stats.num_copies_out
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
-    num_calls, stats = _calls_of_budget(Action.OFFLOAD, 10)
+    found_calls, stats = _calls_of_budget(Action.OFFLOAD, 10)
     calls_of_more, stats_of_more = _calls_of_budget(Action.OFFLOAD, 10, num_blocks=80)
     num_moved = stats_of_more.num_copies_out - stats.num_copies_out
 
     assert 20 <= num_moved <= 30
-    assert calls_of_more - num_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
-    assert num_calls <= 2000  # whatever a step takes once
+    assert calls_of_more - found_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
+    assert found_calls <= 2000  # whatever a step takes once
 
 
 @pytest.mark.full

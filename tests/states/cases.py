@@ -259,6 +259,20 @@ def groups_of(model: Net) -> list[dict[str, Any]]:
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
 
 
+def train_within_backwards(
+    model: Net, optimizer: Any, states: Any, device: Device, steps: Iterable[int], *, accumulate: int = 1
+) -> None:
+    """Train as `train` does, where all but the last backward of a step only accumulate."""
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        for part in range(accumulate - 1):
+            with states.accumulate():
+                model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
+        model(batch(device, 10 * step + accumulate - 1, dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
 def train(
     model: Net,
     optimizer: torch.optim.Optimizer,

@@ -26,20 +26,10 @@ from tests.states.cases import (
     often,
     split_evenly,
     train,
+    train_within_backwards,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-
-
-def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range, *, accumulate: int = 1) -> None:
-    dtype = next(model.parameters()).dtype
-    for step in steps:
-        for part in range(accumulate - 1):
-            with states.accumulate():
-                model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
-        model(batch(device, 10 * step + accumulate - 1, dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +54,7 @@ def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[
     with offload(optimizer, device, when="backward", **options) as states:
         for step in range(5):
             train(plain, plain_optimizer, device, range(step, step + 1), accumulate=2)
-            _train(model, optimizer, states, device, range(step, step + 1), accumulate=2)
+            train_within_backwards(model, optimizer, states, device, range(step, step + 1), accumulate=2)
             for scheduler in schedulers:
                 scheduler.step()
         assert_same_training(plain, plain_optimizer, model, optimizer)
@@ -75,7 +65,7 @@ def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with offload(optimizer, device, when="backward", update=update) as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         model(batch(device, 2)).square().mean().backward()
         sizes = [parameter.grad.untyped_storage().nbytes() for parameter in model.parameters() if parameter.grad is not None]
         assert len(sizes) == 9
@@ -94,7 +84,7 @@ def test_with_float32_copies(device: Device, update: str) -> None:
         offload(optimizers[1], device, master=torch.float32, when="backward", update=update) as states,
     ):
         train(models[0], optimizers[0], device, range(4), dtype=torch.bfloat16)
-        _train(models[1], optimizers[1], states, device, range(4))
+        train_within_backwards(models[1], optimizers[1], states, device, range(4))
         assert_same(models[0].state_dict(), models[1].state_dict())
         assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
@@ -154,7 +144,7 @@ def test_a_failed_backward(device: Device) -> None:
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
     with offload(optimizers[1], device, when="backward") as states:
         train(nets[0], optimizers[0], device, range(2))
-        _train(nets[1], optimizers[1], states, device, range(2))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(2))
 
         def fail(_: torch.Tensor) -> None:
             raise ArithmeticError("no")
@@ -178,11 +168,11 @@ def test_loading_between_a_backward_and_the_next(device: Device) -> None:
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
     with offload(optimizers[1], device, when="backward") as states:
         train(nets[0], optimizers[0], device, range(3))
-        _train(nets[1], optimizers[1], states, device, range(5, 7))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(5, 7))
         nets[1].load_state_dict(nets[0].state_dict())
         optimizers[1].load_state_dict(optimizers[0].state_dict())
         train(nets[0], optimizers[0], device, range(3, 5))
-        _train(nets[1], optimizers[1], states, device, range(3, 5))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(3, 5))
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
@@ -289,7 +279,7 @@ def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: 
     optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
     with offload(optimizer, device, when="backward", update="host") as states:
         if has_states:
-            _train(model, optimizer, states, device, range(2))
+            train_within_backwards(model, optimizer, states, device, range(2))
         before = [parameter.detach().clone() for parameter in model.parameters()]
         Failing.fails = 3
         model(batch(device, 5)).square().mean().backward()
@@ -304,9 +294,9 @@ def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: 
         optimizer.zero_grad()
         if has_states:
             with pytest.raises(StateOffloadError, match=r"they are lost\. Load a checkpoint"):
-                _train(model, optimizer, states, device, range(1))
+                train_within_backwards(model, optimizer, states, device, range(1))
         else:
-            _train(model, optimizer, states, device, range(1))
+            train_within_backwards(model, optimizer, states, device, range(1))
 
 
 @pytest.mark.parametrize("update", ["host", "both"])
@@ -336,7 +326,7 @@ def test_the_backward_waits_for_steps_only_where_too_much_is_held(
     if is_bounded:
         monkeypatch.setattr(in_backward, "_HELD_BYTES", largest)
     with offload(optimizer, device, when="backward") as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         steps, wait_event, current = states._in_backward, device.wait_event, device.current_stream()
         assert steps is not None
 
@@ -368,7 +358,7 @@ def test_parameters_may_be_read_once_the_backward_is_over() -> None:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with offload(optimizer, device, when="backward") as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         model(batch(device, 2)).square().mean().backward()
         for parameter in model.parameters():
             device.note_read(parameter.untyped_storage())
@@ -382,7 +372,7 @@ def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host(
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with offload(optimizer, device, when="backward", update="host") as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         model(batch(device, 2)).square().mean().backward()
         for parameter in model.parameters():
             device.note_read(parameter.untyped_storage())
@@ -425,7 +415,7 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
             optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
 
 
 def test_a_replica_is_refused(tmp_path: Any) -> None:

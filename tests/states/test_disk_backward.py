@@ -45,6 +45,7 @@ from tests.states.cases import (
     offload,
     often,
     train,
+    train_within_backwards,
 )
 from tests.states.test_faults import ERRORS, Faulty
 from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, _real_disk
@@ -53,18 +54,6 @@ from tests.threads import num_own_threads
 
 def _offload(optimizer: torch.optim.Optimizer, device: Device, disk: memkit.Disk, **options: Any) -> memkit.StateOffload:
     return offload(optimizer, device, disk=disk, when="backward", **options)
-
-
-def _train(model: Net, optimizer: Any, states: memkit.StateOffload, device: Device, steps: Any, accumulate: int = 1) -> None:
-    """Train as `tests.states.cases.train` does."""
-    dtype = next(model.parameters()).dtype
-    for step in steps:
-        for part in range(accumulate - 1):
-            with states.accumulate():
-                model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
-        model(batch(device, 10 * step + accumulate - 1, dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _assert_no_races(device: ReferenceDevice) -> None:
@@ -85,7 +74,7 @@ def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     with _offload(optimizer, device, ReferenceDisk(seed=seed)) as states:
         for step in range(5):
             train(plain, plain_optimizer, device, [step], accumulate=2)
-            _train(model, optimizer, states, device, [step], accumulate=2)
+            train_within_backwards(model, optimizer, states, device, [step], accumulate=2)
             for scheduler in schedulers:
                 scheduler.step()
             if step % 2:
@@ -111,7 +100,7 @@ def test_the_same_bits_on_a_real_disk(
     threads = num_own_threads()
     with _offload(optimizer, device, _real_disk(tmp_path), device_budget=budget) as states:
         train(plain, plain_optimizer, device, range(4), accumulate=2)
-        _train(model, optimizer, states, device, range(4), accumulate=2)
+        train_within_backwards(model, optimizer, states, device, range(4), accumulate=2)
         assert_same_training(plain, plain_optimizer, model, optimizer)
         assert (states.plan.resident_bytes > 0) == (budget != 0)
     assert_same_training(plain, plain_optimizer, model, optimizer)
@@ -132,7 +121,7 @@ def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for steps in (range(4), range(4, 6)):
             train(nets[0], optimizers[0], device, steps, dtype=torch.bfloat16)
-            _train(nets[1], optimizers[1], states, device, steps)
+            train_within_backwards(nets[1], optimizers[1], states, device, steps)
             for net in nets:
                 with torch.no_grad():
                     net.head.weight.mul_(0.5)
@@ -219,7 +208,7 @@ def test_parameters_that_come_later() -> None:
     optimizers = [_adamw(net) for net in nets]
     with _offload(optimizers[1], device, ReferenceDisk(seed=1)) as states:
         train(nets[0], optimizers[0], device, range(2))
-        _train(nets[1], optimizers[1], states, device, range(2))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(2))
         for net, extra, optimizer in zip(nets, later, optimizers, strict=True):
             optimizer.add_param_group({"params": extra.parameters(), "lr": 1e-3})
             for step in range(3):
@@ -244,7 +233,7 @@ def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch)
                     data = weight.data
                     weight.data = data.mT.contiguous().mT if step in (2, 3, 6) else data.contiguous()
             train(plain, plain_optimizer, device, [step])
-            _train(model, optimizer, states, device, [step])
+            train_within_backwards(model, optimizer, states, device, [step])
             assert_same_training(plain, plain_optimizer, model, optimizer)
     _assert_no_races(device)
 
@@ -254,13 +243,13 @@ def test_a_step_that_was_left_out(device: Device) -> None:
     model = make_net(device)
     optimizer = _adamw(model)
     with _offload(optimizer, device, ReferenceDisk()) as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         model(batch(device, 5)).square().mean().backward()
         optimizer.zero_grad()
         with pytest.raises(StateOffloadError, match=r"call optimizer\.step\(\) first"):
             model(batch(device, 6)).square().mean().backward()
         optimizer.step()
-        _train(model, optimizer, states, device, range(7, 8))
+        train_within_backwards(model, optimizer, states, device, range(7, 8))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +280,7 @@ def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: 
     with _offload(optimizers[1], device, DISKS[kind]()) as states:
         for step in range(5):
             train(nets[0], optimizers[0], device, [step])
-            _train(nets[1], optimizers[1], states, device, [step])
+            train_within_backwards(nets[1], optimizers[1], states, device, [step])
             for net, own in zip(nets, optimizers, strict=True):
                 saved = copy.deepcopy(own.state_dict()["state"])
                 for number, parameter in enumerate(net.parameters()):
@@ -299,7 +288,7 @@ def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: 
                         found = {name: value * 0.5 for name, value in saved[number].items() if name != "step"}
                         own.state[parameter].update(found if is_all else {"exp_avg": found["exp_avg"]})
         train(nets[0], optimizers[0], device, [6])
-        _train(nets[1], optimizers[1], states, device, [6])
+        train_within_backwards(nets[1], optimizers[1], states, device, [6])
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
     _assert_no_races(device)
 
@@ -328,7 +317,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DiskRing, "read", note_read)
     monkeypatch.setattr(DeviceSteps, "step", note_step)
     with _offload(optimizer, device, ReferenceDisk()) as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         for noted in (read, stepped, num_read):
             noted.clear()
         model(batch(device, 2)).square().mean().backward()
@@ -346,7 +335,7 @@ def test_gradients_are_let_go_within_the_backward(device: Device) -> None:
     model = make_net(device)
     optimizer = _adamw(model)
     with _offload(optimizer, device, ReferenceDisk()) as states:
-        _train(model, optimizer, states, device, range(2))
+        train_within_backwards(model, optimizer, states, device, range(2))
         model(batch(device, 2)).square().mean().backward()
         sizes = [parameter.grad.untyped_storage().nbytes() for parameter in model.parameters() if parameter.grad is not None]
         assert len(sizes) == 9
@@ -385,7 +374,7 @@ def test_a_long_run_takes_no_more_than_a_short_one() -> None:
     with _offload(optimizer, device, ReferenceDisk(is_late=False)) as states:
         found = []
         for step in range(60):
-            _train(model, optimizer, states, device, [step])
+            train_within_backwards(model, optimizer, states, device, [step])
             if step % 10 == 5:
                 optimizer.state_dict()
             if step in (8, 20) or step > 57:
@@ -419,7 +408,7 @@ def test_saving_within_a_step(is_cut: bool, is_late: bool, monkeypatch: pytest.M
     optimizers = [_adamw(net) for net in nets]
     with _offload(optimizers[1], device, ReferenceDisk(is_late=is_late)) as states:
         train(nets[0], optimizers[0], device, range(2))
-        _train(nets[1], optimizers[1], states, device, range(2))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(2))
         for net, own in zip(nets, optimizers, strict=True):
             hidden = torch.tanh(net.layers[0](batch(device, 5)))
             net.layers[2](hidden).square().mean().backward()
@@ -430,7 +419,7 @@ def test_saving_within_a_step(is_cut: bool, is_late: bool, monkeypatch: pytest.M
         for own in optimizers:
             own.zero_grad()
         train(nets[0], optimizers[0], device, range(6, 8))
-        _train(nets[1], optimizers[1], states, device, range(6, 8))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(6, 8))
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
     _assert_no_races(device)
 
@@ -441,13 +430,13 @@ def test_loading_between_a_backward_and_the_step() -> None:
     optimizers = [_adamw(net) for net in nets]
     with _offload(optimizers[1], device, ReferenceDisk(is_late=False)) as states:
         train(nets[0], optimizers[0], device, range(3))
-        _train(nets[1], optimizers[1], states, device, range(5, 7))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(5, 7))
         nets[1](batch(device, 8)).square().mean().backward()
         nets[1].load_state_dict(nets[0].state_dict())
         optimizers[1].load_state_dict(optimizers[0].state_dict())
         optimizers[1].zero_grad()
         train(nets[0], optimizers[0], device, range(3, 5))
-        _train(nets[1], optimizers[1], states, device, range(3, 5))
+        train_within_backwards(nets[1], optimizers[1], states, device, range(3, 5))
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
@@ -493,7 +482,7 @@ class _Compared:
         self.plain_optimizer, self.optimizer = _adamw(self.plain), _adamw(self.model)
         self.states = _offload(self.optimizer, device, disk, **options)
         train(self.plain, self.plain_optimizer, device, range(2 * has_states))
-        _train(self.model, self.optimizer, self.states, device, range(2 * has_states))
+        train_within_backwards(self.model, self.optimizer, self.states, device, range(2 * has_states))
         self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
         self.old = _copied(self.plain, self.plain_optimizer)
         train(self.plain, self.plain_optimizer, device, [5])
@@ -517,7 +506,7 @@ class _Compared:
         self.plain.load_state_dict(self.model.state_dict())
         self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         train(self.plain, self.plain_optimizer, self.device, range(7, 9))
-        _train(self.model, self.optimizer, self.states, self.device, range(7, 9))
+        train_within_backwards(self.model, self.optimizer, self.states, self.device, range(7, 9))
         assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
 
     def close(self) -> None:
