@@ -51,6 +51,16 @@ def test_steps_what_a_piece_does(name: str, has_master: bool, stepped: torch.dty
     assert not device.races
 
 
+def test_a_round_that_was_disturbed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([(0.1, 9e9), (20.0, 5e9), (19.0, 6e9)])
+    monkeypatch.setattr(measured, "measure_beside_copies", lambda *_, **__: next(found))
+    monkeypatch.setattr(measured, "_NUM_ROUNDS_ELSEWHERE", measured._NUM_ROUNDS)
+    rates = measure_rates(ReferenceDevice(), torch.optim.SGD([nn.Parameter(torch.zeros(9))]), has_master=False)
+
+    assert (rates.host_numel_per_s, rates.link_bytes_per_s) == (20.0 * 64 * 32, 5e9)
+    assert next(found, None) is None
+
+
 def test_an_optimizer_that_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ArithmeticError("no")
