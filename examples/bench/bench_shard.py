@@ -8,11 +8,13 @@ A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, step
 
     full         all is trained: `shard` and FSDP2 by hand
     lora         a frozen base with adaptors: the same
-    acting       all is trained, by `shard`: plain, and under CPUOffload(0.2), Rematerialize(0.5) and half a MemoryBudget
+    acting       all is trained, by `shard`: plain, and under CPUOffload(0.2), Rematerialize(0.5) and half a MemoryBudget; then
+                 the same with the whole model on each GPU by itself, where the budget takes as many bytes away
     states       all is trained, by `shard`: plain, and with a StateOffload that steps on the device, or on the host, whose last
                  bits differ from those of a GPU. Of AdamW the fused kernel steps, in all three
-    host_params  parameters on the host: FSDP2's CPUOffloadPolicy by hand, one layer gathered ahead, and `shard`. LoRA, with 4 x
-                 2048 tokens and with 1 x 512, where the link counts; and all trained, which the CPU steps
+    host_params  parameters on the host: FSDP2's CPUOffloadPolicy by hand, one layer gathered ahead, and `shard`, also with the
+                 embedding and the head as layers. LoRA, with 4 x 2048 tokens and with 1 x 512, where the link counts; and all
+                 trained, which the CPU steps
     ends         the embedding and the head as layers, gathered by themselves: all trained with shards on the device, and LoRA
                  with parameters on the host, with 4 x 2048 tokens
     profiled     what `profile_memory` of the sharded model says of the same steps: LoRA and all trained
@@ -20,7 +22,13 @@ A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, step
                  parameters after 4 steps, from FSDP2 by hand
 
 Each line has the median seconds of a step, on the slowest rank, and the largest peak bytes of a rank. One more model is
-stepped first, and not counted. Those of `host_params` have as well
+stepped first, and not counted. Contexts are timed once they know how they go on. Those of `states` have as well
+
+    roofline_s    the passes of the plain step and the longest of what the update does: to bring the states of a rank each way,
+                  over links that are all busy; or to step that many numbers on the host while all ranks do
+    of_roofline   the step's seconds over these
+
+Those of `host_params` have
 
     passes_s      of that, the forward and the backward, up to where the host has all gradients
     h2d_gb_per_s  what the link of a rank gives while those of all ranks are busy
@@ -60,7 +68,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit
 from memkit.device import Device, ReferenceDevice, open_device
-from memkit.transfer.link import measure_link
+from memkit.transfer.link import measure_both_ways, measure_link
 
 TAG = "bench"
 Context = Callable[[], AbstractContextManager[Any]]
@@ -184,12 +192,12 @@ def learn(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, cont
 
 
 def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, *, with_bits: bool) -> Run:
-    counter = bench.device.memory_counter()
+    counter, first = bench.device.memory_counter(), bench.num_steps // 3
     losses, times, passes, peaks = [], [], [], [0]
     for step in range(bench.num_steps):
         tokens = bench.tokens(step)
         bench.device.synchronize()
-        if counter is not None:
+        if counter is not None and step == first:  # only here: a `MemoryBudget` reads it as well, and counts anew by itself
             counter.reset_peak()
         start = time.perf_counter()
         with context():
@@ -202,11 +210,10 @@ def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, cont
         optimizer.zero_grad()
         bench.device.synchronize()
         times.append(time.perf_counter() - start)
-        if counter is not None and step >= bench.num_steps // 3:
+        if counter is not None and step >= first:
             peaks.append(counter.peak_bytes())
         losses.append(loss.detach())
     parts = [each.to_local().detach().to("cpu", copy=True) for each in model.parameters()] if with_bits else []
-    first = bench.num_steps // 3
     return Run(
         step_s=statistics.median(times[first:]),
         passes_s=statistics.median(passes[first:]),
@@ -222,16 +229,24 @@ def full(bench: Bench, *, lora: bool = False) -> Iterator[tuple[str, Run]]:
 
 
 def acting(bench: Bench) -> Iterator[tuple[str, Run]]:
-    plain = measure(bench, bench.llama, memkit.shard)
-    yield "plain", plain
-    for name, context in contexts_of(bench, plain).items():
-        yield name, measure(bench, bench.llama, memkit.shard, context, learns=name.startswith("MemoryBudget"))
-        memkit.reset(TAG)
+    saved_bytes = None
+    for where, split in (("", memkit.shard), ("whole: ", _left_whole)):
+        plain = measure(bench, bench.llama, split)
+        yield f"{where}plain", plain
+        saved_bytes = plain.peak_bytes // 2 if saved_bytes is None else saved_bytes
+        for name, context in contexts_of(bench, plain.peak_bytes - saved_bytes).items():
+            run = measure(bench, bench.llama, split, context, learns=True)
+            yield f"{where}{name}", replace(run, more={**run.more, "of_plain": run.step_s / plain.step_s})
+            memkit.reset(TAG)
 
 
-def contexts_of(bench: Bench, plain: Run) -> dict[str, Context]:
+def _left_whole(model: nn.Module) -> nn.Module:
+    return model
+
+
+def contexts_of(bench: Bench, budget_bytes: int) -> dict[str, Context]:
     options: dict[str, Any] = {"tag": TAG, "device": bench.device, **({"min_bytes": 0} if bench.is_tiny else {})}
-    half = "160KiB" if bench.is_tiny else f"{plain.peak_bytes // 2}B"
+    half = "160KiB" if bench.is_tiny else f"{budget_bytes}B"
     return {
         "CPUOffload(0.2)": lambda: memkit.CPUOffload(0.2, **options),
         "Rematerialize(0.5)": lambda: memkit.Rematerialize(0.5, **options),
@@ -240,15 +255,59 @@ def contexts_of(bench: Bench, plain: Run) -> dict[str, Context]:
 
 
 def states(bench: Bench) -> Iterator[tuple[str, Run]]:
-    yield "plain", measure(bench, bench.llama, memkit.shard, fused=True)
-    for update in ("device", "host"):
+    bench = replace(bench, tells_passes=True)
+    dist.barrier()  # from here on the links of all ranks are busy, and their cores
+    both_bytes_per_s = measure_both_ways(bench.device, num_bytes=2**20 if bench.is_tiny else 2**28)
+    dist.barrier()
+    updates_per_s = _host_updates_per_s(2**16 if bench.is_tiny else 2**25)
+    numels: list[int] = []
+    plain = measure(bench, bench.llama, functools.partial(_shard_counted, numels), fused=True)
+    yield "plain", plain
+    bytes_of_states = 2 * (4 if bench.is_tiny else 2) * sum(numels)
+    updates_s = {"device": bytes_of_states / both_bytes_per_s, "host": sum(numels) / updates_per_s}
+    for update, update_s in updates_s.items():
         offload = functools.partial(memkit.StateOffload, update=update, device=bench.device)
-        yield f"StateOffload {update}", measure(bench, bench.llama, memkit.shard, offload=offload, fused=True)
+        run = measure(bench, bench.llama, memkit.shard, offload=offload, fused=True)
+        roofline_s = plain.passes_s + update_s
+        more = {"passes_s": run.passes_s, "roofline_s": roofline_s, "of_roofline": run.step_s / roofline_s}
+        more |= {"both_gb_per_s": both_bytes_per_s / 1e9, "updates_per_s": updates_per_s}
+        yield f"StateOffload {update}", replace(run, more=more)
+
+
+def _shard_counted(numels: list[int], model: nn.Module) -> nn.Module:
+    """Shard, and note the numbers that a rank has of each parameter."""
+    model = memkit.shard(model)
+    numels += [item.to_local().numel() for item in model.parameters()]
+    return model
+
+
+def _host_updates_per_s(numel: int) -> float:
+    """Return how many numbers in bfloat16 the fused AdamW steps on the host, with this rank's threads."""
+    parameters = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - start)
+    return len(parameters) * numel / statistics.median(times[1:])
+
+
+def by_ends(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard, with the embedding and the head as layers of their own."""
+    blocks = [f"model.layers.{number}" for number in range(len(model.model.layers))]
+    model = memkit.shard(model, layers=["model.embed_tokens", *blocks, "lm_head"], **options)
+    model.lm_head.set_reshard_after_forward(False)
+    model.model.embed_tokens.set_unshard_in_backward(False)
+    return model
 
 
 HOST_SPLITS: Mapping[str, Split] = {
     "by hand": lambda model: by_hand(model, offload_policy=CPUOffloadPolicy(pin_memory=next(model.parameters()).is_cuda)),
     "shard": functools.partial(memkit.shard, offload_policy=CPUOffloadPolicy()),
+    "ends as layers": functools.partial(by_ends, offload_policy=CPUOffloadPolicy()),
 }
 
 
@@ -260,7 +319,7 @@ def host_params(bench: Bench) -> Iterator[tuple[str, Run]]:
         shaped = replace(bench, shape=shape)
         build = functools.partial(shaped.llama, lora=lora)
         sizes_bytes: list[int] = []
-        on_device = measure(shaped, build, functools.partial(_shard_counted, sizes_bytes), fused=True)
+        on_device = measure(shaped, build, functools.partial(_shard_weighed, sizes_bytes), fused=True)
         yield f"{name}: shards on the device", on_device
         hand_s = 0.0
         for how, split in HOST_SPLITS.items():
@@ -272,20 +331,11 @@ def host_params(bench: Bench) -> Iterator[tuple[str, Run]]:
             yield f"{name}: {how}", replace(run, more=more)
 
 
-def _shard_counted(sizes_bytes: list[int], model: nn.Module) -> nn.Module:
+def _shard_weighed(sizes_bytes: list[int], model: nn.Module) -> nn.Module:
     """Shard, and note what a rank would bring to the device in a step."""
     model = memkit.shard(model)
     inside = {id(item) for layer in model.model.layers for item in layer.parameters()}
     sizes_bytes += [(2 if id(item) in inside else 1) * item.to_local().nbytes for item in model.parameters()]
-    return model
-
-
-def by_ends(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard, with the embedding and the head as layers of their own."""
-    blocks = [f"model.layers.{number}" for number in range(len(model.model.layers))]
-    model = memkit.shard(model, layers=["model.embed_tokens", *blocks, "lm_head"], **options)
-    model.lm_head.set_reshard_after_forward(False)
-    model.model.embed_tokens.set_unshard_in_backward(False)
     return model
 
 
@@ -339,7 +389,7 @@ def bits(bench: Bench) -> Iterator[tuple[str, Run]]:
         return split(model)
 
     plain = run(by_hand)
-    contexts = contexts_of(bench, plain)
+    contexts = contexts_of(bench, plain.peak_bytes // 2)
     yield compared("by hand, again", run(by_hand), plain)
     yield compared("shard", run(memkit.shard), plain)
     for name, context in contexts.items():
