@@ -71,6 +71,8 @@ from memkit.device import Device, ReferenceDevice, open_device
 from memkit.transfer.link import measure_both_ways, measure_link
 
 TAG = "bench"
+NUM_SETTLING = 4
+"""Steps of the other contexts until they are planned, and need no record."""
 Context = Callable[[], AbstractContextManager[Any]]
 Build = Callable[[], nn.Module]
 Split = Callable[[nn.Module], nn.Module]
@@ -150,7 +152,7 @@ def measure(
     offload: Offload | None = None,
     *,
     with_bits: bool = False,
-    learns: bool = False,
+    num_learning: int = 0,
     **options: Any,
 ) -> Run:
     """Train for some steps, and return what they took; the first third is not timed.
@@ -159,25 +161,25 @@ def measure(
         context: around each forward.
         offload: has the optimizer's states leave the device.
         with_bits: whether to return losses and parameters.
-        learns: whether steps go ahead of these until the context knows on all ranks how it goes on.
+        num_learning: so many steps go ahead of these at least, and more until no rank's `MemoryBudget` tries anything any more.
         options: the optimizer's.
     """
     gc.collect()  # FSDP2's groups are cycles: the model before is gone only now
     model = split(build())
     optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-4, **options)
     with offload(optimizer) if offload is not None else nullcontext():
-        num_learning = learn(bench, model, optimizer, context) if learns else 0
+        num_learned = learn(bench, model, optimizer, context, num_learning) if num_learning else 0
         run = train(bench, model, optimizer, context, with_bits=with_bits)
-    return replace(run, more={**run.more, "num_learning": num_learning}) if learns else run
+    return replace(run, more={**run.more, "num_learning": num_learned}) if num_learned else run
 
 
-def learn(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context) -> int:
+def learn(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, least: int) -> int:
     """Train until no rank's `MemoryBudget` tries anything any more. Return how many steps that took.
 
     It looks itself at the peak of the step before, so nobody starts that anew.
     """
-    most = NUM_LEARNING if bench.is_tiny else MOST_LEARNING
-    for number in range(1, most + 1):
+    number = 0
+    for number in range(1, (least if bench.is_tiny else MOST_LEARNING) + 1):
         tokens = bench.tokens(number)
         with context():
             loss = model(input_ids=tokens, labels=tokens).loss
@@ -186,7 +188,7 @@ def learn(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, cont
         optimizer.zero_grad()
         is_open = torch.tensor(float(is_choosing()), device=bench.device.torch_device)
         dist.all_reduce(is_open)
-        if number >= NUM_LEARNING and not is_open:
+        if number >= least and not is_open:
             break
     return number
 
@@ -235,7 +237,8 @@ def acting(bench: Bench) -> Iterator[tuple[str, Run]]:
         yield f"{where}plain", plain
         saved_bytes = plain.peak_bytes // 2 if saved_bytes is None else saved_bytes
         for name, context in contexts_of(bench, plain.peak_bytes - saved_bytes).items():
-            run = measure(bench, bench.llama, split, context, learns=True)
+            num_learning = NUM_LEARNING if name.startswith("MemoryBudget") else NUM_SETTLING
+            run = measure(bench, bench.llama, split, context, num_learning=num_learning)
             yield f"{where}{name}", replace(run, more={**run.more, "of_plain": run.step_s / plain.step_s})
             memkit.reset(TAG)
 
