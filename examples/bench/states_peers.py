@@ -90,6 +90,7 @@ def torchao(setting: Setting) -> Iterator[Line]:
     trained.clear()
     for row, options in (
         ("both", {"update": "both"}),
+        ("both, beside the next forward", {"update": "both", "overlap_forward": True}),
         ("device", {"update": "device"}),
         ("device, within the backward", {"update": "device", "when": "backward"}),
     ):
@@ -99,12 +100,11 @@ def torchao(setting: Setting) -> Iterator[Line]:
     yield from _eight_bit(trained, setting)
 
 
-def _same_precision(trained: Trained, setting: Setting, options: dict[str, str]) -> Line:
+def _same_precision(trained: Trained, setting: Setting, options: dict[str, Any]) -> Line:
     import memkit
 
     optimizer = torch.optim.AdamW(trained.parameters, lr=LR, fused=True)
-    chosen: dict[str, Any] = options
-    with memkit.StateOffload(optimizer, device=setting.device, **chosen) as states:
+    with memkit.StateOffload(optimizer, device=setting.device, **options) as states:
         return timed(trained, Loop(update=optimizer.step, wait=states.wait), setting, num_steps=NUM_STEPS)
 
 
