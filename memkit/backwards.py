@@ -55,10 +55,12 @@ class BackwardEnd:
 
     def join(self) -> None:
         """Make this thread wait until the backward is over and no thread is in the hook. If an interrupt has kept that from
-        being called, it is not called any more.
+        being called, it is not called any more. Within a backward, which may be this one, nothing is waited for.
 
-        Not to be called within the backward. See [Note: backwards that have failed and are not over].
+        See [Note: backwards that have failed and are not over].
         """
+        if torch_private.backward_task() != -1:
+            return
         while self._hook is not None and self._held() is not None:
             time.sleep(_POLL_S)
         with self._lock:

@@ -131,6 +131,19 @@ def test_interrupts_traceback_keeps_no_backward_from_being_over(monkeypatch: pyt
     del held
 
 
+def test_nobody_waits_within_a_backward_for_itself() -> None:
+    ends, joined = set[backwards.BackwardEnd](), []
+
+    def waits() -> None:
+        backwards.on_end(lambda _: None, among=ends)
+        backwards.join(ends)
+        joined.append(len(ends))
+
+    At.apply(torch.ones(1, requires_grad=True), waits).sum().backward()  # type: ignore[no-untyped-call]
+
+    assert (joined, ends) == ([1], set())
+
+
 def test_backward_within_another_leaves_that_one_alone() -> None:
     x = torch.arange(3.0, requires_grad=True)
     y = At.apply(x * x, lambda: backwards.pass_through(torch.device("cpu")))  # type: ignore[no-untyped-call]
