@@ -2,11 +2,18 @@
 
 Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
 one. Whoever keeps state for a backward keeps it under this number, and registers with `on_end` to hear of the end.
+
+[Note: backwards that have failed and are not over] The engine has a thread for each device but the host, whose part runs in
+the thread that calls `backward()`. Where a node of that part fails, `backward()` raises at once, while the other threads are
+still at the node that each has begun: until these are done the backward is not over, and hooks of it run beside what the caller
+does next. So whoever is about to change what such hooks change waits for them first: `BackwardEnd.join`.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +22,8 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+
+_POLL_S = 1e-4
 
 
 class BackwardEnd:
@@ -26,32 +35,73 @@ class BackwardEnd:
     Source: DistributedDataParallel, which queues its callback the same way.
     """
 
-    __slots__ = ("_held", "_hook")
+    __slots__ = ("_among", "_held", "_hook", "_lock")
 
-    def __init__(self, hook: Callable[[bool], None]) -> None:
+    def __init__(self, hook: Callable[[bool], None], among: set[BackwardEnd] | None) -> None:
+        self._among = among
         self._hook: Callable[[bool], None] | None = hook
+        self._lock = threading.RLock()
         callback = functools.partial(self._tell, False)
         self._held = weakref.ref(callback, lambda _: self._tell(True))
         torch_private.engine.queue_callback(callback)
+        del callback  # an interrupt's traceback would hold it with this frame, and who waits for its death would wait for ever
+        if among is not None:
+            among.add(self)
 
     @property
     def is_over(self) -> bool:
         """Whether the backward is over, even if an interrupt kept the hook from being called."""
         return self._hook is None or self._held() is None
 
+    def join(self) -> None:
+        """Make this thread wait until the backward is over and no thread is in the hook. If an interrupt has kept that from
+        being called, it is not called any more. Within a backward, which may be this one, nothing is waited for.
+
+        See [Note: backwards that have failed and are not over].
+        """
+        if torch_private.backward_task() != -1:
+            return
+        while self._hook is not None and self._held() is not None:
+            time.sleep(_POLL_S)
+        with self._lock:
+            self._hook = None
+        if self._among is not None:
+            self._among.discard(self)
+
     def _tell(self, has_failed: bool) -> None:
-        hook = self._hook
-        if hook is not None:
-            hook(has_failed)
-            self._hook = None  # last, so that the hook hears of it if it was interrupted itself
+        with self._lock:
+            hook = self._hook
+            if hook is not None:
+                hook(has_failed)
+                self._hook = None  # last, so that the hook hears of it if it was interrupted itself
+                if self._among is not None:
+                    self._among.discard(self)
 
 
-def on_end(hook: Callable[[bool], None]) -> BackwardEnd:
+def on_end(hook: Callable[[bool], None], *, among: set[BackwardEnd] | None = None) -> BackwardEnd:
     """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is.
 
     If `hook(False)` raises, the backward fails with that error, and `hook(True)` is called as well, to finish the clean-up.
+
+    Args:
+        hook: what to call.
+        among: what the end is in until the hook was called: see `join`.
     """
-    return BackwardEnd(hook)
+    return BackwardEnd(hook, among)
+
+
+def pass_through(torch_device: torch.device) -> None:
+    """Run a backward of a tensor on a device within the one that runs: once it is over, the engine's thread for the device has
+    come to the end of the node that it was at. The engine puts a backward within another ahead of what that has yet to run."""
+    with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), device=torch_device, requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)
+
+
+def join(ends: set[BackwardEnd]) -> None:
+    """Make this thread wait until backwards are over, as `BackwardEnd.join` does."""
+    for end in tuple(ends):
+        end.join()
 
 
 _IS_OUTPUT = "memkit.output"

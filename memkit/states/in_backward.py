@@ -75,6 +75,8 @@ class BackwardSteps:
         """What steps read, gradients first, with the stream that these come from, and what is reached when they are made."""
         self._held_bytes = 0
         self._end: backwards.BackwardEnd | None = None
+        self._ends = set[backwards.BackwardEnd]()
+        """Those that are yet to come."""
         self._rest = rest
         self._stepping = stepping
         self._on_device = on_device
@@ -159,7 +161,7 @@ class BackwardSteps:
         if piece in self._met:
             self._refuse_another(record)
         if self._end is None or self._end.is_over:
-            self._end = backwards.on_end(weakly(self._let_go))
+            self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
         self._step_whole(piece)
         self._consume(record)
         for part in piece.parts:
@@ -268,6 +270,8 @@ class BackwardSteps:
         Raises:
             StateOffloadError: a step there has failed.
         """
+        if self._ends and torch_private.backward_task() == -1:  # one that has failed may yet step something
+            backwards.join(self._ends)
         try:
             if self._leaving:
                 self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters

@@ -9,14 +9,22 @@ gradient), until the backward is over.
 `memkit.weights.layer_accumulation` takes the gradients of a layer together, `memkit.weights.parameter_accumulation` each by
 itself. For how a backward ends, and what is done if that is interrupted, see [Note: interrupts of streaming] in
 `memkit.weights.streaming`.
+
+[Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, and so the
+engine adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
+refused in the former, with the latter under way: see [Note: backwards that have failed and are not over] in `memkit.backwards`.
+First all hooks refuse to have anything more added in this backward. Then a backward within this one, of a tensor on the device,
+has the device's thread come to the end of the node that it is at. And then the backward is ended as one that has failed, before
+the caller hears of it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from memkit import backwards, torch_private
 from memkit.backwards import BackwardEnd
+from memkit.device.base import Device
 from memkit.errors import LayerOffloadError
 from memkit.weights.binding import StreamedParameter
 from memkit.weights.chunks import LayerChunk
@@ -37,11 +46,20 @@ class Made(NamedTuple):
 
 
 class Accumulation(ABC):
-    """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete."""
+    """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete.
 
-    def __init__(self) -> None:
+    Args:
+        device: where they are made.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._tasks: dict[int, BackwardEnd] = {}
         """The backwards under way, each inside of the one before; also those whose end was interrupted."""
+        self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if device.torch_device.type != "cpu" else _never
+        """Tells a gradient that comes from the host, where a parameter lies while its layer does not run."""
+        self._refused_task, self._refusal = _NONE, ""
+        """The last backward that was refused, in which nothing is added any more, and why."""
 
     @abstractmethod
     def watch(self, chunk: LayerChunk) -> None:
@@ -66,6 +84,10 @@ class Accumulation(ABC):
     @abstractmethod
     def _reset(self) -> None:
         """Drop what is left of a backward that has failed some time ago, and for which `_finish` was interrupted."""
+
+    @abstractmethod
+    def _ask_each(self, task: int) -> None:
+        """Have `_refuse_more` called ahead of each gradient that the engine has in a backward that is refused."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         """Set hooks on layers."""
@@ -108,11 +130,36 @@ class Accumulation(ABC):
     # In a backward
 
     def _enter_backward(self) -> int:
-        """Return the number of the backward that is running; the first time, register for its end."""
+        """Return the number of the backward that is running; the first time, register for its end.
+
+        Raises:
+            LayerOffloadError: it is refused.
+        """
         task = torch_private.backward_task()
         if task not in self._tasks:
+            if task == self._refused_task:
+                self._refuse_more()
             self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
         return task
+
+    def _refuse_host(self, streamed: StreamedParameter) -> NoReturn:
+        """End the backward that runs, which has brought a gradient from the host: see [Note: gradients from the host]."""
+        task = torch_private.backward_task()
+        if task != self._refused_task:
+            self._refusal = (
+                f'"{streamed.name}" streams, and was computed with outside of its layer, where it lies in host memory: its '
+                "gradient comes from there. Do that in the layer's forward (a penalty on its weights), have an optimizer do it "
+                "(weight decay), or have this layer stay on the device: name the others by layers="
+            )
+            self._refused_task = task
+            self._ask_each(task)
+            backwards.pass_through(self._device.torch_device)
+            self._end_backward(task, True)
+        self._refuse_more()
+
+    def _refuse_more(self) -> NoReturn:
+        """Refuse what the device brings in the backward that is refused."""
+        raise LayerOffloadError(self._refusal)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
         """Hand over what is left when a backward has ended.
@@ -130,9 +177,11 @@ class Accumulation(ABC):
         del self._tasks[task]
 
     def reset_interrupted(self) -> None:
-        """Drop what is left of backwards that were interrupted, and whose end was, too. No forward, nor a backward in this
-        thread, may be running."""
-        if self._tasks and all(end.is_over for end in self._tasks.values()):
+        """Drop what is left of backwards that were interrupted, and whose end was, too; wait for those that are not over. No
+        forward, nor a backward in this thread, may be running."""
+        for end in tuple(self._tasks.values()):
+            end.join()
+        if self._tasks:
             for task in self._tasks:
                 self._forget_parts(task)
             self._reset()
@@ -166,3 +215,9 @@ def refuse_graph(made: Sequence[Made]) -> None:
 def sum_of(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of two parts of a gradient, as the engine adds them: torch adds no dense one to a sparse one."""
     return other + one if one.layout is not torch.strided and other.layout is torch.strided else one + other
+
+
+_NONE = -2
+"""The number of no backward."""
+_never = ().__contains__
+"""Says no without a frame of its own."""

@@ -108,6 +108,18 @@ class StreamedParameter:
         for wrapper in self.wrappers:
             set_reported_device(wrapper, HOST)
 
+    def set_gradient_at_rest(self, gradient: Tensor) -> None:
+        """Let `grad` be a tensor of the host, which torch refuses while the parameter lies in a slot: in a forward that an
+        interrupt has left there, and whose end is yet to come."""
+        lying, device = [part.tensor.data for part in self.parts], self.parameter.device
+        with without_modes():
+            self.unbind()
+            self.parameter.grad = gradient
+            for part, data in zip(self.parts, lying, strict=True):
+                part.tensor.data = data
+            for wrapper in self.wrappers:
+                set_reported_device(wrapper, device)
+
     def replace(self, parameter: nn.Parameter) -> None:
         """Let another parameter of the same kind be the one that streams."""
         self.parameter, self.wrappers = parameter, wrappers_in(parameter)

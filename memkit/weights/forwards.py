@@ -156,6 +156,8 @@ class Forwards(NotCopied):
         """
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
+        if self._streamer.backwards:  # one has failed, and is not over
+            backwards.join(self._streamer.backwards)
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
             self._gradients.reset_interrupted()

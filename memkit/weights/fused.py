@@ -48,7 +48,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     _steps = True
 
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__(device)
         self._hooks = HookSet()
         self.optimizer = make(trained)
         steppers[self.optimizer] = weakref.ref(self)

@@ -178,7 +178,10 @@ class HostGradients(LayerAccumulation):
     def _put_back(self) -> None:
         self._rest()
         for streamed, found in {**self._before, **self._totals}.items():
-            streamed.parameter.grad = found
+            if streamed.parameter.is_cpu:
+                streamed.parameter.grad = found
+            else:
+                streamed.set_gradient_at_rest(found)
         self._before.clear()  # last: an interrupt has all be put back again
         self._totals.clear()
 

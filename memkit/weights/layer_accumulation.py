@@ -25,14 +25,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Stream
-from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.weights.accumulation import Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.binding import StreamedParameter
@@ -109,8 +107,7 @@ class LayerAccumulation(Accumulation):
     """
 
     def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device = device
+        super().__init__(device)
         self._has_new_nodes = device.torch_device.type != "cpu"
         """Whether a parameter has another node once it has left a slot: see [Note: when a gradient is complete]."""
         self._watched: dict[LayerChunk, _Layer] = {}
@@ -118,8 +115,6 @@ class LayerAccumulation(Accumulation):
         """The layer that is under way."""
         self._lock = threading.RLock()
         """The engine has a thread for each device."""
-        self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if self._has_new_nodes else _never
-        """Tells a gradient that comes from the host, where a parameter lies while its layer does not run."""
 
     @abstractmethod
     def _admit(self, parameters: Sequence[StreamedParameter]) -> None:
@@ -179,7 +174,7 @@ class LayerAccumulation(Accumulation):
 
         def arrives(grad: Tensor) -> None:
             if is_on_host(grad):
-                _refuse_host(streamed)
+                self._refuse_host(streamed)
             if layer.task != torch_private.backward_task() or layer.is_shared or layer.stream_number != stream_number():
                 self._note_arrival(layer, streamed)
 
@@ -230,12 +225,16 @@ class LayerAccumulation(Accumulation):
             layer.waits_in = _NOT_WAITING
             if layer.task != task:
                 with self._lock:
+                    if task == self._refused_task:
+                        self._refuse_more()
                     self._open(layer, task)
 
     def _note_arrival(self, layer: _Layer, streamed: StreamedParameter) -> None:
         """Handle a gradient that comes while its layer is not open, or that is one of several parts."""
         with self._lock:
             task = torch_private.backward_task()
+            if task == self._refused_task:
+                self._refuse_more()
             if layer.task != task:
                 self._open(layer, task)
             if layer.is_shared:
@@ -300,6 +299,10 @@ class LayerAccumulation(Accumulation):
             if layer.num_come[task, streamed] == layer.num_alive(streamed):
                 yield Made(streamed, layer.parts[task].pop(streamed))
 
+    def _ask_each(self, task: int) -> None:
+        for layer in self._watched.values():
+            layer.is_shared = layer.is_shared or layer.task == task  # whose arrivals are all noted
+
     def _take_left(self, task: int) -> None:
         with self._lock:
             if self._layer is not None and self._layer.task == task:
@@ -321,15 +324,6 @@ class LayerAccumulation(Accumulation):
                 layer.task = -1
 
 
-def _refuse_host(streamed: StreamedParameter) -> NoReturn:
-    """Raise LayerOffloadError: the engine adds what comes from the host in another thread, and to what is on the device."""
-    raise LayerOffloadError(
-        f'"{streamed.name}" streams, and was computed with outside of its layer, where it lies in host memory: its gradient '
-        "comes from there. Do that in the layer's forward (a penalty on its weights), have an optimizer do it (weight decay), "
-        "or have this layer stay on the device: name the others by layers="
-    )
-
-
-_never, _nothing = ().__contains__, callable
-"""Says no, or is called for nothing, without a frame of its own."""
+_nothing = callable
+"""Is called for nothing, without a frame of its own."""
 _grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradient"), attrgetter("requires_grad")

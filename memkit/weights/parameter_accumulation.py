@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.device.base import Device
 from memkit.hooks import HookSet
 from memkit.weights.accumulation import Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.binding import StreamedParameter
@@ -59,13 +60,17 @@ class _Sum:
 
 
 class ParameterAccumulation(Accumulation):
-    """Hands over each gradient when it is complete."""
+    """Hands over each gradient when it is complete.
+
+    Args:
+        device: where they are made.
+    """
 
     _steps = False
     """Whether parameters are written to when their gradients are handed over."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
         self._sums: dict[StreamedParameter, _Sum] = {}
 
     @abstractmethod
@@ -115,9 +120,13 @@ class ParameterAccumulation(Accumulation):
 
     # In a backward
 
-    def _before(self, streamed: StreamedParameter, _: Tensor) -> None:
+    def _before(self, streamed: StreamedParameter, made: Tensor) -> None:
         """The engine has a gradient of a parameter, and is about to add it to `grad`."""
+        if self._is_on_host(made):
+            self._refuse_host(streamed)
         task = torch_private.backward_task()
+        if task == self._refused_task:
+            self._refuse_more()
         if task not in self._tasks:
             self._enter_backward()
         grad = streamed.parameter.grad
@@ -139,6 +148,9 @@ class ParameterAccumulation(Accumulation):
         known.parts[task] = made if part is None else sum_of(part, made)
         if known.is_complete(task):
             self._take(streamed, known.parts.pop(task))
+
+    def _ask_each(self, task: int) -> None:
+        pass  # that is done for each gradient
 
     def _forget_parts(self, task: int) -> None:
         for streamed, known in self._sums.items():

@@ -90,8 +90,8 @@ class Streamer:
         self._in_backward: LayerChunk | None = None
         self.lying: Lying | None = None
         """The layer whose backward is going on."""
-        self._backward = -1
-        """The last backward whose end is seen."""
+        self._backward, self.backwards = -1, set[backwards.BackwardEnd]()
+        """The last backward whose end is seen, and the ends that are yet to come."""
         self._is_closed = False
 
     def count_on(self, before: Streamer) -> None:
@@ -195,7 +195,7 @@ class Streamer:
             if self._is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
             if self._backward != torch_private.backward_task():
-                backwards.on_end(lambda _: self.rest())
+                backwards.on_end(lambda _: self.rest(), among=self.backwards)
                 self._backward = torch_private.backward_task()
             slot = self.use(chunk)
             self._in_backward = chunk
@@ -340,10 +340,8 @@ class Streamer:
             return chunk.written
 
     def flush(self) -> None:
-        """Have the host copies be what is in slots that were written to; the host waits for all copies.
-
-        Also for those that are not noted, since an interrupt came ahead of that.
-        """
+        """Have the host copies be what is in slots that were written to; the host waits for all copies, also for those that are
+        not noted, since an interrupt came ahead of that."""
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:
@@ -393,6 +391,7 @@ class Streamer:
 
     def close(self) -> None:
         """Give the slots' memory back; the host waits for all copies."""
+        backwards.join(self.backwards)
         with self.lock:
             self._is_closed = True
             self.rest()

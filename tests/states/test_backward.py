@@ -14,6 +14,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.states import host_steps, in_backward
 from memkit.states.slots import StateSlot, StateSlots
+from tests.engine import LateThread
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -416,6 +417,30 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
         optimizer.step()
         optimizer.zero_grad()
         train_within_backwards(model, optimizer, states, device, range(2))
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes next waits for that thread, which may be about to step a parameter."""
+    device, log = ReferenceDevice(), list[str]()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("the test's own")
+
+    with offload(optimizer, device, when="backward") as states:
+        late = LateThread(monkeypatch)
+        handle = list(model.parameters())[2].register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(batch(device, 0)).square().mean().backward()
+        handle.remove()
+        late.leave(lambda: log.append("node"), after_s=0.02)
+        states.close() if closes else optimizer.step()
+        log.append("next")
+        late.join()
+
+    assert log == ["node", "next"]
 
 
 def test_a_replica_is_refused(tmp_path: Any) -> None:

@@ -100,3 +100,17 @@ def test_cast_of_all_is_told_by_one_parameter(change: Callable[[nn.Sequential], 
     change(layer)
 
     assert binding.may_be_cast()
+
+
+def test_gradient_is_of_the_host_also_while_a_parameter_lies_elsewhere() -> None:
+    (streamed, *_) = _chunk(_layer().requires_grad_()).parameters
+    parameter, gradient = streamed.parameter, torch.ones(4, 4)
+    other = parameter.data = torch.zeros(4, 4, dtype=torch.float64)  # torch asks for its device, and its dtype
+    with pytest.raises(RuntimeError, match="assign"):
+        parameter.grad = gradient
+
+    streamed.set_gradient_at_rest(gradient)
+
+    assert parameter.data_ptr() == other.data_ptr()
+    streamed.unbind()
+    assert parameter.grad is gradient

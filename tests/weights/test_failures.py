@@ -5,23 +5,26 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import memkit
 from memkit import torch_private
-from memkit.device import Device
+from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
 from memkit.transfer import host_memory
 from memkit.weights import forwards
 from memkit.weights.layer_accumulation import _Layer
 from memkit.weights.parameter_accumulation import _Sum
-from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
+from tests.engine import LateThread
+from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, results, run_step
 
 
 class ModelError(Exception):
@@ -193,6 +196,95 @@ def test_recomputation_while_a_forward_in_another_thread_is_going_on(device: Dev
     with case.offload, Waiting(case), monkeypatch.context() as patched:
         patched.setattr(forwards, "torch_private", SimpleNamespace(**names, backward_task=lambda: 7))
         case.model.layers[3](case.batches[0])
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
+    train: str, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes next waits for that thread, which may be about to add to a gradient, or to have a layer lie in a slot."""
+    device, error = ReferenceDevice(), ModelError("a backward")
+    batches, log = inputs(device), list[str]()
+    model = Stack(4)
+    model = only_lora(model) if train == "frozen" else model
+    models = model, copy.deepcopy(model)
+    offloads = [
+        memkit.LayerOffload(
+            one, offload_ratio=1.0, train=train, device=device, optimizer=partial(SGD, lr=0.1) if train == "fused" else None
+        )
+        for one in models
+    ]
+
+    def fails(one: nn.Module, batch: Tensor) -> None:
+        handle = one.get_submodule("layers.1").register_forward_hook(lambda *given: FailsBackward.apply(given[-1], error))
+        with pytest.raises(ModelError, match="a backward"):
+            one(batch).square().mean().backward()
+        handle.remove()
+
+    def at_a_node() -> None:
+        log.append("node")
+        late_layer = model.get_submodule("layers.2")
+        chunk = next(chunk for chunk in offloads[0]._chunks if chunk.module is late_layer)
+        log.extend("lent" for _ in chunk.uses)
+        for parameter in late_layer.parameters():
+            if parameter.requires_grad and train == "host":
+                parameter.grad = torch.ones_like(parameter)
+
+    run_step(models[0], batches[:1])
+    run_step(models[1], batches[:1])
+    with monkeypatch.context() as patch:
+        late = LateThread(patch)
+        fails(models[0], batches[0])
+        late.leave(at_a_node, after_s=0.02)
+        if closes:
+            offloads[0].close()
+        else:
+            found = models[0](batches[1])
+        log.append("next")
+        late.join()
+    fails(models[1], batches[0])
+
+    assert log == ["node", "lent", "next"]
+    if closes:
+        offloads[1].close()
+    else:
+        assert torch.equal(found, models[1](batches[1]))
+    assert_same(results(models[0], []), results(models[1], []))
+    assert_same(run_step(models[0], batches), run_step(models[1], batches))
+    assert_same(models[0].state_dict(), models[1].state_dict())
+    for offload in offloads:
+        offload.close()
+    device.synchronize()
+    assert not device.races
+
+
+def test_recomputation_that_is_interrupted_leaves_the_gradients_before_it(device: Device) -> None:
+    """The layer's parameters are still in a slot when the backward is over."""
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    model = Stack(4, run=run, block=Failing).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
+        assert_same(run_step(model, batches), before := run_step(plain, batches))
+        loss = model(batches[0]).sum()
+        model.get_submodule("layers.1").error = SystemExit("again")  # type: ignore[assignment]  # an attribute of the test's own
+        with pytest.raises(SystemExit, match="again"):
+            loss.backward()
+        model.get_submodule("layers.1").error = None  # type: ignore[assignment]
+        model(batches[0])  # which waits for what the engine has yet to do
+        found = results(model, [])
+        plain(batches[0]).sum().backward()
+        for name, after in results(plain, []).items():
+            assert torch.equal(found[name], before[name]) or torch.equal(found[name], after), name
+
+        for one in (model, plain):
+            one.zero_grad()
+        assert_same(run_step(model, batches), run_step(plain, batches))
 
 
 def test_layer_is_interrupted_and_the_weights_are_read_next(device: Device) -> None:
@@ -377,7 +469,7 @@ def test_device_has_no_room_for_an_overflow(is_backward: bool, device: Device, m
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return super().forward(x), self.weight.t()
 
-    def allocate(num_bytes: int) -> torch.UntypedStorage:
+    def allocate(device: Device, num_bytes: int) -> torch.UntypedStorage:
         raise torch.OutOfMemoryError("no room")
 
     model = Stack(4, block=lambda: Returning(16, 16)).to(device.torch_device)
@@ -390,7 +482,7 @@ def test_device_has_no_room_for_an_overflow(is_backward: bool, device: Device, m
             y = model.layers[1](model.layers[0](x)[0])[0]
         kept = model.layers[2](x)[1]
         with monkeypatch.context() as patch:
-            patch.setattr(device, "allocate", allocate)
+            patch.setattr(type(device), "allocate", allocate)  # of a GPU the first object that stood for it may be asked
             with pytest.raises(torch.OutOfMemoryError, match="no room"):
                 y.sum().backward() if is_backward else model.layers[1](x)
         assert owner_of(model.layers[1].weight.untyped_storage()) is None
@@ -404,17 +496,17 @@ def test_device_has_no_room_for_an_overflow(is_backward: bool, device: Device, m
 def test_device_has_no_room_for_the_slots(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = only_lora(Stack(4)).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    allocate, num_left = device.allocate, 1
+    allocate, num_left = type(device).allocate, 1
 
-    def allocate_once(num_bytes: int) -> torch.UntypedStorage:
+    def allocate_once(device: Device, num_bytes: int) -> torch.UntypedStorage:
         nonlocal num_left
         num_left -= 1
         if num_left < 0:
             raise torch.OutOfMemoryError("no room")
-        return allocate(num_bytes)
+        return allocate(device, num_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(device, "allocate", allocate_once)
+        patch.setattr(type(device), "allocate", allocate_once)
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             memkit.LayerOffload(model, offload_ratio=1.0, device=device)
 

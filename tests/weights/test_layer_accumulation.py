@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit
+from memkit import backwards
 from memkit.device import Device, ReferenceDevice
-from memkit.weights.accumulation import Made
+from memkit.weights.accumulation import Accumulation, Made
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradients import HostGradients
 from memkit.weights.streaming import Streamer
+from tests.engine import LateThread
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused
 
 Run = Callable[[nn.ModuleList, Tensor], Tensor]
@@ -325,42 +329,163 @@ def test_branches_whose_layers_take_turns() -> None:
         _check(plain, model, _step)
 
 
-def _penalized(model: nn.Module) -> None:
-    """A step whose loss has a part that is computed with the parameters themselves."""
-    for batch in inputs(ReferenceDevice()):
-        (model(batch).square().mean() + sum(weight.square().sum() for weight in model.parameters())).backward()
+# Gradients that come from the host
 
 
-def test_gradient_that_comes_from_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be added to what is on the device, by another thread of the engine."""
-    plain, model = _models()
-    make = HostGradients.__init__
+class _Penalty:
+    """A loss with a part that is computed with the parameters themselves. Where the device is the host, the first gradient of
+    such a loss counts as one that comes from there."""
 
-    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
-        make(gradients, *given, **options)
-        gradients._is_on_host = lambda _: is_penalized
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_asked_for = False
+        make = Accumulation.__init__
 
-    is_penalized = False
-    monkeypatch.setattr(HostGradients, "__init__", make_for_these)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step, num_steps=2)
-        is_penalized = True
+        def make_for_these(gradients: Accumulation, device: Device) -> None:
+            make(gradients, device)
+            if device.torch_device.type == "cpu":
+                gradients._is_on_host = lambda _: self.is_asked_for
+
+        patch.setattr(Accumulation, "__init__", make_for_these)
+
+    def is_refused(self, model: nn.Module, batch: Tensor) -> None:
+        penalty: Any = sum(weight.square().sum() for weight in model.get_submodule("layers").parameters())
+        self.is_asked_for = True
         with pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer"):
-            _penalized(model)
-        is_penalized = False
+            (model(batch).square().mean().cpu() + penalty).backward()
+        self.is_asked_for = False
+
+
+@pytest.fixture
+def penalty(monkeypatch: pytest.MonkeyPatch) -> _Penalty:
+    return _Penalty(monkeypatch)
+
+
+ON_BOTH = pytest.mark.parametrize("device", ["late", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+def _grads(model: nn.Module) -> list[Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.cpu().clone() for parameter in model.parameters()]
+
+
+def _are_either(found: Sequence[Tensor | None], *others: Sequence[Tensor | None]) -> bool:
+    """Tell whether each is what one of the others has in its place."""
+    return all(
+        any(one is other if one is None or other is None else torch.equal(one, other) for other in at)
+        for one, *at in zip(found, *others, strict=True)
+    )
+
+
+@ON_BOTH
+@pytest.mark.parametrize("is_accumulated", [False, True])
+def test_gradient_that_comes_from_the_host_is_refused(is_accumulated: bool, penalty: _Penalty, device: Device) -> None:
+    """It would be added to what is on the device, by another thread of the engine. What is made there is added whole or not."""
+    plain, model = (one.to(device.torch_device) for one in _models())
+    batches = inputs(device)
+    step = partial(_step, batches=batches)
+    with _streaming(model, device) as gradients:
+        if is_accumulated:
+            _check(plain, model, step, num_steps=2)
+        before = _grads(plain)
+        step(plain, batches=batches[:1])
+        penalty.is_refused(model, batches[0])
+
+        assert not gradients._tasks
+        assert all(weight.is_cpu for weight in model.get_submodule("layers").parameters())
+        assert _are_either(_grads(model), before, _grads(plain))
+
         for one in (plain, model):
             one.zero_grad()
-        _check(plain, model, _step, num_steps=2)
+        _check(plain, model, step, num_steps=2)
 
 
-@pytest.mark.gpu
-def test_penalty_on_streamed_parameters_is_refused_on_a_gpu() -> None:
-    model = Stack(4)
-    with memkit.LayerOffload(model, offload_ratio=1.0, train="host"):
-        batch = torch.randn(8, WIDTH, device="cuda")
-        penalty = sum(weight.square().sum() for weight in model.layers.parameters())
-        with pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer"):
-            (model(batch).square().mean() + penalty).backward()  # type: ignore[union-attr]  # a number of the host
+@ON_BOTH
+@pytest.mark.parametrize("train", ["host", "fused"])
+def test_close_once_a_gradient_that_comes_from_the_host_was_refused(train: str, penalty: _Penalty, device: Device) -> None:
+    plain, model = (one.to(device.torch_device) for one in _models())
+    batches, counter = inputs(device), device.memory_counter()
+    assert counter is not None
+    make = partial(torch.optim.SGD, lr=0.1)
+    allocated_bytes = []
+    for _ in range(3):
+        plain.load_state_dict(model.state_dict())
+        before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+        optimizer = make if train == "fused" else None
+        with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train=train, optimizer=optimizer):
+            penalty.is_refused(model, batches[0])
+        if train == "fused":
+            steps = make(plain.parameters())
+            _step(plain, batches[:1])
+            steps.step()
+
+        assert all(parameter.device == device.torch_device for parameter in model.parameters())
+        assert all(parameter.grad is None or parameter.grad.device == parameter.device for parameter in model.parameters())
+        found = [parameter.detach().cpu() for parameter in model.parameters()]
+        assert _are_either(found, before, [parameter.detach().cpu() for parameter in plain.parameters()])
+        plain.load_state_dict(model.state_dict())
+        for one in (plain, model):
+            one.zero_grad()
+        _check(plain, model, partial(_step, batches=batches), num_steps=2)
+        for one in (plain, model):
+            one.zero_grad()
+        gc.collect()
+        allocated_bytes.append(counter.allocated_bytes())
+
+    assert allocated_bytes[1:] == allocated_bytes[1:2] * 2
+
+
+@pytest.mark.parametrize("train", ["host", "fused"])
+def test_nothing_more_is_added_in_a_backward_that_is_refused(
+    train: str, penalty: _Penalty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the engine's thread for the device would go on to do."""
+    refused = pytest.raises(memkit.errors.LayerOffloadError, match="computed with outside of its layer")
+    device, (_, model), counts = ReferenceDevice(), _models(), list[int]()
+    optimizer = partial(torch.optim.SGD, lr=0.1) if train == "fused" else None
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train=train, optimizer=optimizer) as offload:
+
+        def go_on(_: torch.device) -> None:
+            gradients = offload._gradients
+            assert gradients is not None
+            before, penalty.is_asked_for = _grads(model), False
+            for chunk in offload._chunks:
+                for item in chunk.parameters:
+                    with refused:
+                        (
+                            gradients._arrives(gradients._watched[chunk], item)(torch.zeros_like(item.parameter))
+                            if isinstance(gradients, HostGradients)
+                            else gradients._before(item, torch.zeros_like(item.parameter))
+                        )
+                if isinstance(gradients, HostGradients) and gradients._watched[chunk].task == -1:
+                    with refused:
+                        gradients.begin_backward(chunk)
+            assert _are_either(_grads(model), before)
+            counts.append(len(offload._chunks))
+
+        monkeypatch.setattr(backwards, "pass_through", go_on)
+        penalty.is_refused(model, inputs(device)[0])
+    assert counts == [4]
+
+
+def test_backward_that_is_refused_has_ended_before_the_engine_is_done_with_it(
+    penalty: _Penalty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what the caller does to gradients next counts."""
+    (plain, model), device = _models(), ReferenceDevice()
+    with _streaming(model, device) as gradients:
+        _check(plain, model, _step, num_steps=1)
+        late = LateThread(monkeypatch)
+        penalty.is_refused(model, inputs(device)[0])
+        num_tasks = len(gradients._tasks)
+        for one in (plain, model):
+            one.zero_grad()
+        late.leave()
+        late.join()
+
+        assert num_tasks == 0
+        assert not results(model, [])
+        _check(plain, model, _step, num_steps=1)
+        late.leave()
+        late.join()
 
 
 # What else a backward may be asked for
