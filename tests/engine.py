@@ -1,4 +1,4 @@
-"""Stands in for the threads that the engine has for devices, where only the host computes."""
+"""The threads that autograd's engine has for devices, and what stands in for them where only the host computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from memkit import torch_private
 
@@ -42,3 +43,16 @@ class LateThread:
         """Make the caller wait until it has left."""
         for thread in self._threads:
             thread.join()
+
+
+def let_go_of_last_backward(torch_device: torch.device) -> None:
+    """Have autograd's thread for a GPU be done with all backwards until now; elsewhere there is none.
+
+    `backward()` returns when that thread has told of its end, which is ahead of its letting go: of the modes and hooks that
+    were on as the backward began, and of the error that has broken it off, with the frames in its traceback and the graph in
+    these. For that it needs Python's lock, which the caller may keep for long. It takes up nothing else before.
+
+    Source: `Engine::thread_main` in torch/csrc/autograd/engine.cpp.
+    """
+    if torch_device.type != "cpu":
+        torch.ones(1, device=torch_device, requires_grad=True).sum().backward()

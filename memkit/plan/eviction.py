@@ -110,6 +110,10 @@ class Walk:
         """What the replay under way will read, and until which op."""
         self.clock = 0
         """How many saves and requests there were."""
+        self.given = set[int]()
+        """What the node of the graph that asks now has been given, and holds: to drop it would free nothing, and what is made
+        again for its next request would be there twice."""
+        self._asks = -1
         self._touched: dict[int, int] = {}
         # [Note: ranking] The value that goes is found without a look at all of them. What it takes to make a value again is
         # known as a bound from below, at first its own op. A value that goes makes others cost more, which leaves the bounds
@@ -126,6 +130,14 @@ class Walk:
     def staleness(self, value: int) -> int:
         """Return how many saves and requests ago a value came to the device, at least 1."""
         return self.clock - self._touched[value] + 1
+
+    def note_request(self, value: int, node: int) -> None:
+        """Take note that a node of the graph asks for a value: until another one asks, the value is not dropped."""
+        self.clock += 1
+        if node != self._asks:
+            self._asks = node
+            self.given.clear()
+        self.given.add(value)
 
     def admit(self, value: int) -> None:
         """Take note of a saved value that is on the device now and may be dropped."""
@@ -144,7 +156,7 @@ class Walk:
         self.peak_bytes = max(self.peak_bytes, self._store.live_bytes + self.temp_bytes)
 
     def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
-        """Drop values until so many bytes more would fit, except those that are needed; tell whether they do."""
+        """Drop values until so many bytes more would fit, except those that are needed or given; tell whether they do."""
         while self._store.live_bytes + self.temp_bytes + num_bytes > self.limit_bytes:
             victim = self._victim(needed)
             if victim is None:
@@ -153,7 +165,7 @@ class Walk:
         return True
 
     def _victim(self, needed: Container[int]) -> int | None:
-        """Return the value with the lowest score, but those that are needed: see [Note: ranking]."""
+        """Return the value with the lowest score, but those that are needed or given: see [Note: ranking]."""
         evictable, num_replays, max_replays = self.evictable, self.num_replays, self.score.max_replays
         self._note_come()
         if self.clock > self._ranked_until:
@@ -164,7 +176,7 @@ class Walk:
             value = entry[1]
             if value not in evictable or num_replays.get(value, 0) >= max_replays:
                 continue
-            if value in needed:
+            if value in needed or value in self.given:
                 passed.append(entry)
                 continue
             enough_s = 2 * self._bound_s(value) + _LEAST_COST_S

@@ -147,7 +147,7 @@ class _Simulation(Timeline):
                         self._free(used)
                 given, end = [], step.use_end(place)
             self._now = place
-            walk.clock += 1
+            walk.note_request(value, end)
             if value not in self._saved_at or value in self._held_roots or value in self._moved:
                 continue
             if value not in self._present:

@@ -18,6 +18,7 @@ from tests.activations.conftest import deterministic, only_new_objects, open_tes
 from tests.activations.remat.cases import COMPUTATIONS as ALL_COMPUTATIONS
 from tests.activations.remat.conftest import any_costs, quick_plans, without_collector
 from tests.contracts.contexts import KINDS, MORE_KINDS, Kind
+from tests.engine import let_go_of_last_backward
 
 __all__ = ["any_costs", "deterministic", "only_new_objects", "quick_plans", "without_collector"]
 
@@ -52,7 +53,8 @@ class Context:
 
     @property
     def num_live(self) -> int:
-        """Records and bytes that graphs still hold, once copies that are under way have arrived."""
+        """Records and bytes that graphs still hold, once copies that are under way have arrived, and backwards are over."""
+        let_go_of_last_backward(self.torch_device)
         self.device.synchronize()
         return self.kind.num_live(self.tag)
 

@@ -135,32 +135,33 @@ def test_what_a_node_saved_comes_back_as_it_lay(context: Context) -> None:
 
 
 class SavesViews(torch.autograd.Function):
-    """Saves a tensor and two views of it, and looks in the backward whether they still share a storage."""
+    """Saves a tensor, two views of it and, between them, another; looks in the backward whether they still share a storage."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x, x.t(), x[2:5])
-        return x.sin()
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.t(), other, x[2:5])
+        return x.sin() + other
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        saved = ctx.saved_tensors
-        assert len({tensor.untyped_storage().data_ptr() for tensor in saved}) == 1
-        assert saved[2].data_ptr() == saved[0][2].data_ptr()
-        return grad * saved[0].cos()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        whole, transposed, other, part = saved = ctx.saved_tensors
+        assert len({tensor.untyped_storage().data_ptr() for tensor in saved}) == 2
+        assert transposed.data_ptr() == whole.data_ptr() != other.data_ptr()
+        assert part.data_ptr() == whole[2].data_ptr()
+        return grad * whole.cos(), grad
 
 
-def test_views_share_a_storage_in_the_backward_too(context: Context) -> None:
-    """Else each view would take up as much as the whole."""
-    for _ in range(3):
-        x, w = inputs_on(context.torch_device)
-        with context():
+def test_views_share_a_storage_in_the_backward_too(any_context: Context) -> None:
+    """Else each view would take up as much as the whole, and most where memory is short."""
+    for _ in range(5):
+        x, w = inputs_on(any_context.torch_device)
+        with any_context():
             for _ in range(3):
-                x = SavesViews.apply(functional.linear(x, w).exp().clamp(max=4))
+                x = SavesViews.apply(functional.linear(x, w).exp().clamp(max=4), functional.linear(x, w).sin())
             loss = x.sum()
         loss.backward()
 
-    assert context.num_acts > 0
+    assert (any_context.num_acts > 0) == (any_context.name != "offload nothing")
 
 
 def test_saved_tensors_read_outside_a_backward(context: Context) -> None:

@@ -87,7 +87,7 @@ class Reference:
             able = [
                 value
                 for value in self.droppable
-                if value not in needed and self.times_made.get(value, 0) < self.score.max_replays
+                if value not in {*needed, *self.given} and self.times_made.get(value, 0) < self.score.max_replays
             ]
             if not able:
                 return

@@ -319,6 +319,23 @@ def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
     assert 3 in residents.saved
 
 
+def test_what_a_node_was_given_stays_until_another_asks() -> None:
+    """The node holds it: to drop it would free nothing."""
+    step = chain(5)
+    residents = Storages(step, 0)
+    walk = residents.walk
+    for value in (2, 4):
+        walk.note_request(value, node=7)
+
+    assert not walk.make_room(0)
+    assert residents.saved.keys() == {2, 4}
+
+    walk.note_request(3, node=6)
+
+    assert walk.make_room(0)
+    assert not residents.saved
+
+
 def test_siblings_that_are_wanted_stay_and_others_go() -> None:
     lineage = GrowingLineage()
     first, second, third = lineage.add_op([lineage.add_root(0)], [10, 20, 40])

@@ -253,7 +253,7 @@ class PlannedForward(RecordedForward):
             return True
         if self.schedule is not None:
             return False
-        stays = self._just_saved() if self.task == -1 else set(self.uses[-1:])
+        stays = self._just_saved() if self.task == -1 else self.walk.given
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
 
     def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
@@ -375,7 +375,7 @@ class PlannedForward(RecordedForward):
             return
         except torch.OutOfMemoryError:
             num_before = self.counts.moved_out.num_copies
-            self.move_out(lambda: False, self.walk.needed)
+            self.move_out(lambda: False, self.walk.needed.keys() | self.walk.given)
             if self.counts.moved_out.num_copies == num_before:
                 raise
         super().run(op, in_place)  # behind the error, which holds what was allocated

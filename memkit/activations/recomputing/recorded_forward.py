@@ -190,7 +190,7 @@ class RecordedForward(SavedValues):
         self.walk.evictable.pop(record.value, None)
 
     def _note_use(self, value: int, node: int) -> None:
-        self.walk.clock += 1
+        self.walk.note_request(value, node)
         self.uses.append(value)
         self.use_nodes.append(node)
         while self._awaited and self.record_of(self._awaited[-1]) is None:
@@ -374,7 +374,7 @@ class RecordedForward(SavedValues):
             return
         except torch.OutOfMemoryError:
             pass  # what this try has allocated is free behind this
-        for value in [value for value in self.walk.evictable if value not in self.walk.needed]:
+        for value in self.walk.evictable.keys() - self.walk.needed.keys() - self.walk.given:
             self.walk.drop(value)
         try:
             replay.run(op, in_place, self._storage)

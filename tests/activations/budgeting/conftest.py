@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from memkit.activations.budgeting.ways import Ways
 from memkit.activations.saved.trial import Way
 from memkit.device import CudaDevice, Device, Event, MemoryCounter
 from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
+from memkit.transfer import Link
 from tests.activations.conftest import open_test_device
 
 
@@ -85,6 +87,14 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> int:
     num_bytes = 4096
     monkeypatch.setattr(ways, "fit_copies", fit_copies_of(num_bytes))
     return num_bytes
+
+
+@pytest.fixture
+def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have copies seem to take next to no time, so that plans of single ops move values on every device, a GPU as well."""
+    monkeypatch.setattr(learning, "_links", WeakKeyDictionary())
+    link = Link(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, latency_s=0.0)
+    monkeypatch.setattr(learning, "measure_link", lambda *_, **__: link)
 
 
 def fit_copies_of(num_bytes: int) -> Callable[..., Moving | None]:

@@ -22,6 +22,7 @@ from tests.activations.chains import UNIT_BYTES, leaf_on, step
 from tests.activations.remat.cases import COMPUTATIONS
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import without_collector as without_collector
+from tests.engine import let_go_of_last_backward
 
 UNITS = (3, 1, 2, 5, 1, 1, 4, 2)
 ALL_BYTES = sum(UNITS) * UNIT_BYTES
@@ -88,6 +89,7 @@ def test_what_comes_after_the_backward_is_none_of_the_plan() -> None:
 
 def _held(tag: str, device: Device) -> dict[str, object]:
     """What may not grow with the number of steps."""
+    let_go_of_last_backward(device.torch_device)
     gc.collect()
     stats = memkit.stats(tag)
     (window,) = budget_states[tag].windows()
@@ -126,8 +128,9 @@ def test_a_hundred_steps_hold_what_a_few_did(share: float, device: Device) -> No
 OF_A_STEP = (PlannedForward, MeteredUnpacker)
 
 
-def _alive(*kinds: type) -> list[object]:
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+def _alive(*kinds: type) -> list[str]:
+    """Return the names of the kinds of what is alive. A test that fails keeps them: the objects would be there in the next."""
+    return [type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def plain(x: Tensor, make: Callable[[], Any]) -> None:
@@ -184,6 +187,7 @@ def test_no_object_of_a_step_lives_on_without_the_collector(
     x = leaf_on(device.torch_device)
     for number in range(6):
         run(x, lambda: memkit.MemoryBudget(budget, "alive", min_bytes=0, device=device))
+        let_go_of_last_backward(device.torch_device)
         x.grad = None
         stats = memkit.stats("alive")  # which sweeps
         assert not _alive(*OF_A_STEP), number
@@ -201,6 +205,7 @@ def test_what_has_measured_a_step_goes_once_it_is_planned(device: Device) -> Non
     x = leaf_on(device.torch_device)
     for _ in range(4):
         step(x, UNITS, lambda: memkit.MemoryBudget(0.5, "meters", min_bytes=0, device=device))
+    let_go_of_last_backward(device.torch_device)
 
     assert memkit.stats("meters").follows_plan
     assert not _alive(Meter)

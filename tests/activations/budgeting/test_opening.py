@@ -124,7 +124,7 @@ def test_another_budget_ends_idle_steps() -> None:
 # Calls of modules
 
 
-@pytest.mark.usefixtures("any_times", "dear_ops", "moving")
+@pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
 @pytest.mark.parametrize(
     "way", [*(pytest.param(way, marks=pytest.mark.full) for way in (Way.OPS, Way.REGIONS)), Way.REGIONS_AND_COPIES]
 )
