@@ -18,10 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit import torch_private
 from memkit.interrupts import Block, do_at_once
+from memkit.step_hooks import StepHook
 from memkit.torch_state import leave_untraced
 
 
@@ -169,12 +169,11 @@ class HookSet:
         self._handles.append(optimizer.register_step_pre_hook(pre_hook))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call `hook(optimizer)` before each step of every optimizer."""
-
-        def pre_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            hook(optimizer)
-
-        self._handles.append(register_optimizer_step_pre_hook(pre_hook))
+        """Call `hook(optimizer)` before each step of every optimizer, until these hooks are removed or dropped: torch refers to
+        neither them nor `hook`."""
+        held = StepHook(hook)
+        self._handles.append(held)
+        held.set()
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(module, args)` before every forward, in all threads, and `after(module, args, kwargs, output)` after it,

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 
 import memkit
 from memkit.activations.budgeting import learning
@@ -113,6 +115,22 @@ def _small_heap() -> None:
     """Take what is alive by now, torch above all, out of what each collection of a test looks through."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_hook_of_all_is_left(request: pytest.FixtureRequest, _small_heap: None) -> Iterator[None]:
+    """Have a file leave no hook on all steps or forwards: what the next ones count would come out different, as it would for
+    who drops a model without `close()`."""
+    num_failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > num_failed:
+        return  # what has failed is still alive
+    torch.nn.Identity()(torch.ones(1))  # some hooks go with the next forward
+    gc.collect()
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+    assert not torch_module._global_forward_pre_hooks
+    assert not torch_module._global_forward_hooks
 
 
 @pytest.fixture(autouse=True, scope="module")

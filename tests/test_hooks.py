@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from memkit import torch_private
@@ -64,6 +67,68 @@ def test_hooks_are_removed_last_first() -> None:
     hooks.remove()
 
     assert removed == [1, 0]
+
+
+class _Stepped:
+    """Notes the steps of all optimizers, until it is dropped."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.hooks = HookSet()
+        self.hooks.before_any_step(self.optimizers.append)
+        self.hooks.before_any_step(self._note)
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+
+
+def _sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.ones(1)], lr=0.1)
+
+
+def _hooks_of_all_steps() -> list[int]:
+    gc.collect()
+    return list(torch_optimizer._global_optimizer_pre_hooks)
+
+
+def test_hooks_on_all_steps_see_every_optimizer_until_they_are_removed() -> None:
+    before, stepped, optimizers = _hooks_of_all_steps(), _Stepped(), [_sgd(), _sgd()]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert stepped.optimizers == [optimizers[0]] * 2 + [optimizers[1]] * 2
+
+    stepped.hooks.remove()
+    optimizers[0].step()
+
+    assert len(stepped.optimizers) == 4
+    assert _hooks_of_all_steps() == before
+
+
+def test_set_that_is_dropped_takes_its_hooks_on_all_steps_along() -> None:
+    before, stepped = _hooks_of_all_steps(), _Stepped()
+    dropped = weakref.ref(stepped)
+    assert len(_hooks_of_all_steps()) == len(before) + 2
+    del stepped
+
+    assert _hooks_of_all_steps() == before
+    assert dropped() is None
+
+
+def test_hooks_of_a_set_that_is_dropped_within_a_step_go_with_the_next_that_is_set(request: pytest.FixtureRequest) -> None:
+    others, kept = _hooks_of_all_steps(), [_Stepped()]
+
+    def drop(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    request.addfinalizer(torch_optimizer.register_optimizer_step_pre_hook(drop).remove)
+    request.addfinalizer(torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None).remove)
+    _sgd().step()  # torch goes through all of these hooks, and fails where one goes meanwhile
+    assert not kept
+    _sgd().step()
+    _Stepped().hooks.remove()
+
+    assert len(_hooks_of_all_steps()) == len(others) + 2
 
 
 def test_node_hook_sees_each_run_and_changes_nothing() -> None:

@@ -28,6 +28,7 @@ RANKS = {
     "schemas": 1,
     "arguments": 1,
     "_torch_floor": 0,
+    "step_hooks": 0,
     "torch_lookup": 1,
     "torch_private": 2,
     "torch_state": 3,

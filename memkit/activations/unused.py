@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
-from types import FrameType
 
 import torch
 from torch import nn
@@ -37,10 +35,8 @@ class Unused:
         self._ignores_next = any(parameter.grad is not None for parameter in module.parameters())
         """Whether there are gradients of an earlier forward, which the next step is about."""
         self._has_warned = False
-        _remove_left()
         self._hooks = HookSet()
-        self._hooks.before_any_step(functools.partial(_note_step, weakref.ref(self)))
-        weakref.finalize(self, _remove_outside_of_steps, self._hooks).atexit = False
+        self._hooks.before_any_step(functools.partial(_note_step, weakref.ref(self)))  # so that it goes at once
 
     def end(self) -> None:
         """Warn of nothing any more: the forward was called with grad mode on, or nothing is attached any more."""
@@ -77,26 +73,3 @@ def _note_step(reference: weakref.ref[Unused], optimizer: torch.optim.Optimizer)
     unused = reference()
     if unused is not None:
         unused.note_step(optimizer)
-
-
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-"""What calls the hooks around every step."""
-
-_left: list[HookSet] = []
-"""Hooks of what has died within a step. They do nothing any more, and go when the next is made."""
-
-
-def _remove_outside_of_steps(hooks: HookSet) -> None:
-    """Remove the hooks of what has died: garbage may be collected within a step."""
-    _left.append(hooks)
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _STEP:
-        frame = frame.f_back
-    if frame is None:
-        _remove_left()
-
-
-def _remove_left() -> None:
-    while _left:
-        _left[-1].remove()
-        _left.pop()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
@@ -69,6 +70,8 @@ def test_parameters_that_come_where_all_states_fit(device: Device, update: str) 
 @pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"overlap_forward": True}, {"device_budget": "1GiB"}], ids=str)
 def test_one_that_is_dropped_is_let_go(options: Any, ends: str) -> None:
     device = ReferenceDevice()
+    gc.collect()
+    hooks_before = list(torch_optimizer._global_optimizer_pre_hooks)
 
     def dropped() -> list[weakref.ref[Any]]:
         net = make_net(device)
@@ -84,6 +87,7 @@ def test_one_that_is_dropped_is_let_go(options: Any, ends: str) -> None:
     assert [ref() for ref in refs] == [None, None, None]
     assert not device.races
     torch.nn.Identity()(torch.ones(1))  # the hook of all forwards goes
+    assert list(torch_optimizer._global_optimizer_pre_hooks) == hooks_before
 
 
 def test_model_whose_optimizer_is_dropped_beside_the_step_is_stepped(device: Device) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 import memkit
 from memkit.device import Device
@@ -214,6 +215,8 @@ def test_no_slot_stays_in_use(step: str, device: Device) -> None:
 def test_model_that_is_dropped_takes_all_that_streams_with_it(train: str, device: Device) -> None:
     model = (only_lora(Stack()) if train == "frozen" else Stack()).to(device.torch_device)
     options: dict[str, Any] = {"train": train.split(",")[0], "offload_ratio": 0.5, "device": device}
+    gc.collect()
+    hooks_before = list(torch_optimizer._global_optimizer_pre_hooks)
     if "fused" in train:
         options["optimizer"] = partial(torch.optim.AdamW, lr=1e-2)
     offload = memkit.LayerOffload(model, **options)
@@ -225,6 +228,7 @@ def test_model_that_is_dropped_takes_all_that_streams_with_it(train: str, device
     gc.collect()
 
     assert [ref() for ref in dropped] == [None, None, None]
+    assert list(torch_optimizer._global_optimizer_pre_hooks) == hooks_before
 
 
 def test_dropped_graphs_hold_no_slot(device: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 import memkit
 from memkit.device import Device, ReferenceDevice
@@ -87,6 +89,26 @@ def test_optimizer_state_goes_where_its_parameter_goes(device: Device) -> None:
         for parameter in model.parameters():
             assert optimizer.state[parameter]["exp_avg"].device == parameter.device
         assert {parameter.device for parameter in model.layers[0].parameters()} == {device.torch_device}
+
+
+@pytest.mark.usefixtures("half")
+def test_model_that_is_dropped_once_layers_have_come_to_stay_takes_them_with_it(device: Device) -> None:
+    model, batches = Stack(4).to(device.torch_device), inputs(device)
+    gc.collect()
+    hooks_before = list(torch_optimizer._global_optimizer_pre_hooks)
+    offload = memkit.LayerOffload(model, offload_ratio="auto", train="host", device=device)
+    for _ in range(4):
+        run_step(model, batches)
+    assert len(offload.plan.streamed) == 2
+    weight = model.layers[0].up.weight
+    weight.used_in = model  # as libraries do
+    dropped = [weakref.ref(model), weakref.ref(offload), weakref.ref(weight)]
+
+    del model, offload, weight
+    gc.collect()
+
+    assert [ref() for ref in dropped] == [None, None, None]
+    assert list(torch_optimizer._global_optimizer_pre_hooks) == hooks_before
 
 
 @pytest.mark.usefixtures("half")
