@@ -1,11 +1,12 @@
-"""The interface between a `LayerOffload` that steps parameters within the backward and a `StateOffload` that does it for it."""
+"""The interfaces between those who know when a gradient is complete, and a `StateOffload` that steps with it in the backward:
+a `LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,3 +63,66 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> LayerStepper | None:
     """Return the `LayerStepper` that an optimizer belongs to, None if there is none."""
     ref = steppers.get(optimizer)
     return None if ref is None else ref()
+
+
+class ReducedSteps(Protocol):
+    """Steps shards in host memory, on the host, when a layer's gradients have been reduced there."""
+
+    def before_reduce(self, layer: ReducedLayer) -> None:
+        """Called within a backward, before gradients of a layer, if there are any, are reduced and put to `grad`."""
+
+    def after_reduce(self, layer: ReducedLayer) -> None:
+        """Called once that was done. The bytes of the gradients may still be on their way: see `ReducedLayer.landing`."""
+
+    def is_stepping(self, layer: ReducedLayer) -> bool:
+        """Tell whether the running backward has had shards of a layer stepped, or has begun to."""
+
+    def stepped(self, layer: ReducedLayer) -> Iterable[Tensor]:
+        """Return which shards of a layer it steps."""
+
+    def before_read(self, layer: ReducedLayer) -> None:
+        """Called before a layer's shards are copied to the device: wait until nobody writes to them."""
+
+
+class ReducedLayer(Protocol):
+    """What is gathered and reduced as one, with its shards and their gradients in host memory."""
+
+    @property
+    def device(self) -> Device:
+        """The device that it is gathered on."""
+
+    @property
+    def last_read(self) -> Event | None:
+        """Reached once the shards were read by the last copy to the device; None if there was none."""
+
+    def shards(self) -> Sequence[Tensor]:
+        """Return its parameters: the shards that an optimizer has."""
+
+    def landing(self) -> Sequence[Any]:
+        """Return events of torch, which tell by `synchronize()` that gradients that were reduced last are in host memory."""
+
+    @property
+    def steppers(self) -> Collection[ReducedSteps]:
+        """Who steps some of the shards: one for each optimizer that has such. It keeps none of them alive."""
+
+    def begin_steps(self, steps: ReducedSteps) -> None:
+        """Have some of the shards stepped by another one as well."""
+
+    def end_steps(self, steps: ReducedSteps) -> None:
+        """Undo that."""
+
+
+reduced_layers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Each `ReducedLayer` that there is."""
+
+
+def layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
+    """Return the layers that have an optimizer's parameters as shards in host memory, by the ids of these."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = [(id(shard), layer) for layer in reduced_layers for shard in layer.shards() if id(shard) in own]
+    return dict(found)
+
+
+def stepped_shards() -> set[int]:
+    """Return the ids of parameters that a backward may have stepped, though they have no hook: profiles refuse these."""
+    return {id(shard) for layer in reduced_layers if layer.steppers for shard in layer.shards()}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.device.base import Event, Stream
+from memkit.device.base import Device, Event, Stream
 from memkit.errors import MissingTorchNameError
 from memkit.storages import byte_view, tensor_over
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
+
+if TYPE_CHECKING:
+    from memkit.steppers import ReducedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,14 @@ class HostLayer:
 
     Args:
         group: FSDP2's parameters that are gathered together.
+        device: where they are gathered.
         arena: has the memory.
         layouts: those of all layers, each under itself.
     """
 
-    def __init__(self, group: Any, arena: Arena, layouts: dict[Layout, Layout]) -> None:
+    def __init__(self, group: Any, device: Device, arena: Arena, layouts: dict[Layout, Layout]) -> None:
         self.group = group
+        self.device = device
         self.brought: Buffer | None = None
         """Where its chunk is on the device, or comes to, until FSDP2 has read it."""
         self.layout: Layout = ()
@@ -84,11 +90,30 @@ class HostLayer:
         """Behind the last copy of its chunk."""
         self._addresses: tuple[list[int], list[int]] = [], []
         """Where each shard was put: what is gathered, and what is this rank's own of it."""
+        self.steppers: Collection[ReducedSteps] = ()
 
     @property
     def is_gathered(self) -> bool:
         """Whether FSDP2 has gathered it, or has begun to."""
         return self.group.is_unsharded or getattr(self.group, torch_private.FSDP_GATHER) is not None
+
+    # For a `StateOffload` that steps its shards: see `memkit.steppers.ReducedLayer`
+
+    def begin_steps(self, steps: ReducedSteps) -> None:
+        self.steppers = weakref.WeakSet([*self.steppers, steps])
+
+    def end_steps(self, steps: ReducedSteps) -> None:
+        others = [other for other in self.steppers if other is not steps]
+        self.steppers = weakref.WeakSet(others) if others else ()
+
+    def shards(self) -> list[Tensor]:
+        return [parameter.sharded_param for parameter in self.group.fsdp_params]
+
+    def landing(self) -> list[Any]:
+        events = [getattr(parameter, torch_private.FSDP_LANDED) for parameter in self.group.fsdp_params]
+        return [event for event in events if event is not None]  # none where FSDP2 has waited itself
+
+    # Its memory
 
     def chunk(self) -> Span:
         """Return its host memory, in which all shards are.
@@ -152,11 +177,13 @@ def group_of(module: Any) -> Any:
     to_state, to_group = torch_private.FSDP_GROUP
     group = _named(_named(module, to_state)(), to_group)
     if group is not None:
-        for name in (*torch_private.FSDP_PARTS, torch_private.FSDP_GATHER, torch_private.FSDP_PHASE):
+        names = torch_private.FSDP_GATHER, torch_private.FSDP_PHASE, torch_private.FSDP_REDUCE
+        for name in (*torch_private.FSDP_PARTS, *names):
             _named(group, name)
         _named(group.comm_ctx, "get_all_gather_streams")
         for parameter in group.fsdp_params:
             _named(parameter, torch_private.FSDP_SHARD)
+            _named(parameter, torch_private.FSDP_LANDED)
             _named(parameter.sharded_param, torch_private.LOCAL_TENSOR)
     return group
 

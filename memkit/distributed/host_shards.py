@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from memkit.backwards import BackwardEnd, on_end
 from memkit.device import Device
 from memkit.device.base import Event, Stream
 from memkit.distributed.host_layers import Buffer, HostLayer, Layout, data_of, group_of
+from memkit.errors import StateOffloadError
 from memkit.labels import NO_LABEL, label
+from memkit.steppers import reduced_layers
 from memkit.torch_state import leave_untraced
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
@@ -42,7 +44,8 @@ class HostShards:
     one into the next: `optimizer.step()`, `load_state_dict` or a write to `data` in between is seen by the next gather. At the
     end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads what was there before.
     After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
-    `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device.
+    `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device. Whoever steps
+    shards within the backward is asked ahead of each copy, and told of each reduction: see `memkit.steppers.ReducedSteps`.
 
     Args:
         device: where layers are gathered.
@@ -68,7 +71,7 @@ class HostShards:
         """What FSDP2 gathers as one: layers in the order in which they run, and behind these what is in none."""
         self._numbers: dict[int, int] = {}
         """Of layers, by the ids of what FSDP2 gathers."""
-        for function in (self._unshard, self._wait_for_unshard, self._begin, self._leave):
+        for function in (self._unshard, self._wait_for_unshard, self._reduce, self._begin, self._leave):
             leave_untraced(function)
 
     def add(self, module: FSDPModule) -> None:
@@ -80,11 +83,14 @@ class HostShards:
         group = group_of(module)
         if group is None:  # without parameters
             return
-        layer = HostLayer(group, self._arena, self._layouts)
+        layer = HostLayer(group, self._device, self._arena, self._layouts)
         if not any(item.sharded_param.is_meta for item in group.fsdp_params):
             layer.chunk()
         group.unshard = functools.partial(self._unshard, layer, group.unshard)
         group.wait_for_unshard = functools.partial(self._wait_for_unshard, layer, group.wait_for_unshard)
+        reduce = torch_private.FSDP_REDUCE
+        setattr(group, reduce, functools.partial(self._reduce, layer, getattr(group, reduce)))
+        reduced_layers.add(layer)
         self._numbers[id(layer)] = len(self.layers)
         self.layers.append(layer)
 
@@ -119,12 +125,31 @@ class HostShards:
         self._read(layer, functools.partial(unshard, async_op), stream)
 
     def _wait_for_unshard(self, layer: HostLayer, wait: Callable[[], None]) -> None:
-        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank."""
+        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank.
+
+        Raises:
+            StateOffloadError: a `StateOffload` has stepped the layer within this backward, which needs it once more.
+        """
+        if layer.steppers and getattr(layer.group, torch_private.FSDP_GATHER) is not None and _is_stepped(layer):
+            raise StateOffloadError(
+                "shard: the backward gathers a layer once more whose gradients it has reduced, and with which a "
+                'StateOffload(when="backward") has stepped it: what is computed would mix weights of two steps. Leave the '
+                "StateOffload out"
+            )
         if self._num_shards > 1 or getattr(layer.group, torch_private.FSDP_GATHER) is None:
             wait()
             return
         self._bring(layer)
         self._read(layer, wait)
+
+    def _reduce(self, layer: HostLayer, reduce: Callable[..., None], *args: Any) -> None:
+        """Reduce a layer's gradients to host memory, as `FSDPParamGroup.post_backward`; whoever steps with them is told."""
+        steppers = [*layer.steppers]  # held until both are called
+        for steps in steppers:
+            steps.before_reduce(layer)
+        reduce(*args)
+        for steps in steppers:
+            steps.after_reduce(layer)
 
     def _read(self, layer: HostLayer, read: Callable[[], None], packing: object = None) -> None:
         """Have FSDP2 read the shards of a layer on the device, on a stream that has waited for them: by default the current
@@ -156,6 +181,8 @@ class HostShards:
         """Put the copy of a layer's chunk on the lane, unless it is there or done already."""
         if layer.brought is not None:
             return
+        for steps in layer.steppers:
+            steps.before_read(layer)
         chunk, device = layer.chunk(), self._device
         buffer = self._buffer_for(layer, chunk.num_bytes)
         with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
@@ -208,6 +235,8 @@ class HostShards:
             following = self.layers[number]
             if following.brought is not None or following.is_gathered:
                 return
+            if following.steppers and _is_stepped(following):
+                return  # it runs in another order than it is registered in
             if task == -1 or following.group.unshard_in_backward:
                 self._bring(following)
 
@@ -241,3 +270,8 @@ class HostShards:
         last, self._last = self._last, None
         if last is not None:
             self._device.synchronize(last)
+
+
+def _is_stepped(layer: HostLayer) -> bool:
+    """Tell whether the running backward has had shards of a layer stepped, or has begun to."""
+    return any(steps.is_stepping(layer) for steps in layer.steppers)

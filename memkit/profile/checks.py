@@ -14,6 +14,7 @@ from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, Step
 from memkit.profile.table import check_view
 from memkit.sizes import check_bytes
+from memkit.steppers import stepped_shards
 from memkit.torch_state import fsdp_modules
 
 
@@ -66,8 +67,9 @@ def check_model(step: Step) -> None:
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise ProfileError(f"{lazy[0]} has no shape yet; run the model once before profiling it")
-    stepping = [name for name, tensor in named if step.backward and may_step_in_backward(tensor)]
-    if stepping:
+    stepped = stepped_shards()
+    stepping = [name for name, tensor in named if id(tensor) in stepped or may_step_in_backward(tensor)]
+    if stepping and step.backward:
         raise ProfileError(
             f"{stepping[0]} has a hook that runs when its gradient is accumulated, such as an optimizer step in the backward: "
             "a profile would train the model. Remove it, or profile with backward=False"

@@ -54,6 +54,8 @@ Other times to step:
 
 - `in_backward`: `when="backward"`: each parameter once its gradient is complete
 - `in_layers`: the same for parameters that `LayerOffload(train="fused")` streams
+- `shard_steps`: the same for shards in host memory, which are stepped there
+- `shard_thread`: the thread that does that, and what becomes of a step that fails
 - `noted_options`: learning rates and other options of the groups, as the backward has stepped with them: later changes raise
 - `overlap`: `overlap_forward=True`: the step runs beside the next forward
 - `stepped`: what `grad` is once a parameter was stepped in the backward: it raises when it is used

@@ -15,7 +15,7 @@ from memkit.owners import owners
 from memkit.states.records import StateRecord
 from memkit.states.shards import described, lie_alike
 from memkit.states.trial import needs_master, refuse_by_kind
-from memkit.steppers import stepper_of, steppers
+from memkit.steppers import ReducedLayer, layers_of, stepper_of, steppers
 from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk import Disk
 from memkit.wrappers import is_plain
@@ -134,7 +134,8 @@ def _refuse_shard(parameter: Any) -> None:
     if parameter.device.type == "cpu" != kind:
         raise ValueError(
             f"StateOffload needs an optimizer whose states are on a device; found shards of a model on {kind}, in host memory: "
-            "its step is on the CPU, and its states are there already. Leave StateOffload out, or shard without offload_policy"
+            "its step is on the CPU, and its states are there already. Leave StateOffload out, or shard without "
+            'offload_policy. After memkit.shard, when="backward" steps them beside the backward'
         )
     found = None
     if any(placement.is_partial() for placement in parameter.placements):
@@ -148,6 +149,48 @@ def _refuse_shard(parameter: Any) -> None:
             f"StateOffload steps shards (DTensor) whose local tensors are plain; found one {found}. Leave it to "
             "another optimizer"
         )
+
+
+def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **asked: Any) -> Device | None:
+    """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such.
+
+    Args:
+        update: where it is asked to step.
+        asked: other arguments of `StateOffload` by which something would have to move.
+
+    Raises:
+        ValueError: it has others as well, or something would have to move.
+    """
+    if not layers_of(optimizer):
+        return None
+    found = next((f"{name}={value!r}" for name, value in asked.items() if value not in (None, 0)), None)
+    if update not in ("auto", "host"):
+        found = f'update="{update}"'
+    if found is not None:
+        raise ValueError(
+            "StateOffload steps shards in host memory where they are, with their states, and moves nothing; found "
+            f"{found}. Leave it out"
+        )
+    return next(iter(host_layers_of(optimizer).values())).device
+
+
+def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
+    """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these.
+
+    Raises:
+        TypeError, ValueError: it has others as well, or can't be stepped in parts.
+    """
+    refuse_by_kind(optimizer, "StateOffload")
+    _refuse_twice(optimizer)
+    found = layers_of(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in found:
+                raise ValueError(
+                    "StateOffload steps shards in host memory of a model that memkit.shard has split; found beside them "
+                    f"parameter {number}.{index}, a {described(parameter)} on {parameter.device}. Leave it to another optimizer"
+                )
+    return found
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
@@ -165,7 +208,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> No
     if is_beside and any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
             'StateOffload steps shards (DTensor) with when="step" and without overlap_forward, since FSDP2 sets their '
-            "gradients itself, and gathers them ahead of the forward; found the other. Leave it out"
+            "gradients itself, and gathers them ahead of the forward; found the other. Leave it out. Shards in host memory, by "
+            'memkit.shard(model, offload_policy=CPUOffloadPolicy()), are stepped with when="backward"'
         )
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from memkit.states.one_step import OneStep
 from memkit.states.opened import weakly
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
-from memkit.states.stepped import ConsumedGradient
+from memkit.states.stepped import ConsumedGradient, refuse_another
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest
@@ -139,17 +139,8 @@ class BackwardSteps:
         (record,) = piece.records
         if type(record.parameter.grad) is ConsumedGradient:
             if piece in self._met:
-                self._refuse_another(record)
+                refuse_another(record)
             record.parameter.grad = None
-
-    @staticmethod
-    def _refuse_another(record: StateRecord) -> NoReturn:
-        raise StateOffloadError(
-            f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
-            "accumulate, put `with states.accumulate():` around all backwards but the last one; after a backward that has "
-            "failed, or whose gradients you have zeroed to leave a step out, call optimizer.step() first. A backward inside of "
-            "another one can't be stepped"
-        )
 
     def _after(self, ref: weakref.ref[Piece], _: Tensor) -> None:
         """A gradient is complete, unless more are to come."""
@@ -159,7 +150,7 @@ class BackwardSteps:
         if self._num_accumulating or record.group < 0:
             return
         if piece in self._met:
-            self._refuse_another(record)
+            refuse_another(record)
         if self._end is None or self._end.is_over:
             self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
         self._step_whole(piece)

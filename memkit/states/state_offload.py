@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ from memkit.device import Device
 from memkit.errors import HostMemoryError, StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import ParameterCosts, Update, plan_states
-from memkit.sizes import check_budget_bytes, format_bytes
+from memkit.sizes import check_budget_bytes
 from memkit.states.asked import (
     check_groups,
     check_master,
     check_options,
     check_parameters,
     device_of,
+    device_of_host_layers,
     refuse_beside_layers,
     refuse_captured,
     refuse_gradients,
@@ -35,14 +35,15 @@ from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
-from memkit.states.opened import NotCopied, claim, release, weakly
+from memkit.states.opened import EnteredOnce, NotCopied, claim, release, weakly
 from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
 from memkit.states.saving import Saving
+from memkit.states.shard_steps import ShardSteps
 from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
-from memkit.states.stats import StateStats, stats_of
+from memkit.states.stats import StateStats, in_words, stats_of
 from memkit.states.stepping import Stepping
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
@@ -51,7 +52,7 @@ from memkit.transfer.lanes import lanes_of
 _WHERE = "StateOffload"
 
 
-class StateOffload(NotCopied):
+class StateOffload(NotCopied, EnteredOnce):
     """Keep an optimizer's states in host memory, and step it piece by piece, bit for bit as it would step by itself.
 
     The optimizer stays the user's own: of any class whose parameters are stepped each by its own gradient. So do the loop, the
@@ -75,7 +76,8 @@ class StateOffload(NotCopied):
         when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
             complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
             clipped or scaled, and are accumulated within `accumulate()`. The optimizer of a `LayerOffload(train="fused")` needs
-            it: then weights, gradients and states all stream, and each backward is a step.
+            it: then weights, gradients and states all stream, and each backward is a step. Shards in host memory, by
+            `memkit.shard(offload_policy=CPUOffloadPolicy())`, are stepped there beside the backward, and nothing moves.
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
             for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
             parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
@@ -122,20 +124,25 @@ class StateOffload(NotCopied):
         self.optimizer = optimizer
         self._master = master
         self._is_beside = when == "backward" or overlap_forward
-        check_parameters(optimizer, is_beside=self._is_beside)
-        self.device = device_of(optimizer, device)
+        given = {"device_budget": budget_bytes, "host_budget": limit_bytes, "master": master, "disk": disk, "device": device}
+        gathers = device_of_host_layers(optimizer, update=update, **given) if when == "backward" else None
+        if gathers is None:
+            check_parameters(optimizer, is_beside=self._is_beside)
+        self.device = gathers or device_of(optimizer, device)
         check_master(master, parameters_of(optimizer))
-        if update in ("host", "both"):
+        self.update = update if update != "auto" else "device" if gathers is None else "host"
+        if self.update != "device":
             warn_if_unfused(optimizer)
-        self.update = "device" if update == "auto" else update
         self.when = when
-        self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
+        place = self.device.torch_device if gathers is None else torch.device("cpu")
+        self._members = Members(optimizer, master=master, torch_device=place, where=_WHERE)
         self._members.try_out()
         self._limits: dict[str, Any] = {"device_budget_bytes": budget_bytes, "host_budget_bytes": limit_bytes}
         self._limits |= {"has_disk": disk is not None, "runs_ahead": self._is_beside}
-        self._hooks, self._is_closed, self._is_entered = HookSet(), False, False
+        self._hooks = HookSet()
         self._hollow: torch.optim.Optimizer | None = None
         self._in_backward: BackwardSteps | None = None
+        self._on_shards = None if gathers is None else ShardSteps(optimizer, self._members, gathers)
         self._overlap = ForwardOverlap(optimizer, self.device, in_order=self._members.draws) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._disk = None if disk is None else DiskStates(disk, self.device, self._host)
@@ -144,7 +151,10 @@ class StateOffload(NotCopied):
         claim(optimizer, self)
         try:
             self._plan()
-            self._hooks.before_any_step(weakly(self._before_any_step))
+            if self._on_shards is None:
+                self._hooks.before_any_step(weakly(self._before_any_step))
+            else:
+                self._on_shards.watch(self._hooks)
             self._hooks.add(optimizer.register_step_post_hook(self._after_step))
         except BaseException:
             self.close()
@@ -156,6 +166,8 @@ class StateOffload(NotCopied):
         rates = measure_rates(self.device, self.optimizer, has_master=has_master) if is_shared else None
         apart, costs = self.when == "backward", self._members.costs()
         self.plan = plan_states(costs, update=self.update, rates=rates, apart=apart, **self._limits)
+        if self._on_shards is not None:
+            return  # nothing moves
         if self.plan.is_empty and self._master is None and self._overlap is None and not apart:
             self._members.place()
         else:
@@ -266,7 +278,7 @@ class StateOffload(NotCopied):
 
     def _join(self) -> None:
         """Let the current stream wait for what is stepped beside it, and the host for what is stepped there."""
-        for beside in (self._overlap, self._in_backward):
+        for beside in (self._overlap, self._in_backward, self._on_shards):
             if beside is not None:
                 beside.join()
 
@@ -325,7 +337,8 @@ class StateOffload(NotCopied):
             ...     model(torch.randn(2, 64)).sum().backward()
             ...     optimizer.step()
         """
-        return nullcontext() if self._in_backward is None else self._in_backward.accumulate()
+        steps = self._in_backward or self._on_shards
+        return nullcontext() if steps is None else steps.accumulate()
 
     def _settle_for(self, *, is_loading: bool) -> None:
         """Have nothing be under way. What is loaded takes the place of what a step has left half done."""
@@ -343,29 +356,13 @@ class StateOffload(NotCopied):
     def stats(self) -> StateStats:
         """Return what was moved so far, and what is taken now."""
         num_steps = self._stepping.num_steps if self._is_open else 0
-        return stats_of(self.plan, self._host, self._slots, self._disk, undo_bytes=self._undo_bytes, num_steps=num_steps)
+        stats = stats_of(self.plan, self._host, self._slots, self._disk, undo_bytes=self._undo_bytes, num_steps=num_steps)
+        shards = self._on_shards
+        return stats if shards is None else replace(stats, num_steps=shards.num_steps, host_step_s=shards.host_step_s)
 
     def __repr__(self) -> str:
-        name = type(self.optimizer).__name__
-        if self._is_closed:
-            return f"<StateOffload of {name}: closed>"
-        plan = self.plan
-        on_disk = f"{format_bytes(plan.disk_bytes)} on the disk, " if plan.disk_bytes else ""
-        return (
-            f"<StateOffload of {name}: {format_bytes(plan.host_bytes)} of states in host memory, {on_disk}"
-            f'{format_bytes(plan.resident_bytes)} on {self.device.torch_device}, update="{self.update}">'
-        )
-
-    def __enter__(self) -> StateOffload:
-        if self._is_closed:
-            raise ValueError("this StateOffload is closed; make a new one")
-        if self._is_entered:
-            raise ValueError("this StateOffload is already entered: one `with` is enough")
-        self._is_entered = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        said = "closed" if self._is_closed else in_words(self.plan, self.device.torch_device, self.update)
+        return f"<StateOffload of {type(self.optimizer).__name__}: {said}>"
 
     def close(self) -> None:
         """Have the states be tensors of their own again, where the parameters are. The optimizer steps by itself from then on.
@@ -377,6 +374,8 @@ class StateOffload(NotCopied):
         if self._is_closed:
             return
         self._hooks.remove()
+        if self._on_shards is not None:
+            self._on_shards.close()
         if self._is_open:
             try:
                 self._settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from tabulate import tabulate
 
 from memkit.plan import StatePlan, Update
@@ -66,6 +67,15 @@ class StateStats:
                 ("written there", format_bytes(self.disk_written_bytes)),
             ]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def in_words(plan: StatePlan, place: torch.device, update: str) -> str:
+    """Return where states are, and where they are stepped."""
+    on_disk = f"{format_bytes(plan.disk_bytes)} on the disk, " if plan.disk_bytes else ""
+    return (
+        f"{format_bytes(plan.host_bytes)} of states in host memory, {on_disk}{format_bytes(plan.resident_bytes)} on {place}, "
+        f'update="{update}"'
+    )
 
 
 def stats_of(

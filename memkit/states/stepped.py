@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from memkit.errors import StateOffloadError
 from memkit.stand_ins import GradientStandIn
+
+if TYPE_CHECKING:
+    from memkit.states.records import StateRecord
 
 
 class ConsumedGradient(GradientStandIn):
@@ -11,3 +16,17 @@ class ConsumedGradient(GradientStandIn):
 
     error = StateOffloadError
     advice = 'With when="backward" gradients cannot be clipped, scaled or read. Use when="step"'
+
+
+def refuse_another(record: StateRecord) -> NoReturn:
+    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step.
+
+    Raises:
+        StateOffloadError: always.
+    """
+    raise StateOffloadError(
+        f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
+        "accumulate, put `with states.accumulate():` around all backwards but the last one; after a backward that has "
+        "failed, or whose gradients you have zeroed to leave a step out, call optimizer.step() first. A backward inside of "
+        "another one can't be stepped"
+    )

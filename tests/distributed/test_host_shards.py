@@ -404,7 +404,12 @@ def test_refuses_what_is_no_policy(one: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*torch_private.FSDP_GROUP, *torch_private.FSDP_PARTS, "FSDP_GATHER", "FSDP_PHASE", "FSDP_SHARD", "LOCAL_TENSOR"]
+    "name",
+    [
+        *torch_private.FSDP_GROUP,
+        *torch_private.FSDP_PARTS,
+        *("FSDP_GATHER", "FSDP_PHASE", "FSDP_REDUCE", "FSDP_SHARD", "FSDP_LANDED", "LOCAL_TENSOR"),
+    ],
 )
 def test_without_a_name_of_torch_it_is_left_to_fsdp(one: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in torch_private.FSDP_GROUP:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import memkit
 from memkit.errors import ShardError
-from tests.distributed import compiled_layers, hosting, offloading, profiling
+from tests.distributed import compiled_layers, hosting, offloading, profiling, stepping
 from tests.distributed.cases import (
     Collectives,
     assert_same,
@@ -215,6 +215,7 @@ MORE: dict[str, Work] = {
     **{name: work for name, (work, _) in COMPOSED.items()},
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
     **{name: work for name, work in (hosting.WORKS | hosting.MORE).items() if name not in hosting.OFTEN},
+    **stepping.WORKS,
     **{name: work for name, (work, _) in COMPILED.items()},
     **{name: work for name, (work, _) in OF_THOSE_BY_HAND.items()},
 }

@@ -1,0 +1,290 @@
+"""Stepping shards in host memory within the backward: each layer's, in a thread, once its reduced gradients are there.
+
+FSDP2 with `CPUOffloadPolicy` has parameters, gradients and states in host memory. Nothing moves here, and nothing is copied.
+
+[Note: who reads shards] A layer is gathered, computed with, reduced, and only then are its gradients copied to the host. So
+behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again. Where it is,
+by prefetch in another order, the copy waits for the step (`before_read`); it is refused where it would be computed with. What
+was copied to the device and not gathered is waited for by the thread (`ReducedLayer.last_read`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit import backwards, torch_private
+from memkit.errors import StateOffloadError, warn_user
+from memkit.hooks import HookSet
+from memkit.interrupts import do_at_once
+from memkit.states.asked import host_layers_of, refuse_captured, refuse_gradients
+from memkit.states.noted_options import NotedOptions
+from memkit.states.one_step import OneStep, run_closure
+from memkit.states.opened import weakly
+from memkit.states.records import StateRecord, mark_of, version_of
+from memkit.states.shard_thread import ShardThread
+from memkit.states.shells import hollow_shell
+from memkit.states.stepped import ConsumedGradient, refuse_another
+from memkit.steppers import ReducedLayer
+
+if TYPE_CHECKING:
+    from memkit.device import Device
+    from memkit.states.members import Members
+
+
+class ShardSteps:
+    """Steps an optimizer over shards in host memory, layer by layer.
+
+    Args:
+        optimizer: whose step it is.
+        members: its parameters.
+        device: where layers are gathered.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
+        self._optimizer = optimizer
+        self._members = members
+        self._device = device
+        self._layers: dict[ReducedLayer, list[StateRecord]] = {}
+        self._known: list[list[int]] = []
+        """The ids of the parameters in each group when they were looked at last."""
+        self._thread = ShardThread(optimizer)
+        self._marks: list[tuple[Any, int] | None] = []
+        """Which gradients the layer had that is being reduced."""
+        self._again: StateRecord | None = None
+        """What was stepped, and has got another gradient, which is dropped."""
+        self._end: backwards.BackwardEnd | None = None
+        self._task = -1
+        self._in_task: set[int] = set()
+        """The ids of the layers that this backward has had stepped."""
+        self._unfinished: OneStep | None = None
+        self._hollow: torch.optim.Optimizer | None = None
+        self._num_accumulating = 0
+        self._options = NotedOptions(optimizer)
+        self.num_steps = 0
+
+    @property
+    def host_step_s(self) -> float:
+        return self._thread.step_s
+
+    def watch(self, hooks: HookSet) -> None:
+        """Have shards be stepped when their gradients were reduced. The optimizer was tried out."""
+        optimizer = self._optimizer
+        self._follow_groups(is_tried_out=True)
+        hooks.before_any_step(weakly(self._before_any_step))
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        hooks.add(self._before)
+        hooks.add(optimizer.register_step_post_hook(self._after_step))
+        hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
+        hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
+        hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
+
+    def _follow_groups(self, *, is_tried_out: bool = False) -> None:
+        """Take note of parameters that came to the optimizer or left it.
+
+        Raises:
+            ValueError: it can't be stepped here.
+        """
+        groups = self._optimizer.param_groups
+        known = [[*map(id, group["params"])] for group in groups]
+        if known == self._known:
+            return
+        layers = host_layers_of(self._optimizer)
+        self._refuse_stepped(layers)
+        if not is_tried_out:
+            self._members.try_out()
+        before = {id(record.parameter): record for record in self._records()}
+        found = defaultdict[ReducedLayer, list[StateRecord]](list)
+        places = [(number, position) for number, ids in enumerate(known) for position in range(len(ids))]
+        for place, new in zip(places, self._members.records(), strict=True):
+            record = before.pop(id(new.parameter), new)
+            record.group, record.position = place
+            found[layers[id(record.parameter)]].append(record)
+        for record in before.values():
+            record.group = -1
+        for layer in self._layers.keys() - found.keys():
+            layer.end_steps(self)
+        for layer in found.keys() - self._layers.keys():
+            layer.begin_steps(self)
+        self._layers, self._known = dict(found), known
+
+    def _refuse_stepped(self, layers: Mapping[int, ReducedLayer]) -> None:
+        for layer in {*layers.values()}:
+            for other in layer.steppers:
+                if other is not self and any(id(shard) in layers for shard in other.stepped(layer)):
+                    raise ValueError(
+                        "StateOffload steps shards in host memory within the backward; found some that the StateOffload of "
+                        "another optimizer steps, which may have been dropped. Call close() of that one first"
+                    )
+
+    def stepped(self, layer: ReducedLayer) -> list[Tensor]:
+        return [record.parameter for record in self._layers[layer]]
+
+    def _records(self) -> Iterator[StateRecord]:
+        for records in self._layers.values():
+            yield from records
+
+    # Within a backward
+
+    def before_reduce(self, layer: ReducedLayer) -> None:
+        self.before_read(layer)
+        for record in self._layers[layer]:
+            if type(record.parameter.grad) is ConsumedGradient:
+                record.parameter.grad = None
+        self._marks = [mark_of(record) for record in self._layers[layer]]
+
+    def after_reduce(self, layer: ReducedLayer) -> None:
+        brought = []
+        for record, mark in zip(self._layers[layer], self._marks, strict=True):
+            grad = record.parameter.grad
+            if record in self._thread.met:
+                record.parameter.grad = ConsumedGradient.of(record.parameter)
+                if grad is not None:
+                    self._again = record
+                    self._hear_of_end()
+            elif grad is not None and (mark is None or mark[0]() is not grad or mark[1] != version_of(grad)):
+                brought.append(record)
+        if brought and not self._num_accumulating:
+            self._hear_of_end()
+            task = torch_private.backward_task()
+            if task != self._task:
+                self._task, self._in_task = task, set()
+            self._in_task.add(id(layer))
+            if self._send(layer, brought, layer.landing()):
+                self._options.note()
+
+    def is_stepping(self, layer: ReducedLayer) -> bool:
+        return id(layer) in self._in_task and self._task == torch_private.backward_task() != -1
+
+    def before_read(self, layer: ReducedLayer) -> None:
+        if self._thread.has(layer):
+            self._thread.wait()
+
+    def _hear_of_end(self) -> None:
+        if self._end is None or self._end.is_over:
+            self._end = backwards.on_end(weakly(self._end_backward))
+
+    def _end_backward(self, has_failed: bool) -> None:
+        """Wait for the thread. Errors are raised here, where all ranks have come through the backward."""
+        self._thread.wait()
+        again, self._again = self._again, None
+        if not has_failed:  # else whoever asks for the next step is told
+            self._thread.raise_failed()
+            if again is not None:
+                refuse_another(again)
+
+    def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> bool:
+        """Have the thread step shards of a layer. Return whether a step of the optimizer begins with that."""
+        run, is_first = self._unfinished, self._thread.is_idle
+        if run is None or is_first:
+            self._follow_groups()
+            run = self._unfinished = OneStep(self._optimizer, copies=True)
+        due = [record for record in records if record.group >= 0]
+        if due:
+            self._thread.send(layer, due, run, landing)
+        return is_first
+
+    # The optimizer's step
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step what is left behind what other hooks do ahead of a step."""
+        if optimizer is self._optimizer:
+            hooks: Any = self._before
+            hooks.hooks_dict_ref().move_to_end(hooks.id)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Step what the backward has not. What torch steps then has no parameters."""
+        if optimizer is not self._optimizer:
+            return None  # a shell, by a class that calls the step of the one that it is derived from
+        refuse_captured(self._device)
+        args, kwargs = run_closure(args, kwargs)
+        self._options.check()
+        self.join()
+        self._follow_groups()
+        self._thread.refuse_lost(self._records())
+        due = {layer: [record for record in records if _is_due(record)] for layer, records in self._layers.items()}
+        refuse_gradients([record for records in due.values() for record in records])
+        for layer, records in due.items():
+            if records:
+                self._send(layer, records, ())
+        self.join()
+        met = self._thread.met
+        run = self._unfinished if met else None
+        if run is not None:
+            run.write_changes()
+        self._put_in_order()
+        self._unfinished = run or OneStep(optimizer)
+        self._hollow = hollow_shell(optimizer)
+        do_at_once(partial(met.clear), partial(setattr, self, "num_steps", self.num_steps + 1))
+        return (self._hollow, *args[1:]), kwargs
+
+    def _put_in_order(self) -> None:
+        """Have `optimizer.state` be in the order of the parameters, as without memkit, and not in that of the backward."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"] if parameter in state]
+        if not all(map(operator.is_, parameters, state)):
+            ordered = {**dict.fromkeys(parameters), **state}
+            do_at_once(partial(state.clear), partial(state.update, ordered))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        run, hollow = self._unfinished, self._hollow
+        if optimizer is self._optimizer and run is not None and hollow is not None:
+            run.write_of_others(hollow)
+            self._unfinished = self._hollow = None
+
+    def join(self) -> None:
+        """Wait for what the thread steps.
+
+        Raises:
+            StateOffloadError: something of it has failed, and nobody has heard of it.
+        """
+        self._thread.wait()
+        self._thread.raise_failed()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Return a context whose backwards step nothing."""
+        self._num_accumulating += 1
+        try:
+            yield
+        finally:
+            self._num_accumulating -= 1
+
+    # What is saved and loaded
+
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self.join()
+
+    def _before_load(self, _: torch.optim.Optimizer, __: dict[str, Any]) -> None:
+        self._thread.wait()
+        self._thread.forget_failed()
+
+    def _after_load(self, _: torch.optim.Optimizer) -> None:
+        self._thread.forget_step()
+        self._options.forget()
+        self._unfinished = None
+
+    def close(self) -> None:
+        """Have the optimizer step by itself. What was stepped has no gradient."""
+        try:
+            self.join()
+        except StateOffloadError as error:
+            warn_user(f"StateOffload: {error}")
+        for layer in self._layers:
+            layer.end_steps(self)
+        for record in self._records():
+            if type(record.parameter.grad) is ConsumedGradient:
+                record.parameter.grad = None
+        self._thread.close()
+
+
+def _is_due(record: StateRecord) -> bool:
+    grad = record.parameter.grad
+    return grad is not None and type(grad) is not ConsumedGradient

@@ -1,0 +1,653 @@
+"""`StateOffload(when="backward")` over shards in host memory, in one process: bits, order, failures, what is refused. On two
+ranks see test_two_ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.distributed.host_layers import HostLayer
+from memkit.errors import ProfileError, StateOffloadError
+from memkit.states.shard_steps import ShardSteps
+from memkit.states.shard_thread import ShardThread
+from memkit.states.stepped import ConsumedGradient
+from memkit.steppers import layers_of
+from tests.distributed import stepping
+from tests.distributed.cases import Model, assert_same, local, make, step
+from tests.distributed.hosting import on_host, racing
+from tests.distributed.stepping import OPTIMIZERS, Spied, late_gradients, outcome, raise_for, spied, train, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in stepping.OFTEN else pytest.mark.full) for name in stepping.WORKS]
+)
+def test_one_rank(one: None, name: str, tmp_path: Path) -> None:
+    stepping.WORKS[name](str(tmp_path))
+
+
+def opened(model: nn.Module, kind: str = "fused AdamW", **options: Any) -> memkit.StateOffload:
+    return memkit.StateOffload(OPTIMIZERS[kind](trained(model)), when="backward", **options)
+
+
+def spied_states(model: nn.Module) -> tuple[Spied, memkit.StateOffload]:
+    optimizer = spied(model)
+    return optimizer, memkit.StateOffload(optimizer, when="backward")
+
+
+def held_backward(model: Model, wait: Callable[[], object]) -> None:
+    """Have the backward wait when all layers but the first have gradients."""
+    model.blocks[0].register_forward_hook(
+        lambda _module, _args, output: output.register_hook(lambda _: wait() and None) and None
+    )
+
+
+# Order
+
+
+def test_last_layer_is_stepped_before_the_backward_is_over(one: None) -> None:
+    model, stepped = make(), threading.Event()
+    found: list[bool] = []
+    held_backward(model, lambda: found.append(stepped.wait(30)))
+    model = on_host(model)
+    optimizer, _ = spied_states(model)
+    num_threads: set[int] = set()
+    optimizer.after = lambda _: (num_threads.add(torch.get_num_threads()), stepped.set())
+    step(model, 0, 0)
+
+    assert found == [True]
+    assert num_threads == {torch.get_num_threads()}
+
+
+def test_backward_does_not_wait_for_a_step(one: None) -> None:
+    model, goes_on = make(), threading.Event()
+    held_backward(model, goes_on.set)
+    model = on_host(model)
+    optimizer, _ = spied_states(model)
+    found: list[bool] = []
+    optimizer.before = lambda _: found.append(goes_on.wait(30))
+    step(model, 0, 0)
+
+    assert found == [True] * 5  # four layers, and what is in none
+
+
+def test_all_is_stepped_once_the_backward_is_over(one: None) -> None:
+    model = on_host(make())
+    optimizer, _ = spied_states(model)
+    before = [local(item.detach()).clone() for item in model.parameters()]
+    step(model, 0, 0)
+
+    assert set(optimizer.state) == set(model.parameters())
+    assert not any(torch.equal(local(item), was) for item, was in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_gradient_that_is_on_its_way_is_waited_for(one: None, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not, the copies that are as late as they may be show it."""
+    expected = train(plain := on_host(make()), spied(plain), numbers=[0])
+    model, stepped = make(), threading.Event()
+    held_backward(model, lambda: stepped.wait(30))
+    with late_gradients():
+        model = on_host(model)
+    optimizer, _ = spied_states(model)
+    optimizer.after = lambda _: stepped.set()
+    if not waits:
+        monkeypatch.setattr(HostLayer, "landing", lambda _: [])
+    found = train(model, optimizer, numbers=[0])
+
+    assert all(map(torch.equal, found, expected)) == waits
+
+
+def test_thread_waits_for_the_last_copy_of_each_layer(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with racing() as device:
+        model = memkit.shard(make(), offload_policy=CPUOffloadPolicy())
+    states = opened(model)
+    waited: list[object] = []
+    synchronize = device.synchronize
+
+    def note(event: Any = None) -> None:
+        if threading.current_thread().name.startswith("memkit-step"):
+            waited.append(event)
+        synchronize(event)
+
+    monkeypatch.setattr(device, "synchronize", note)
+    step(model, 0, 0)
+    layers = {*layers_of(states.optimizer).values()}
+
+    assert len(waited) == len(layers) == 5
+    assert {*waited} == {layer.last_read for layer in layers}
+
+
+class _Backwards(Model):
+    """Runs its blocks from the last to the first, so that what is gathered ahead was stepped already."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "seed"), [(1, None), *(pytest.param(*it, marks=pytest.mark.full) for it in ((1, 0), (0, None), (0, 0)))]
+)
+def test_model_that_runs_in_another_order(one: None, prefetch: int, seed: int | None) -> None:
+    def build() -> Model:
+        torch.manual_seed(0)
+        return on_host(_Backwards(), seed=seed, prefetch=prefetch)
+
+    model = build()
+    expected = train(model, spied(model))
+    model = build()
+    optimizer, states = spied_states(model)
+
+    assert_same(train(model, optimizer, states=states), expected)
+
+
+def test_copy_of_a_shard_waits_for_its_step(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an interrupt, when the backward has not waited for the thread."""
+    model = on_host(make())
+    optimizer, _states = spied_states(model)
+    seen: list[bool] = []
+    goes_on = threading.Event()
+    optimizer.before = lambda _: goes_on.wait(30)
+    monkeypatch.setattr(ShardSteps, "_end_backward", lambda *_: None)
+    timer = threading.Timer(0.05, goes_on.set)
+    optimizer.after = lambda _: seen.append(goes_on.is_set())
+    step(model, 0, 0)
+    timer.start()
+    with torch.no_grad():
+        model(torch.arange(8))
+
+    assert seen == [True] * 5
+
+
+@pytest.mark.full
+def test_layer_that_is_used_twice_is_stepped_once(one: None) -> None:
+    def build() -> Model:
+        model = make()
+        model.blocks = nn.ModuleList(model.blocks[number] for number in (0, 1, 0, 2))
+        return on_host(model, layers=["blocks.0", "blocks.1", "blocks.3"])
+
+    model = build()
+    expected = train(model, spied(model))
+    model = build()
+    optimizer, states = spied_states(model)
+
+    assert_same(train(model, optimizer, states=states), expected)
+
+
+# Steps
+
+
+def test_what_a_backward_does_not_reach_is_left_for_the_step(one: None) -> None:
+    """A gradient that was set by hand."""
+
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        optimizer = spied(model)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        model.embedding.weight.requires_grad_(False)
+        model.blocks[0].norm.requires_grad_(False)
+        step(model, 0, 0)
+        model.embedding.weight.requires_grad_(True)
+        model.blocks[0].norm.requires_grad_(True)
+        for item in (model.embedding.weight, *model.blocks[0].norm.parameters()):
+            item.grad = item.detach() * 0.5
+        optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.full
+def test_closure_of_a_step_runs_the_backward(one: None) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        optimizer = OPTIMIZERS["fused AdamW"](trained(model))
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        for number in range(2):
+            optimizer.zero_grad()
+            optimizer.step(lambda number=number: step(model, 0, number).sum())  # type: ignore[misc]
+        return outcome(model, optimizer)
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.full
+def test_gradients_that_are_not_synchronized_are_stepped_when_they_are(one: None) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        optimizer = spied(model)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            step(model, 0, int(is_last))
+        optimizer.step()
+        return outcome(model, optimizer)
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.full
+def test_group_that_is_added_is_stepped(one: None) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        first, *others = trained(model)
+        optimizer = torch.optim.AdamW(others, lr=1e-2, fused=True)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        step(model, 0, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": [first], "lr": 1e-3})
+        return train(model, optimizer, numbers=[1, 2])
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.full
+def test_parameter_that_leaves_is_left_alone(one: None) -> None:
+    model = on_host(make())
+    optimizer, _ = spied_states(model)
+    item = optimizer.param_groups[0]["params"].pop()
+    was = local(item.detach()).clone()
+    step(model, 0, 0)
+    optimizer.step()
+
+    assert torch.equal(local(item), was)
+    assert type(item.grad) is not ConsumedGradient
+
+
+def test_option_that_is_set_behind_the_backward_raises(one: None) -> None:
+    model = on_host(make())
+    states = opened(model)
+    step(model, 0, 0)
+    states.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(StateOffloadError, match=r'"lr" of a group was set between the backward and optimizer\.step\(\)'):
+        states.optimizer.step()
+    states.optimizer.step()
+
+    assert states.stats().num_steps == 1
+
+
+def test_another_backward_of_one_step_raises(one: None) -> None:
+    model = on_host(make())
+    states = opened(model)
+    step(model, 0, 0)
+    with pytest.raises(StateOffloadError, match="was stepped within an earlier backward of this step"):
+        step(model, 0, 1)
+    states.optimizer.step()
+    states.optimizer.zero_grad()
+    step(model, 0, 2)
+    states.optimizer.step()
+
+    assert states.stats().num_steps == 2
+
+
+@pytest.mark.full
+def test_two_optimizers_of_one_layer_step_their_own(one: None) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        matrices, others = ([item for item in model.parameters() if (item.dim() == 2) == is_one] for is_one in (True, False))
+        optimizers = OPTIMIZERS["fused AdamW"](matrices), OPTIMIZERS["SGD"](others)
+        if opens:
+            for optimizer in optimizers:
+                memkit.StateOffload(optimizer, when="backward")
+        for number in range(2):
+            step(model, 0, number)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [local(item.detach()).clone() for item in model.parameters()]
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.full
+def test_two_models_of_one_optimizer_are_stepped(one: None) -> None:
+    """What is in no layer of one is reduced once the other one's backward is over."""
+
+    def run(opens: bool) -> list[Tensor]:
+        one, other = on_host(make()), on_host(make())
+        optimizer = OPTIMIZERS["fused AdamW"]([*one.parameters(), *other.parameters()])
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        for _ in range(2):
+            tokens = torch.arange(8)
+            (one.eval()(tokens).square().sum() + other.eval()(tokens).sin().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*outcome(one, optimizer), *outcome(other, optimizer)]
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.full
+def test_model_of_which_no_layer_is_trained(one: None) -> None:
+    """Gradients are reduced when the backward is over."""
+
+    def run(opens: bool) -> list[Tensor]:
+        model = make()
+        model.blocks.requires_grad_(False)
+        model.head.requires_grad_(False)
+        model = on_host(model)
+        optimizer = spied(model)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        return train(model, optimizer, numbers=range(2))
+
+    assert_same(run(True), run(False))
+
+
+def test_closing_gives_the_optimizer_back(one: None) -> None:
+    model = on_host(make())
+    optimizer = spied(model)
+    expected = train(model, optimizer, numbers=range(4))
+    model = on_host(make())
+    optimizer, states = spied_states(model)
+    train(model, optimizer, states=states, numbers=range(2))
+    states.close()
+    states.close()
+    calls: list[int] = []
+    optimizer.before = lambda stepped: calls.append(len(stepped))
+    found = train(model, optimizer, numbers=range(2, 4))
+
+    assert_same(found[2:], expected[4:])
+    assert calls == [len(trained(model))] * 2
+    assert repr(states) == "<StateOffload of Spied: closed>"
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_closing_within_a_step_leaves_no_gradient_of_what_was_stepped(one: None) -> None:
+    model = on_host(make())
+    states = opened(model)
+    step(model, 0, 0)
+    states.close()
+
+    assert {item.grad for item in model.parameters()} == {None}
+
+
+def test_says_where_states_are(one: None) -> None:
+    states = opened(on_host(make()))
+
+    assert repr(states) == '<StateOffload of AdamW: 36.00 KiB of states in host memory, 0 bytes on cpu, update="host">'
+    assert states.stats().host_bytes == states.stats().room_bytes == 0
+
+
+# Failures
+
+
+def test_step_that_fails_ahead_of_writing_is_made_by_the_next(one: None) -> None:
+    model = on_host(make())
+    expected = train(model, spied(model), numbers=range(2))
+    model = on_host(make())
+    optimizer, states = spied_states(model)
+    optimizer.before = raise_for(local(model.embedding.weight).numel())
+    with pytest.raises(StateOffloadError, match=r"has failed: ArithmeticError: on purpose\. What has failed is as before"):
+        step(model, 0, 0)
+    assert type(model.blocks[0].up.weight.grad) is ConsumedGradient
+    assert type(model.embedding.weight.grad) is not ConsumedGradient
+    optimizer.step()
+    optimizer.zero_grad()
+
+    assert_same(train(model, optimizer, states=states, numbers=[1])[1:], expected[2:])
+
+
+def test_step_that_fails_after_writing_says_what_is_lost(one: None) -> None:
+    model = on_host(make())
+    optimizer, _states = spied_states(model)
+    train(model, optimizer, numbers=[0])
+    saved = optimizer.state_dict()
+    optimizer.after = raise_for(local(model.embedding.weight).numel())
+    said = (
+        r"ArithmeticError: on purpose\), and may have written a part .*: they are lost\. Load a checkpoint of the model and of"
+    )
+    with pytest.raises(StateOffloadError, match=said):
+        step(model, 0, 1)
+    for _ in range(2):
+        with pytest.raises(StateOffloadError, match=said):
+            optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(StateOffloadError, match=said):
+        step(model, 0, 2)
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    train(model, optimizer, numbers=[3])
+
+
+def test_rest_that_fails_in_the_step_is_made_by_the_next(one: None) -> None:
+    model = on_host(make())
+    optimizer, states = spied_states(model)
+    with states.accumulate():
+        step(model, 0, 0)
+    fail, calls = raise_for(local(model.embedding.weight).numel()), list[int]()
+    optimizer.before = lambda stepped: (fail(stepped), calls.append(len(stepped)))
+    with pytest.raises(StateOffloadError, match="on purpose"):
+        optimizer.step()
+    calls.clear()
+    optimizer.step()
+
+    assert calls == [2]
+    assert states.stats().num_steps == 1
+
+
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt])
+def test_backward_that_fails_leaves_each_parameter_old_or_new(one: None, kind: type[BaseException]) -> None:
+    model = make()
+
+    def fail() -> None:
+        raise kind("on purpose")
+
+    held_backward(model, fail)
+    model = on_host(model)
+    optimizer, _ = spied_states(model)
+    with pytest.raises(kind, match="on purpose"):
+        step(model, 0, 0)
+    stepped = [item for item in model.parameters() if type(item.grad) is ConsumedGradient]
+    assert {id(item) for item in stepped} == {id(item) for block in model.blocks[1:] for item in block.parameters()}
+    assert set(optimizer.state) == set(stepped)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    assert set(optimizer.state) == set(stepped)
+
+
+def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = on_host(make())
+    expected = train(plain, spied(plain))
+    model = on_host(make())
+    optimizer, states = spied_states(model)
+    wait, is_over = ShardThread.wait, False
+
+    def interrupted(thread: ShardThread) -> None:
+        nonlocal is_over
+        if not is_over:
+            is_over = True
+            raise KeyboardInterrupt
+        wait(thread)
+
+    monkeypatch.setattr(ShardThread, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, 0, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    assert_same(train(model, optimizer, states=states, numbers=[1, 2]), expected[1:])
+
+
+@pytest.mark.full
+def test_failure_of_a_backward_that_has_failed_is_told_by_the_next_step(one: None) -> None:
+    model = make()
+
+    def fail() -> None:
+        raise ArithmeticError("of the backward")
+
+    held_backward(model, fail)
+    model = on_host(model)
+    optimizer, _ = spied_states(model)
+    optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
+    with pytest.raises(ArithmeticError, match="of the backward"):
+        step(model, 0, 0)
+    with pytest.raises(StateOffloadError, match="on purpose"):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:StateOffload. the step of .* on the host has failed")
+def test_closing_behind_a_failure_warns(one: None) -> None:
+    model = make()
+
+    def fail() -> None:
+        raise ArithmeticError("of the backward")
+
+    held_backward(model, fail)
+    model = on_host(model)
+    optimizer, states = spied_states(model)
+    optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
+    with pytest.raises(ArithmeticError, match="of the backward"):
+        step(model, 0, 0)
+    with pytest.warns(UserWarning, match="on purpose"):
+        states.close()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"update": "device"}, 'update="device"'),
+        ({"update": "both"}, 'update="both"'),
+        ({"master": torch.float32}, r"master=torch\.float32"),
+        ({"device_budget": "1MiB"}, "device_budget=1048576"),
+        ({"host_budget": "1MiB"}, "host_budget=1048576"),
+        ({"device": ReferenceDevice()}, "device="),
+    ],
+)
+def test_refuses_what_would_move_something(one: None, options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=f"shards in host memory where they are, .* and moves nothing; found {found}"):
+        opened(on_host(make()), **options)
+
+
+def test_refuses_a_disk(one: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"and moves nothing; found disk="):
+        opened(on_host(make()), disk=memkit.Disk(tmp_path))
+
+
+def test_refuses_to_step_beside_the_forward(one: None) -> None:
+    with pytest.raises(ValueError, match=r"overlap_forward=True needs a step behind the backward"):
+        opened(on_host(make()), overlap_forward=True)
+
+
+def test_refuses_other_parameters_beside_them(one: None) -> None:
+    model = on_host(make())
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+
+    with pytest.raises(ValueError, match=r"found beside them parameter 0\.\d+, a Parameter on cpu\. Leave it to another"):
+        memkit.StateOffload(optimizer, when="backward")
+
+
+def test_refuses_shards_that_fsdp_brings_by_itself(one: None) -> None:
+    model = make()
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    with pytest.raises(ValueError, match=r"by memkit\.shard\(model, offload_policy=CPUOffloadPolicy\(\)\), are stepped with"):
+        opened(model)
+
+
+class _Drawing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for item in group["params"]:
+                torch.rand_like(item)
+        return super().step(closure)
+
+
+def test_refuses_optimizers_that_draw_or_mix(one: None) -> None:
+    model = on_host(make())
+    for optimizer in (_Drawing(model.parameters(), lr=0.1), torch.optim.Adafactor(model.parameters())):
+        with pytest.raises(ValueError, match=r"for which each element has to be stepped by itself"):
+            memkit.StateOffload(optimizer, when="backward")
+
+
+def test_refuses_gradients_that_are_split_otherwise(one: None) -> None:
+    model = on_host(make())
+    states = opened(model)
+    weight: Any = model.head.weight
+    weight.grad = weight.detach().redistribute(placements=[Replicate()])
+    with pytest.raises(StateOffloadError, match=r"a shard, by a gradient that is split in the same way"):
+        states.optimizer.step()
+
+
+def test_refuses_a_second_one(one: None) -> None:
+    states = opened(on_host(make()))
+    with pytest.raises(ValueError, match="has a StateOffload already"):
+        memkit.StateOffload(states.optimizer, when="backward")
+
+
+def test_refuses_shards_that_another_one_steps(one: None) -> None:
+    model = on_host(make())
+    states = opened(model)
+    with pytest.raises(
+        ValueError, match=r"that the StateOffload of another optimizer steps, .* Call close\(\) of that one first"
+    ):
+        memkit.StateOffload(spied(model), when="backward")
+    states.close()
+    opened(model)
+
+
+@pytest.mark.full
+def test_profile_that_would_train_is_refused(one: None) -> None:
+    model = on_host(make())
+    states = opened(model)
+    with pytest.raises(ProfileError, match="such as an optimizer step in the backward: a profile would train the model"):
+        memkit.profile_memory(model, torch.arange(8), backward=True)
+    states.close()
+    report = memkit.profile_memory(model, torch.arange(8), backward=True)
+
+    assert report.sharding is not None
+
+
+def test_layer_that_is_needed_again_once_it_was_stepped_raises(one: None) -> None:
+    """A block that is run again in the backward also computes with another one, without gradients."""
+    model = make()
+    model.blocks[0] = _Again(model.blocks[0])
+    model = on_host(model, layers=[f"blocks.{number}" for number in range(4)])
+    model.blocks[0].other.append(model.blocks[3])  # type: ignore[operator, union-attr]
+    states = opened(model)
+    with pytest.raises(StateOffloadError, match="gathers a layer once more whose gradients it has reduced"):
+        step(model, 0, 0)
+    assert not states.optimizer.state.keys() & {*model.blocks[0].parameters()}
+
+
+class _Again(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.other: list[nn.Module] = []
+        """None of its own modules."""
+
+    def _run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            other = self.other[0](x)
+        return self.block(x) + other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
