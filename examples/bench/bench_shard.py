@@ -14,7 +14,7 @@ A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, step
                  bits differ from those of a GPU. Of AdamW the fused kernel steps, in all three
     host_params  parameters on the host: FSDP2's CPUOffloadPolicy by hand, one layer gathered ahead, and `shard`, also with the
                  embedding and the head as layers. LoRA, with 4 x 2048 tokens and with 1 x 512, where the link counts; and all
-                 trained, which the CPU steps
+                 trained, which the CPU steps: behind the backward, and beside it
     ends         the embedding and the head as layers, gathered by themselves: all trained with shards on the device, and LoRA
                  with parameters on the host, with 4 x 2048 tokens
     profiled     what `profile_memory` of the sharded model says of the same steps: LoRA and all trained
@@ -33,7 +33,7 @@ Those of `host_params` have
     passes_s      of that, the forward and the backward, up to where the host has all gradients
     h2d_gb_per_s  what the link of a rank gives while those of all ranks are busy
     roofline_s    the longer of the passes with shards on the device and of bringing a rank's own part, each layer twice and
-                  what is in none once; and the optimizer's step
+                  what is in none once; and the optimizer's step, as far as it is behind the passes
     of_roofline, of_by_hand   the step's seconds over these
 
 Those of `profiled` have, of the profile, `profiled_peak_bytes` with the optimizer's states, `profiled_s` of forward and
@@ -325,8 +325,12 @@ def host_params(bench: Bench) -> Iterator[tuple[str, Run]]:
         on_device = measure(shaped, build, functools.partial(_shard_weighed, sizes_bytes), fused=True)
         yield f"{name}: shards on the device", on_device
         hand_s = 0.0
-        for how, split in HOST_SPLITS.items():
-            run = measure(shaped, build, split, fused=True)
+        splits: list[tuple[str, Split, Offload | None]] = [(how, split, None) for how, split in HOST_SPLITS.items()]
+        if not lora:
+            beside = functools.partial(memkit.StateOffload, when="backward")
+            splits += [(f"{how}, stepped beside the backward", HOST_SPLITS[how], beside) for how in ("shard", "ends as layers")]
+        for how, split, offload in splits:
+            run = measure(shaped, build, split, offload=offload, fused=True)
             hand_s = hand_s or run.step_s
             roofline_s = max(on_device.passes_s, sum(sizes_bytes) / h2d_bytes_per_s) + run.step_s - run.passes_s
             more = {"passes_s": run.passes_s, "h2d_gb_per_s": h2d_bytes_per_s / 1e9, "roofline_s": roofline_s}

@@ -24,9 +24,9 @@ def test_parts_run() -> None:
 
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    counts = {"full": 2, "lora": 2, "acting": 8, "states": 3, "host_params": 12, "ends": 4, "profiled": 2, "bits": 13}
+    counts = {"full": 2, "lora": 2, "acting": 8, "states": 3, "host_params": 14, "ends": 4, "profiled": 2, "bits": 13}
     assert [line["part"] for line in lines] == [part for part, number in counts.items() for _ in range(number)]
     assert all(line["step_s"] > 0 and line["num_ranks"] == 2 for line in lines)
     assert all(line["num_differing"] == 0 and line["of"] > 1000 for line in lines if line["part"] == "bits")
-    assert sum("of_roofline" in line for line in lines) == 11
+    assert sum("of_roofline" in line for line in lines) == 13
     assert all(line["profiled_peak_bytes"] > line["gathered_bytes"] > 0 for line in lines if line["part"] == "profiled")
