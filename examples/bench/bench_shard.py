@@ -24,8 +24,9 @@ A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, step
 Each line has the median seconds of a step, on the slowest rank, and the largest peak bytes of a rank. One more model is
 stepped first, and not counted. Contexts are timed once they know how they go on. Those of `states` have as well
 
-    roofline_s    the passes of the plain step and the longest of what the update does: to bring the states of a rank each way,
-                  over links that are all busy; or to step that many numbers on the host while all ranks do
+    roofline_s    the passes of the plain step and what the update takes at least while all ranks are at it: to bring the states
+                  of a rank each way; or to step that many numbers on the host, beside copies of gradients and parameters for as
+                  long as these last
     of_roofline   the step's seconds over these
 
 Those of `host_params` have
@@ -68,7 +69,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit
 from memkit.device import Device, ReferenceDevice, open_device
-from memkit.transfer.link import measure_both_ways, measure_link
+from memkit.transfer.link import measure_beside_copies, measure_both_ways, measure_link
 
 TAG = "bench"
 NUM_SETTLING = 4
@@ -259,22 +260,23 @@ def contexts_of(bench: Bench, budget_bytes: int) -> dict[str, Context]:
 
 def states(bench: Bench) -> Iterator[tuple[str, Run]]:
     bench = replace(bench, tells_passes=True)
-    dist.barrier()  # from here on the links of all ranks are busy, and their cores
-    both_bytes_per_s = measure_both_ways(bench.device, num_bytes=2**20 if bench.is_tiny else 2**28)
-    dist.barrier()
-    updates_per_s = _host_updates_per_s(2**16 if bench.is_tiny else 2**25)
+    rates = _host_rates(bench)
     numels: list[int] = []
     plain = measure(bench, bench.llama, functools.partial(_shard_counted, numels), fused=True)
     yield "plain", plain
-    bytes_of_states = 2 * (4 if bench.is_tiny else 2) * sum(numels)
-    updates_s = {"device": bytes_of_states / both_bytes_per_s, "host": sum(numels) / updates_per_s}
+    numel, bytes_each = sum(numels), 4 if bench.is_tiny else 2
+    copies_s = bytes_each * numel / rates["shared_bytes_per_s"]
+    alone = max(0.0, numel - rates["shared_updates_per_s"] * copies_s)
+    updates_s = {
+        "device": 2 * bytes_each * numel / rates["both_bytes_per_s"],
+        "host": copies_s + alone / rates["updates_per_s"],
+    }
     for update, update_s in updates_s.items():
         offload = functools.partial(memkit.StateOffload, update=update, device=bench.device)
         run = measure(bench, bench.llama, memkit.shard, offload=offload, fused=True)
         roofline_s = plain.passes_s + update_s
         more = {"passes_s": run.passes_s, "roofline_s": roofline_s, "of_roofline": run.step_s / roofline_s}
-        more |= {"both_gb_per_s": both_bytes_per_s / 1e9, "updates_per_s": updates_per_s}
-        yield f"StateOffload {update}", replace(run, more=more)
+        yield f"StateOffload {update}", replace(run, more={**more, **rates})
 
 
 def _shard_counted(numels: list[int], model: nn.Module) -> nn.Module:
@@ -284,18 +286,35 @@ def _shard_counted(numels: list[int], model: nn.Module) -> nn.Module:
     return model
 
 
-def _host_updates_per_s(numel: int) -> float:
-    """Return how many numbers in bfloat16 the fused AdamW steps on the host, with this rank's threads."""
+def _host_rates(bench: Bench) -> dict[str, float]:
+    """Return the bytes per second of copies each way, and how many numbers in bfloat16 the fused AdamW steps per second with
+    this rank's threads; each by itself, and one beside the other. All ranks measure at once."""
+    numel, num_bytes = (2**16, 2**20) if bench.is_tiny else (2**25, 2**28)
     parameters = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    optimizer.step()
+    dist.barrier()
+    both_bytes_per_s = measure_both_ways(bench.device, num_bytes=num_bytes)
+    dist.barrier()
     times = []
     for _ in range(4):
         start = time.perf_counter()
         optimizer.step()
         times.append(time.perf_counter() - start)
-    return len(parameters) * numel / statistics.median(times[1:])
+    dist.barrier()
+    num_copies = 2 if bench.is_tiny else 64
+    most_acts = 2 if bench.is_tiny else None
+    acts_per_s, shared_bytes_per_s = measure_beside_copies(
+        bench.device, optimizer.step, num_bytes=num_bytes, num_copies=num_copies, most_acts=most_acts
+    )
+    return {
+        "both_bytes_per_s": both_bytes_per_s,
+        "updates_per_s": len(parameters) * numel / statistics.median(times),
+        "shared_updates_per_s": len(parameters) * numel * acts_per_s,
+        "shared_bytes_per_s": shared_bytes_per_s,
+    }
 
 
 def by_ends(model: nn.Module, **options: Any) -> nn.Module:
