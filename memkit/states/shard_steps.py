@@ -113,9 +113,10 @@ class ShardSteps:
             record.group = -1
         for layer in self._layers.keys() - found.keys():
             layer.end_steps(self)
-        for layer in found.keys() - self._layers.keys():
+        self._layers = dict(found)  # ahead: a layer that has begun may tell of a reduction, whatever interrupts this
+        for layer in found:
             layer.begin_steps(self)
-        self._layers, self._known = dict(found), known
+        self._known = known
 
     def _refuse_stepped(self, layers: Mapping[int, ReducedLayer]) -> None:
         for layer in {*layers.values()}:

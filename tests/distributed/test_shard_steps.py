@@ -608,6 +608,28 @@ def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: p
     assert_same(train(model, optimizer, states=states, numbers=[1, 2]), expected[1:])
 
 
+def test_interrupt_while_a_layer_is_begun_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        first, others = [*model.blocks[3].parameters()], [*model.parameters()]
+        optimizer = Spied((item for item in others if all(item is not one for one in first)), lr=1e-2, momentum=0.9)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        optimizer.add_param_group({"params": first})
+        begin = HostLayer.begin_steps
+
+        def interrupted(layer: HostLayer, steps: Any) -> None:
+            begin(layer, steps)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if opens else nullcontext():
+            patch.setattr(HostLayer, "begin_steps", interrupted)
+            optimizer.step()
+        return train(model, optimizer)
+
+    assert_same(run(True), run(False))
+
+
 @pytest.mark.full
 def test_failure_of_a_backward_that_has_failed_is_told_by_the_next_step(one: None) -> None:
     model = make()
