@@ -27,7 +27,17 @@ from memkit.steppers import layers_of
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step
 from tests.distributed.hosting import on_host, racing
-from tests.distributed.stepping import OPTIMIZERS, Spied, late_gradients, outcome, raise_for, spied, train, trained
+from tests.distributed.stepping import (
+    OPTIMIZERS,
+    Spied,
+    checkpointed,
+    late_gradients,
+    outcome,
+    raise_for,
+    spied,
+    train,
+    trained,
+)
 from tests.engine import LateThread
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
@@ -531,25 +541,10 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
     assert log == ["node", "next"]
 
 
-class _Checkpointed(Model):
-    """Has each block run again by a backward inside of the backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x)
-
-
-def _checkpointed() -> Model:
-    torch.manual_seed(0)
-    return _Checkpointed()
-
-
 def test_blocks_that_a_backward_inside_of_the_backward_runs_again(one: None) -> None:
-    model = on_host(_checkpointed())
+    model = on_host(checkpointed())
     expected = train(model, spied(model))
-    model = on_host(_checkpointed())
+    model = on_host(checkpointed())
     optimizer, states = spied_states(model)
 
     assert_same(train(model, optimizer, states=states), expected)
@@ -557,7 +552,7 @@ def test_blocks_that_a_backward_inside_of_the_backward_runs_again(one: None) -> 
 
 def test_failure_is_told_once_the_outermost_backward_is_over(one: None) -> None:
     """Where it was told before, other ranks would wait for this one's collectives."""
-    model, goes_on = _checkpointed(), list[bool]()
+    model, goes_on = checkpointed(), list[bool]()
     model.embedding.register_forward_hook(
         lambda _module, _args, output: output.register_hook(lambda _: goes_on.append(True)) and None
     )
