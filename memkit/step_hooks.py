@@ -51,13 +51,16 @@ _left: list[RemovableHandle] = []
 
 
 def _remove_outside_of_steps(handle: RemovableHandle) -> None:
-    """Remove the hook of what has died: garbage may be collected within a step."""
+    """Remove the hook of what has died: garbage may be collected within a step, or in another thread beside one."""
     _left.append(handle)
-    frame: FrameType | None = sys._getframe()
+    if not any(map(_is_in_step, sys._current_frames().values())):
+        _remove_left()
+
+
+def _is_in_step(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not _STEP:
         frame = frame.f_back
-    if frame is None:
-        _remove_left()
+    return frame is not None
 
 
 def _remove_left() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -114,10 +115,17 @@ def test_set_that_is_dropped_takes_its_hooks_on_all_steps_along() -> None:
     assert dropped() is None
 
 
-def test_hooks_of_a_set_that_is_dropped_within_a_step_go_with_the_next_that_is_set(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("is_beside", [False, True], ids=["in its thread", "in another thread"])
+def test_hooks_of_a_set_that_is_dropped_within_a_step_go_with_the_next_that_is_set(
+    request: pytest.FixtureRequest, is_beside: bool
+) -> None:
     others, kept = _hooks_of_all_steps(), [_Stepped()]
 
     def drop(*_: Any) -> None:
+        if is_beside and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=drop)
+            thread.start()
+            thread.join()
         kept.clear()
         gc.collect()
 

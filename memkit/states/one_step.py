@@ -103,6 +103,8 @@ class OneStep:
         keys = keys if local is None else local.keys
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
+            if number >= len(self._groups):  # it was added since the backward has begun to step
+                self._groups += [{**added, **_copied(added)} for added in self._optimizer.param_groups[len(self._groups) :]]
             group = self._groups[number]
             if number not in self._tensors:
                 self._tensors[number] = tensors_in(group)

@@ -61,8 +61,10 @@ class ShardSteps:
         self._again: StateRecord | None = None
         """What was stepped, and has got another gradient, which is dropped."""
         self._end: backwards.BackwardEnd | None = None
-        self._task = -1
-        self._in_task: set[int] = set()
+        """That of the outermost backward: a checkpoint may run others inside of it."""
+        self._ends = set[backwards.BackwardEnd]()
+        """Those that are yet to come."""
+        self._in_backward: set[int] = set()
         """The ids of the layers that this backward has had stepped."""
         self._unfinished: OneStep | None = None
         self._hollow: torch.optim.Optimizer | None = None
@@ -111,9 +113,10 @@ class ShardSteps:
             record.group = -1
         for layer in self._layers.keys() - found.keys():
             layer.end_steps(self)
-        for layer in found.keys() - self._layers.keys():
+        self._layers = dict(found)  # ahead: a layer that has begun may tell of a reduction, whatever interrupts this
+        for layer in found:
             layer.begin_steps(self)
-        self._layers, self._known = dict(found), known
+        self._known = known
 
     def _refuse_stepped(self, layers: Mapping[int, ReducedLayer]) -> None:
         for layer in {*layers.values()}:
@@ -148,34 +151,40 @@ class ShardSteps:
                 record.parameter.grad = ConsumedGradient.of(record.parameter)
                 if grad is not None:
                     self._again = record
-                    self._hear_of_end()
             elif grad is not None and (mark is None or mark[0]() is not grad or mark[1] != version_of(grad)):
                 brought.append(record)
         if brought and not self._num_accumulating:
-            self._hear_of_end()
-            task = torch_private.backward_task()
-            if task != self._task:
-                self._task, self._in_task = task, set()
-            self._in_task.add(id(layer))
+            self._in_backward.add(id(layer))
             if self._send(layer, brought, layer.landing()):
                 self._options.note()
 
     def is_stepping(self, layer: ReducedLayer) -> bool:
-        return id(layer) in self._in_task and self._task == torch_private.backward_task() != -1
+        return id(layer) in self._in_backward and torch_private.backward_task() != -1 and not self._is_over
 
     def before_read(self, layer: ReducedLayer) -> None:
+        if torch_private.backward_task() != -1 and self._is_over:
+            self._end, self._in_backward = backwards.on_end(weakly(self._end_backward), among=self._ends), set()
         if self._thread.has(layer):
             self._thread.wait()
 
-    def _hear_of_end(self) -> None:
-        if self._end is None or self._end.is_over:
-            self._end = backwards.on_end(weakly(self._end_backward))
+    @property
+    def _is_over(self) -> bool:
+        """Whether no backward is going on that has gathered or reduced a layer."""
+        return self._end is None or self._end.is_over
 
     def _end_backward(self, has_failed: bool) -> None:
-        """Wait for the thread. Errors are raised here, where all ranks have come through the backward."""
+        """Wait for the thread, and raise its errors where all ranks have come through the backward: behind what FSDP2 may yet
+        reduce."""
+        self._thread.wait()
+        if has_failed:  # whoever asks for the next step is told
+            self._again = None
+        else:
+            backwards.on_end(weakly(self._raise_failed), among=self._ends)
+
+    def _raise_failed(self, has_failed: bool) -> None:
         self._thread.wait()
         again, self._again = self._again, None
-        if not has_failed:  # else whoever asks for the next step is told
+        if not has_failed:
             self._thread.raise_failed()
             if again is not None:
                 refuse_another(again)
@@ -213,7 +222,7 @@ class ShardSteps:
         refuse_gradients([record for records in due.values() for record in records])
         for layer, records in due.items():
             if records:
-                self._send(layer, records, ())
+                self._send(layer, records, layer.landing())  # a backward that has failed has not waited for them
         self.join()
         met = self._thread.met
         run = self._unfinished if met else None
@@ -245,8 +254,12 @@ class ShardSteps:
         Raises:
             StateOffloadError: something of it has failed, and nobody has heard of it.
         """
-        self._thread.wait()
+        self._wait()
         self._thread.raise_failed()
+
+    def _wait(self) -> None:
+        backwards.join(self._ends)  # one that has failed may yet have something stepped
+        self._thread.wait()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -263,7 +276,7 @@ class ShardSteps:
         self.join()
 
     def _before_load(self, _: torch.optim.Optimizer, __: dict[str, Any]) -> None:
-        self._thread.wait()
+        self._wait()
         self._thread.forget_failed()
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:

@@ -201,11 +201,26 @@ def raise_for(size: int) -> Callable[[list[Tensor]], None]:
     return check
 
 
-def check_failing_rank(_: str = "") -> None:
+class Checkpointed(Model):
+    """Has each block run again by a backward inside of the backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def checkpointed() -> Model:
+    torch.manual_seed(0)
+    return Checkpointed()
+
+
+def check_failing_rank(_: str = "", *, build: Callable[[], Model] = make) -> None:
     """One rank's step fails in its thread: it raises at the end of its backward, and all go on."""
     rank, results = dist.get_rank(), []
     for fails in (False, True):
-        model = on_host(make())
+        model = on_host(build())
         optimizer = spied(model)
         memkit.StateOffload(optimizer, when="backward")
         for number in range(3):
@@ -255,6 +270,7 @@ def check_consumed(_: str = "") -> None:
 WORKS: dict[str, Work] = {
     **{f"beside the backward: {name}": functools.partial(check_same, name) for name in CASES},
     "beside the backward, a rank that fails": check_failing_rank,
+    "beside the backward, a rank that fails in a checkpoint": functools.partial(check_failing_rank, build=checkpointed),
     "beside the backward, checkpoint": check_checkpoint,
     "beside the backward, gradients": check_consumed,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import ReferenceDevice
@@ -25,7 +27,18 @@ from memkit.steppers import layers_of
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step
 from tests.distributed.hosting import on_host, racing
-from tests.distributed.stepping import OPTIMIZERS, Spied, late_gradients, outcome, raise_for, spied, train, trained
+from tests.distributed.stepping import (
+    OPTIMIZERS,
+    Spied,
+    checkpointed,
+    late_gradients,
+    outcome,
+    raise_for,
+    spied,
+    train,
+    trained,
+)
+from tests.engine import LateThread
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
 
@@ -44,6 +57,10 @@ def opened(model: nn.Module, kind: str = "fused AdamW", **options: Any) -> memki
 def spied_states(model: nn.Module) -> tuple[Spied, memkit.StateOffload]:
     optimizer = spied(model)
     return optimizer, memkit.StateOffload(optimizer, when="backward")
+
+
+def _fail() -> None:
+    raise ArithmeticError("of the backward")
 
 
 def held_backward(model: Model, wait: Callable[[], object]) -> None:
@@ -107,6 +124,26 @@ def test_gradient_that_is_on_its_way_is_waited_for(one: None, waits: bool, monke
     found = train(model, optimizer, numbers=[0])
 
     assert all(map(torch.equal, found, expected)) == waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_gradient_of_a_backward_that_has_failed_is_waited_for(one: None, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That has not, and FSDP2 neither: what a step has left of it may be on its way."""
+    outcomes = []
+    for is_late in (False, True):
+        model = make()
+        held_backward(model, _fail)
+        with late_gradients() if is_late else nullcontext():
+            model = on_host(model)
+        optimizer, states = spied_states(model)
+        with pytest.raises(ArithmeticError), states.accumulate():
+            step(model, 0, 0)
+        if not waits:
+            monkeypatch.setattr(HostLayer, "landing", lambda _: [])
+        optimizer.step()
+        outcomes.append([local(item.detach()) for item in model.parameters()])
+
+    assert all(map(torch.equal, *outcomes)) == waits
 
 
 def test_thread_waits_for_the_last_copy_of_each_layer(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +292,22 @@ def test_group_that_is_added_is_stepped(one: None) -> None:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.add_param_group({"params": [first], "lr": 1e-3})
+        return train(model, optimizer, numbers=[1, 2])
+
+    assert_same(run(True), run(False))
+
+
+def test_group_that_comes_between_the_backward_and_its_step(one: None) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        first, *others = trained(model)
+        optimizer = torch.optim.AdamW(others, lr=1e-2, fused=True)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        step(model, 0, 0)
+        optimizer.add_param_group({"params": [first], "lr": 1e-3})
+        optimizer.step()
+        optimizer.zero_grad()
         return train(model, optimizer, numbers=[1, 2])
 
     assert_same(run(True), run(False))
@@ -468,6 +521,65 @@ def test_backward_that_fails_leaves_each_parameter_old_or_new(one: None, kind: t
     assert set(optimizer.state) == set(stepped)
 
 
+@pytest.mark.parametrize("act", ["step", "close", "load"])
+def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
+    one: None, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes next waits for that thread, which may be about to have a layer stepped."""
+    log, model = list[str](), make()
+    held_backward(model, _fail)
+    model = on_host(model)
+    optimizer, states = spied_states(model)
+    saved, late = optimizer.state_dict(), LateThread(monkeypatch)
+    with pytest.raises(ArithmeticError):
+        step(model, 0, 0)
+    late.leave(lambda: log.append("node"), after_s=0.02)
+    {"step": optimizer.step, "close": states.close, "load": lambda: optimizer.load_state_dict(saved)}[act]()
+    log.append("next")
+    late.join()
+
+    assert log == ["node", "next"]
+
+
+def test_blocks_that_a_backward_inside_of_the_backward_runs_again(one: None) -> None:
+    model = on_host(checkpointed())
+    expected = train(model, spied(model))
+    model = on_host(checkpointed())
+    optimizer, states = spied_states(model)
+
+    assert_same(train(model, optimizer, states=states), expected)
+
+
+def test_failure_is_told_once_the_outermost_backward_is_over(one: None) -> None:
+    """Where it was told before, other ranks would wait for this one's collectives."""
+    model, goes_on = checkpointed(), list[bool]()
+    model.embedding.register_forward_hook(
+        lambda _module, _args, output: output.register_hook(lambda _: goes_on.append(True)) and None
+    )
+    model = on_host(model)
+    optimizer, _ = spied_states(model)
+    optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
+    with pytest.raises(StateOffloadError, match="on purpose"):
+        step(model, 0, 0)
+    stepped = {item for item in model.parameters() if type(item.grad) is ConsumedGradient}
+
+    assert goes_on == [True]
+    assert stepped == {*model.parameters()} - {*model.blocks[3].parameters()}
+
+
+def test_failure_is_told_behind_what_fsdp_reduces_at_the_end(one: None) -> None:
+    """Also where a layer is gathered in the backward ahead of all that FSDP2 does there: the model itself runs again."""
+    model = on_host(make())
+    optimizer, _ = spied_states(model)
+    optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
+    x = torch.ones((), requires_grad=True)
+    with pytest.raises(StateOffloadError, match="on purpose"):
+        (checkpoint(model, torch.arange(8), use_reentrant=False) * x).sum().backward()
+    stepped = {item for item in model.parameters() if type(item.grad) is ConsumedGradient}
+
+    assert stepped == {*model.parameters()} - {*model.blocks[3].parameters()}
+
+
 def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = on_host(make())
     expected = train(plain, spied(plain))
@@ -489,6 +601,28 @@ def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: p
     optimizer.zero_grad()
 
     assert_same(train(model, optimizer, states=states, numbers=[1, 2]), expected[1:])
+
+
+def test_interrupt_while_a_layer_is_begun_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model = on_host(make())
+        first, others = [*model.blocks[3].parameters()], [*model.parameters()]
+        optimizer = Spied((item for item in others if all(item is not one for one in first)), lr=1e-2, momentum=0.9)
+        if opens:
+            memkit.StateOffload(optimizer, when="backward")
+        optimizer.add_param_group({"params": first})
+        begin = HostLayer.begin_steps
+
+        def interrupted(layer: HostLayer, steps: Any) -> None:
+            begin(layer, steps)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if opens else nullcontext():
+            patch.setattr(HostLayer, "begin_steps", interrupted)
+            optimizer.step()
+        return train(model, optimizer)
+
+    assert_same(run(True), run(False))
 
 
 @pytest.mark.full
@@ -650,4 +784,4 @@ class _Again(nn.Module):
         return self.block(x) + other
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
+        return checkpoint(self._run, x, use_reentrant=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -441,6 +442,26 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(closes: b
         late.join()
 
     assert log == ["node", "next"]
+
+
+@pytest.mark.parametrize("update", ["device", "host", "both"])
+def test_group_that_comes_between_the_backward_and_its_step(update: str) -> None:
+    device = ReferenceDevice()
+    outcomes = []
+    for opens in (True, False):
+        model = make_net(device)
+        added = model.layers[0].weight
+        optimizer = torch.optim.AdamW((item for item in model.parameters() if item is not added), lr=1e-2, fused=True)
+        with offload(optimizer, device, when="backward", update=update) if opens else nullcontext():
+            for number in range(3):
+                model(batch(device, number)).square().mean().backward()
+                if number == 1:
+                    optimizer.add_param_group({"params": [added], "lr": 1e-3})
+                optimizer.step()
+                optimizer.zero_grad()
+        outcomes.append(list(model.parameters()))
+
+    assert all(map(torch.equal, *outcomes))
 
 
 def test_a_replica_is_refused(tmp_path: Any) -> None:
