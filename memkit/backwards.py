@@ -6,7 +6,8 @@ one. Whoever keeps state for a backward keeps it under this number, and register
 [Note: backwards that have failed and are not over] The engine has a thread for each device but the host, whose part runs in
 the thread that calls `backward()`. Where a node of that part fails, `backward()` raises at once, while the other threads are
 still at the node that each has begun: until these are done the backward is not over, and hooks of it run beside what the caller
-does next. So whoever is about to change what such hooks change waits for them first: `BackwardEnd.join`.
+does next. So whoever is about to change what such hooks change waits for them first: `BackwardEnd.join`. A backward that is
+not over after a minute is taken for one that another thread runs, and that may wait for who waits here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from memkit import torch_private
 
-_POLL_S = 1e-4
+_POLL_S, _MOST_S = 1e-4, 60.0
 
 
 class BackwardEnd:
@@ -53,20 +54,25 @@ class BackwardEnd:
         """Whether the backward is over, even if an interrupt kept the hook from being called."""
         return self._hook is None or self._held() is None
 
-    def join(self) -> None:
+    def join(self) -> bool:
         """Make this thread wait until the backward is over and no thread is in the hook. If an interrupt has kept that from
         being called, it is not called any more. Within a backward, which may be this one, nothing is waited for.
 
-        See [Note: backwards that have failed and are not over].
+        Returns:
+            Whether the backward is over. See [Note: backwards that have failed and are not over].
         """
         if torch_private.backward_task() != -1:
-            return
+            return self.is_over
+        most_s = time.monotonic() + _MOST_S
         while self._hook is not None and self._held() is not None:
+            if time.monotonic() > most_s:
+                return False
             time.sleep(_POLL_S)
         with self._lock:
             self._hook = None
         if self._among is not None:
             self._among.discard(self)
+        return True
 
     def _tell(self, has_failed: bool) -> None:
         with self._lock:
@@ -98,10 +104,9 @@ def pass_through(torch_device: torch.device) -> None:
         torch.autograd.grad(leaf.clone(), leaf)
 
 
-def join(ends: set[BackwardEnd]) -> None:
-    """Make this thread wait until backwards are over, as `BackwardEnd.join` does."""
-    for end in tuple(ends):
-        end.join()
+def join(ends: Iterable[BackwardEnd]) -> bool:
+    """Make this thread wait until backwards are over, as `BackwardEnd.join` does. Return whether they are."""
+    return all(end.join() for end in tuple(ends))
 
 
 _IS_OUTPUT = "memkit.output"

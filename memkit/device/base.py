@@ -207,6 +207,12 @@ class Device(ABC):
     def synchronize(self, event: Event | None = None) -> None:
         """Make the host wait until an event is reached, or until all work on the device is done."""
 
+    def enter_thread(self) -> None:
+        """Have a thread of memkit's own use this device: the first call of a thread that has chosen none makes a context on the
+        first GPU, which takes hundreds of megabytes there, though the events that it waits for are another's."""
+        if self.torch_device.type not in ("cpu", "meta"):
+            torch.accelerator.set_device_index(self.torch_device)
+
     def record_begin(self, ahead_s: float = 3e-4) -> Event:
         """Record an event on the current stream from which on something is timed.
 

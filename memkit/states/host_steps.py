@@ -147,7 +147,7 @@ class HostSteps:
         if lost is not None:
             raise StateOffloadError(lost)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-step")
+            self._thread = ThreadPoolExecutor(1, "memkit-step", self._device.enter_thread)
         given, prepared = self._given[piece], None
         with torch.inference_mode(False), torch.no_grad():
             given.take(piece.layout, piece.states_in(self._optimizer))

@@ -91,7 +91,7 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         stack.callback(arena.close)
         stack.callback(arena.give_all)
-        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="memkit-measure"))
+        thread = stack.enter_context(ThreadPoolExecutor(1, "memkit-measure", device.enter_thread))
         blocks = [_Block(optimizer, _dtype_of(optimizer, has_master=has_master), arena) for _ in range(_NUM_BLOCKS)]
         for block in blocks:
             thread.submit(block.step).result()

@@ -55,7 +55,7 @@ class ShardSteps:
         self._layers: dict[ReducedLayer, list[StateRecord]] = {}
         self._known: list[list[int]] = []
         """The ids of the parameters in each group when they were looked at last."""
-        self._thread = ShardThread(optimizer)
+        self._thread = ShardThread(optimizer, device)
         self._marks: list[tuple[Any, int] | None] = []
         """Which gradients the layer had that is being reduced."""
         self._again: StateRecord | None = None
@@ -272,8 +272,9 @@ class ShardSteps:
 
     # What is saved and loaded
 
-    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        self.join()
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer:  # else a shell whose own step asks, within the thread
+            self.join()
 
     def _before_load(self, _: torch.optim.Optimizer, __: dict[str, Any]) -> None:
         self._wait()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit.device.base import Device
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.states.one_step import OneStep
@@ -45,10 +46,12 @@ class ShardThread:
 
     Args:
         optimizer: whose step it is.
+        device: where layers are gathered, and gradients come from.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._optimizer = optimizer
+        self._device = device
         self._thread: ThreadPoolExecutor | None = None
         self._batches: list[_Batch] = []
         """What the thread was given and nobody has waited for."""
@@ -80,7 +83,7 @@ class ShardThread:
             landing: events of torch, behind which the gradients are in host memory.
         """
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-step")
+            self._thread = ThreadPoolExecutor(1, "memkit-step", self._device.enter_thread)
         batch = _Batch(layer, records, run, landing)
         self._batches.append(batch)  # ahead: where an interrupt keeps it from the thread, its gradients stay
         self._thread.submit(self._step, batch)

@@ -347,6 +347,8 @@ class DiskStore:
 
 
 def _await(device: Device, events: Sequence[Event]) -> None:
+    """Wait in a thread of the queue."""
+    device.enter_thread()
     for event in events:
         device.synchronize(event)
 

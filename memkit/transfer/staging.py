@@ -109,7 +109,7 @@ class _Side:
     def __init__(self, device: Device, *, is_out: bool) -> None:
         self._device = device
         self._is_out = is_out
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-staging")
+        self._thread = ThreadPoolExecutor(1, "memkit-staging", device.enter_thread)
         self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""

@@ -179,9 +179,7 @@ class Accumulation(ABC):
     def reset_interrupted(self) -> None:
         """Drop what is left of backwards that were interrupted, and whose end was, too; wait for those that are not over. No
         forward, nor a backward in this thread, may be running."""
-        for end in tuple(self._tasks.values()):
-            end.join()
-        if self._tasks:
+        if backwards.join(self._tasks.values()) and self._tasks:
             for task in self._tasks:
                 self._forget_parts(task)
             self._reset()

@@ -152,12 +152,16 @@ class Forwards(NotCopied):
         """A forward begins; see whether it is one of its own.
 
         Raises:
-            LayerOffloadError: DistributedDataParallel would reduce its gradients.
+            LayerOffloadError: DistributedDataParallel would reduce its gradients; or another thread runs a backward.
         """
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
-        if self._streamer.backwards:  # one has failed, and is not over
-            backwards.join(self._streamer.backwards)
+        if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
+            raise LayerOffloadError(
+                f"a forward of {type(self._model).__name__} began while another thread runs a backward of it: the layers "
+                "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
+                "of its own"
+            )
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
             self._gradients.reset_interrupted()

@@ -73,7 +73,7 @@ class HostGradients(LayerAccumulation):
         """Where gradients were sent together the last time: of sets of parameters, those that came up last."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="memkit-grad")
+        self._threads = ThreadPoolExecutor(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
         self.d2h_bytes = 0
         self._spans: list[Span] = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 
 import pytest
 import torch
 
-from memkit.device import CpuDevice, CudaDevice, Device, open_device
+import memkit
+from memkit.device import CpuDevice, CudaDevice, Device, ReferenceDevice, open_device
 from memkit.errors import DeviceUnavailableError
 
 
@@ -22,6 +24,40 @@ def test_device_knows_where_it_is(device: Device) -> None:
 
     assert x.device == device.torch_device
     assert device.name
+
+
+def test_threads_that_wait_for_a_gpu_use_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each process of several would take memory of the first one."""
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    for torch_device in (torch.device("cpu"), torch.device("cuda", 1)):
+        there = ReferenceDevice()
+        there.torch_device = torch_device
+        there.enter_thread()
+
+    assert chosen == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("kind", ["gradients", "steps"])
+def test_a_thread_of_memkits_enters_its_device(kind: str) -> None:
+    device, entered = ReferenceDevice(), []
+
+    def enter() -> None:
+        entered.append(threading.current_thread().name)
+
+    device.enter_thread = enter  # type: ignore[method-assign]
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5)))
+    if kind == "gradients":
+        with memkit.LayerOffload(model, layers=["0", "1", "2", "3"], offload_ratio=1.0, train="host", device=device):
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        model(torch.ones(2, 4)).sum().backward()
+        with memkit.StateOffload(optimizer, update="host", device=device):
+            optimizer.step()
+
+    assert entered == [{"gradients": "memkit-grad_0", "steps": "memkit-step_0"}[kind]]
 
 
 @pytest.mark.usefixtures("own_clock")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import memkit
-from memkit import torch_private
+from memkit import backwards, torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
@@ -257,6 +257,40 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
         offload.close()
     device.synchronize()
     assert not device.races
+
+
+def test_forward_that_a_backward_in_another_thread_waits_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than to wait for ever."""
+    device, found = ReferenceDevice(), list[BaseException]()
+    model, plain = Stack(4), Stack(4)
+    plain.load_state_dict(model.state_dict())
+    batches = inputs(device)
+
+    def run_beside(_: Tensor) -> None:
+        def run() -> None:
+            try:
+                model(batches[1])
+            except memkit.errors.LayerOffloadError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(300)
+        assert not thread.is_alive()
+
+    monkeypatch.setattr(backwards, "_MOST_S", 0.05)
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
+        hidden: list[Tensor] = []
+        handle = model.get_submodule("layers.1").register_forward_hook(lambda *given: hidden.append(given[-1]))
+        loss = model(batches[0]).square().mean()
+        hidden[0].register_hook(run_beside)
+        loss.backward()
+        handle.remove()
+        plain(batches[0]).square().mean().backward()
+        assert_same(results(model, []), results(plain, []))
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+    assert ["another thread runs a backward of it" in str(error) for error in found] == [True]
 
 
 def test_recomputation_that_is_interrupted_leaves_the_gradients_before_it(device: Device) -> None:
