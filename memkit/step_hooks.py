@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -41,6 +42,12 @@ def _call(reference: weakref.ref[StepHook], optimizer: torch.optim.Optimizer, *_
     found = reference()
     if found is not None:
         found.hook(optimizer)
+
+
+def put_last(handle: RemovableHandle) -> None:
+    """Have a hook run behind all others of its kind, also those that were set since."""
+    hook: Any = handle
+    hook.hooks_dict_ref().move_to_end(hook.id)
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__

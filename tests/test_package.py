@@ -38,6 +38,7 @@ RANKS = {
     "labels": 3,
     "modes": 4,
     "attached": 4,
+    "entered": 0,
     "backwards": 4,
     "calls": 4,
     "hooks": 4,

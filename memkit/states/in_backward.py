@@ -23,7 +23,7 @@ from memkit.states.one_step import OneStep
 from memkit.states.opened import weakly
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
-from memkit.states.stepped import ConsumedGradient, refuse_another
+from memkit.states.stepped import ConsumedGradient, let_go_of_consumed, refuse_another
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest
@@ -335,10 +335,7 @@ class BackwardSteps:
             self.end()
         except StateOffloadError as error:
             warn_user(f"StateOffload: {error}")
-        for piece in self._pieces:
-            (record,) = piece.records
-            if type(record.parameter.grad) is ConsumedGradient:
-                record.parameter.grad = None
+        let_go_of_consumed(piece.records[0] for piece in self._pieces)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context whose backwards step nothing."""

@@ -31,7 +31,8 @@ from memkit.states.opened import weakly
 from memkit.states.records import StateRecord, mark_of, version_of
 from memkit.states.shard_thread import ShardThread
 from memkit.states.shells import hollow_shell
-from memkit.states.stepped import ConsumedGradient, refuse_another
+from memkit.states.stepped import ConsumedGradient, let_go_of_consumed, refuse_another
+from memkit.step_hooks import put_last
 from memkit.steppers import ReducedLayer
 
 if TYPE_CHECKING:
@@ -138,9 +139,7 @@ class ShardSteps:
 
     def before_reduce(self, layer: ReducedLayer) -> None:
         self.before_read(layer)
-        for record in self._layers[layer]:
-            if type(record.parameter.grad) is ConsumedGradient:
-                record.parameter.grad = None
+        let_go_of_consumed(self._layers[layer])
         self._marks = [mark_of(record) for record in self._layers[layer]]
 
     def after_reduce(self, layer: ReducedLayer) -> None:
@@ -205,8 +204,7 @@ class ShardSteps:
     def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step what is left behind what other hooks do ahead of a step."""
         if optimizer is self._optimizer:
-            hooks: Any = self._before
-            hooks.hooks_dict_ref().move_to_end(hooks.id)
+            put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Step what the backward has not. What torch steps then has no parameters."""
@@ -293,9 +291,7 @@ class ShardSteps:
             warn_user(f"StateOffload: {error}")
         for layer in self._layers:
             layer.end_steps(self)
-        for record in self._records():
-            if type(record.parameter.grad) is ConsumedGradient:
-                record.parameter.grad = None
+        let_go_of_consumed(self._records())
         self._thread.close()
 
 

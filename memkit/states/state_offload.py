@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memkit.device import Device
+from memkit.entered import EnteredOnce
 from memkit.errors import HostMemoryError, StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import ParameterCosts, Update, plan_states
@@ -35,7 +36,7 @@ from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
-from memkit.states.opened import EnteredOnce, NotCopied, claim, release, weakly
+from memkit.states.opened import NotCopied, claim, release, weakly
 from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
@@ -46,6 +47,7 @@ from memkit.states.slots import StateSlots
 from memkit.states.stats import StateStats, in_words, stats_of
 from memkit.states.stepping import Stepping
 from memkit.states.trial import refuse_by_kind
+from memkit.step_hooks import put_last
 from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import lanes_of
 
@@ -211,8 +213,7 @@ class StateOffload(NotCopied, EnteredOnce):
                 self.close()  # the optimizer has its states
                 raise
         if self._is_open:
-            hooks: Any = self._before
-            hooks.hooks_dict_ref().move_to_end(hooks.id)
+            put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Step all pieces. What torch steps then has no parameters."""

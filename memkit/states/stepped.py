@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 from memkit.errors import StateOffloadError
@@ -16,6 +17,13 @@ class ConsumedGradient(GradientStandIn):
 
     error = StateOffloadError
     advice = 'With when="backward" gradients cannot be clipped, scaled or read. Use when="step"'
+
+
+def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
+    """Have parameters that were stepped have no gradient, rather than its stand-in."""
+    for record in records:
+        if type(record.parameter.grad) is ConsumedGradient:
+            record.parameter.grad = None
 
 
 def refuse_another(record: StateRecord) -> NoReturn:

@@ -126,19 +126,19 @@ class Forwards(NotCopied):
         if not are_owners_set_aside():
             self._calls.begin(module, depth=2)
             if torch_private.backward_task() == -1 and not self._calls.claim(self._claims):
-                self._refuse_thread()
+                self._refuse_thread("forward")
             self._refuse_transforms()
             if self._streamer.chunks and self._streamer.device.is_capturing():
                 self._refuse_capture(None)
             self._begin_pass(None)
 
-    def _refuse_thread(self) -> NoReturn:
-        """A forward has begun while one in another thread is going on. Recomputations are let through: the engine has threads
-        of its own."""
+    def _refuse_thread(self, which: str) -> NoReturn:
+        """A forward has begun while a forward or backward in another thread is going on. Recomputations are let through: the
+        engine has threads of its own."""
         raise LayerOffloadError(
-            f"a forward of {type(self._model).__name__} began in one thread while one in another was going on: the layers "
-            "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
-            "of its own"
+            f"a forward of {type(self._model).__name__} began in one thread while a {which} in another was going on: the "
+            "layers stream through slots that they share. Have one thread at a time run the model (a lock), or give each a "
+            "model of its own"
         )
 
     def _refuse_capture(self, first: LayerChunk | None) -> NoReturn:
@@ -157,11 +157,7 @@ class Forwards(NotCopied):
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
-            raise LayerOffloadError(
-                f"a forward of {type(self._model).__name__} began while another thread runs a backward of it: the layers "
-                "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
-                "of its own"
-            )
+            self._refuse_thread("backward")
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
             self._gradients.reset_interrupted()
@@ -209,7 +205,7 @@ class Forwards(NotCopied):
         is_backward = torch_private.backward_task() != -1
         call = self._calls.begin(module, depth=depth)
         if call.is_outermost and not is_backward and not self._calls.claim(self._claims):
-            self._refuse_thread()
+            self._refuse_thread("forward")
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()
         is_unchanged = not chunk.uses and chunk.binding.is_unchanged()

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from memkit import torch_private
 from memkit.attached import NotCopied, note_attached, note_detached
 from memkit.device import Device, cuda_is_available, open_device
+from memkit.entered import EnteredOnce
 from memkit.errors import warn_user
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
@@ -38,7 +38,7 @@ from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
 
 
-class LayerOffload(NotCopied):
+class LayerOffload(NotCopied, EnteredOnce):
     """Keep a share of a model's layers in host memory, and stream their weights to the device just before they are needed.
 
     Evenly spaced layers stream through a few slots, forward and backward; the others stay on the device. Of streamed weights
@@ -154,7 +154,6 @@ class LayerOffload(NotCopied):
         self._gradients: HostGradients | FusedSteps | None = None
         self._leaving: list[LayerChunk] = []
         """Layers that stay on the device from now on, and have yet to give back what they took."""
-        self._is_closed = self._is_entered = False
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
         self._arena = self._host.arena
         files = FileWeights(model, weights)
@@ -312,17 +311,6 @@ class LayerOffload(NotCopied):
     def _streams(self) -> Streamer:
         assert self._streamer is not None
         return self._streamer
-
-    def __enter__(self) -> LayerOffload:
-        if self._is_closed:
-            raise ValueError("this LayerOffload is closed; make a new one")
-        if self._is_entered:
-            raise ValueError("this LayerOffload is already entered: one `with` is enough")
-        self._is_entered = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # At rest
 

@@ -142,8 +142,9 @@ def _values_of(thing: object) -> Iterator[object]:
 
 
 _BY_CHANCE = (Placement, Planned, Schedule)
-"""What of a GPU is up to chance. A schedule of offloading keeps a few placements, by which host memory was free when forwards
-began; a budget has one more plan, with what is followed of it, where there were more bytes beside a step."""
+"""What of a GPU is up to chance, the first on all devices. A schedule of offloading keeps a few placements, by which host
+memory was free when forwards began; a budget has one more plan, with what is followed of it, where more bytes were beside a
+step."""
 _MOST_PLANS = 8
 
 
@@ -158,7 +159,8 @@ def _held(context: Context) -> dict[str, object]:
                 figures[f"{name} {number}"] = getattr(found, name, None)
     gc.collect()
     ours = [thing for thing in gc.get_objects() if type(thing).__module__.startswith("memkit.activations")]
-    figures["objects"] = Counter(type(thing).__name__ for thing in ours if type(thing) not in _BY_CHANCE)
+    by_chance = _BY_CHANCE[:1] if context.torch_device.type == "cpu" else _BY_CHANCE
+    figures["objects"] = Counter(type(thing).__name__ for thing in ours if type(thing) not in by_chance)
     figures["longest"] = max(
         len(value) for thing in ours for value in _values_of(thing) if type(value) in (list, dict, set, deque)
     )

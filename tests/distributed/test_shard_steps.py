@@ -625,27 +625,8 @@ def test_interrupt_while_a_layer_is_begun_leaves_nothing_half_way(one: None, mon
     assert_same(run(True), run(False))
 
 
-@pytest.mark.full
-def test_failure_of_a_backward_that_has_failed_is_told_by_the_next_step(one: None) -> None:
-    model = make()
-
-    def fail() -> None:
-        raise ArithmeticError("of the backward")
-
-    held_backward(model, fail)
-    model = on_host(model)
-    optimizer, _ = spied_states(model)
-    optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
-    with pytest.raises(ArithmeticError, match="of the backward"):
-        step(model, 0, 0)
-    with pytest.raises(StateOffloadError, match="on purpose"):
-        optimizer.step()
-    optimizer.step()
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:StateOffload. the step of .* on the host has failed")
-def test_closing_behind_a_failure_warns(one: None) -> None:
+def _states_behind_two_failures() -> tuple[Any, memkit.StateOffload]:
+    """Return an optimizer and its states behind a backward that has failed, and a step within it that has as well."""
     model = make()
 
     def fail() -> None:
@@ -657,6 +638,21 @@ def test_closing_behind_a_failure_warns(one: None) -> None:
     optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
     with pytest.raises(ArithmeticError, match="of the backward"):
         step(model, 0, 0)
+    return optimizer, states
+
+
+@pytest.mark.full
+def test_failure_of_a_backward_that_has_failed_is_told_by_the_next_step(one: None) -> None:
+    optimizer, _ = _states_behind_two_failures()
+    with pytest.raises(StateOffloadError, match="on purpose"):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:StateOffload. the step of .* on the host has failed")
+def test_closing_behind_a_failure_warns(one: None) -> None:
+    _, states = _states_behind_two_failures()
     with pytest.warns(UserWarning, match="on purpose"):
         states.close()
 
