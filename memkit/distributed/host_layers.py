@@ -17,6 +17,7 @@ from memkit.errors import MissingTorchNameError
 from memkit.storages import byte_view, tensor_over
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
+from memkit.transfer.turns import TURN_BYTES
 
 if TYPE_CHECKING:
     from memkit.steppers import ReducedSteps
@@ -52,8 +53,8 @@ class Buffer:
 
     def __init__(self, storage: torch.UntypedStorage, layout: Layout, home: Stream) -> None:
         self.storage, self.layout, self.home = storage, layout, home
-        self.parts = (byte_view(storage),)
-        """What a chunk, which is one piece, is copied to."""
+        self.parts = byte_view(storage).split(TURN_BYTES)
+        """What the pieces of a chunk are copied to."""
         self.shards = [region.over(storage) for region in layout]
         """Each as [numel]."""
         self.done: Event
@@ -84,6 +85,8 @@ class HostLayer:
         self.layout: Layout = ()
         self._arena, self._layouts = arena, layouts
         self._span: Span | None = None
+        self.pieces: tuple[Tensor, ...] = ()
+        """The bytes of its chunk, in as many parts as they are copied in."""
         self._memories: list[tuple[Span, weakref.ref[Any]]] = []
         """Chunks that it has had, each with its memory, which is there as long as a tensor is in it."""
         self.last_read: Event | None = None
@@ -141,6 +144,8 @@ class HostLayer:
                 self._span = None
                 self._give_left()
                 (self._span,) = self._arena.take_pinned_as_one([end])
+                assert self._span.whole is not None
+                self.pieces = self._span.whole.split(TURN_BYTES)
                 self.layout, self._addresses = layout, ([0] * len(layout), [0] * len(layout))
             assert self._span.whole is not None
             memory, (flats, owns) = self._span.whole.numpy(), self._addresses

@@ -187,7 +187,8 @@ class HostShards:
         buffer = self._buffer_for(layer, chunk.num_bytes)
         with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
             ready = device.record_event(buffer.home, timed=False)
-            buffer.done = self._lanes.copy_parts(chunk, buffer.parts, after=(ready,))
+            after = (ready,) if self._last is None or len(layer.pieces) == 1 else (ready, self._last)
+            buffer.done = self._lanes.copy_back_by_turns(layer.pieces, buffer.parts, after=after)
         layer.brought, layer.last_read = buffer, buffer.done
         self._last = buffer.done
 

@@ -1,22 +1,29 @@
-"""Copies that take turns on two streams, so that what else is copied to the host need not wait for all of them."""
+"""Copies that take turns on two streams, so that what else is copied to the host, or to the device, need not wait for all of
+them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import memkit
+from memkit.activations.offloading.placement import Placement
+from memkit.activations.offloading.schedule import Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
-from memkit.device.base import Piece
+from memkit.device.base import CopyBatch, Piece
 from memkit.errors import RaceError
 from memkit.plan import copies
-from tests.activations.chains import chain, leaf_on
+from memkit.transfer import turns
+from memkit.transfer.lanes import Lanes
+from memkit.transfer.turns import CopiesByTurns, copy_by_turns
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 from tests.activations.scheduled_steps import TAG, Offloads, assert_steps_are_plain, gradient_of, offloads
 
 __all__ = ["offloads"]
@@ -63,7 +70,7 @@ def test_copies_take_turns_once_they_were_over_when_the_forward_was(offloads: Of
     x = leaf_on(offloads.device.torch_device)
     y = _take_steps(offloads, functools.partial(_waiting, offloads.device, x), x)
 
-    made, (first, second) = _scheduled().placement, _window_streams()
+    made, (first, second) = _scheduled().placement, _lanes().out_by_turns
     assert made is not None
 
     assert _scheduled().schedule.takes_turns
@@ -74,9 +81,9 @@ def test_copies_take_turns_once_they_were_over_when_the_forward_was(offloads: Of
     gradient_of(y, x)
 
 
-def _window_streams() -> tuple[object, object]:
+def _lanes() -> Lanes:
     (window,) = offload_states[TAG].windows()
-    return window.lanes.out_by_turns
+    return window.lanes
 
 
 def test_copies_go_one_after_the_other_where_the_forward_ends_before_them() -> None:
@@ -85,7 +92,7 @@ def test_copies_go_one_after_the_other_where_the_forward_ends_before_them() -> N
     y = _take_steps(offloads, lambda: chain(x, SIZES), x, window_units=4)  # so that the last copy may come later
 
     assert not _scheduled().schedule.takes_turns
-    assert {batch.stream for batch in _scheduled().out} == {_window_streams()[0]}
+    assert {batch.stream for batch in _scheduled().out} == {_lanes().out}
     gradient_of(y, x)
     del y
     offloads.assert_nothing_is_left()
@@ -112,6 +119,114 @@ def test_a_batch_waits_for_the_one_ahead(waits: bool) -> None:
     else:
         with pytest.raises(RaceError):
             back.start([made])
+
+
+def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, list[CopyBatch]]:
+    """Return the schedule of the last step, and its copies back."""
+    x = leaf_on(offloads.device.torch_device)
+    for number in range(num_steps):
+        with offloads(0.5):
+            y = chain(x, SIZES)
+        if number == num_steps - 1:
+            made = _scheduled()
+            assert made.placement is not None
+        gradient_of(y, x)
+        del y
+        offloads.device.synchronize()
+    return made.schedule, made.placement.back[0]
+
+
+def test_copies_back_take_turns_once_a_backward_has_hardly_waited(offloads: Offloads) -> None:
+    schedule, back = _take_steps_back(offloads, 8)
+    streams = _lanes().back_by_turns
+
+    assert schedule.takes_turns_back
+    assert len(back) > 2
+    assert [batch.stream for batch in back] == [streams[number % 2] for number in range(len(back))]
+    assert [batch.ahead for batch in back] == [None, *back[:-1]]
+
+
+def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
+    offloads: Offloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, look = [], Placement.has_come_early
+    monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: 1e3)
+    monkeypatch.setattr(Placement, "has_come_early", lambda made: looks.append(made) or look(made))
+
+    schedule, back = _take_steps_back(offloads, 12)
+
+    assert not schedule.takes_turns_back
+    assert {batch.stream for batch in back} == {_lanes().back}
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("turn_bytes", [UNIT_BYTES // 2, UNIT_BYTES // 3, 2 * UNIT_BYTES])
+def test_steps_are_plain_where_a_turn_is_a_part_of_a_storage(
+    turn_bytes: int, offloads: Offloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_BYTES", turn_bytes)
+    monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(Schedule, "takes_turns_back", property(lambda _: True, lambda *_: None), raising=False)
+    x, placed, place = leaf_on(offloads.device.torch_device), [], Schedule.place
+
+    def note_placed(*args: Any) -> Placement:
+        placed.append(place(*args))
+        return placed[-1]
+
+    monkeypatch.setattr(Schedule, "place", note_placed)
+
+    assert_steps_are_plain(offloads, lambda _: chain(x, SIZES), x, ratio=1.0)
+    found = {isinstance(batch, CopiesByTurns) for made in placed for batch in (*made.out, *made.back[0])}
+    assert found == {turn_bytes < UNIT_BYTES}
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+@pytest.mark.parametrize("sizes", [[10], [4], [3, 3, 3], [1, 1, 1, 9, 1], [4, 8]])
+def test_each_turn_waits_for_the_one_before_on_the_other_stream(
+    sizes: list[int], is_out: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    streams = device.new_stream("first"), device.new_stream("second")
+    pieces, storages, hosts = [], [], []
+    for number, size in enumerate(sizes):
+        host = torch.arange(10 * number, 10 * number + size, dtype=torch.uint8)
+        storage = device.allocate(size)
+        storage.copy_(torch.full((size,), 200 + number, dtype=torch.uint8).untyped_storage())
+        device.pin(host)
+        pieces.append(Piece(number, 0, host, host.data_ptr(), size))
+        storages.append(storage)
+        hosts.append(host)
+    expected = [list(storage) for storage in storages] if is_out else [host.tolist() for host in hosts]
+    first = copy_by_turns(device, streams, pieces, is_out=is_out, ahead=None)
+    second = copy_by_turns(device, streams, pieces, is_out=is_out, ahead=first)
+
+    for batch in (first, second):
+        batch.start(storages)
+        batch.wait()
+    device.synchronize()
+
+    assert [host.tolist() if is_out else list(storage) for host, storage in zip(hosts, storages, strict=True)] == expected
+    made = [turn for batch in (first, second) for turn in (batch.turns if isinstance(batch, CopiesByTurns) else [batch])]
+    assert [turn.stream for turn in made] == [streams[number % 2] for number in range(len(made))]
+    assert all(sum(piece.num_bytes for piece in turn.pieces) <= 4 for turn in made)
+    assert first.num_bytes == sum(piece.num_bytes for turn in made[: len(made) // 2] for piece in turn.pieces) == sum(sizes)
+    assert first.num_storages == len(sizes)
+    assert first.stall_s() >= 0.0
+
+
+def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the last one would not have waited for the others."""
+    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    device = ReferenceDevice()
+    streams = device.new_stream("first"), device.new_stream("second")
+    storage, host = device.allocate(8), torch.zeros(8, dtype=torch.uint8)
+    device.pin(host)
+    batch = copy_by_turns(device, streams, [Piece(0, 0, host, host.data_ptr(), 8)], is_out=False, ahead=None)
+    assert isinstance(batch, CopiesByTurns)
+    batch.turns[1].ahead = None
+
+    with pytest.raises(RaceError):
+        batch.start([storage])
 
 
 @pytest.mark.gpu
@@ -141,3 +256,41 @@ def test_a_value_that_is_read_back_does_not_wait_for_all_copies() -> None:
         gradient_of(y, x)
 
     assert done < 10  # of 20, which take 24 ms
+
+
+@pytest.mark.gpu
+def test_what_is_copied_to_the_device_within_a_backward_does_not_wait_for_all_fetches() -> None:
+    """As FSDP2 does it for each layer."""
+    device = CudaDevice(torch.device("cuda"))
+    x = torch.ones(2**24, device="cuda", requires_grad=True)  # 64 MiB
+    host, events = torch.zeros(2**12, dtype=torch.uint8, pin_memory=True), list[torch.cuda.Event]()
+
+    class Copies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, y: Tensor) -> Tensor:
+            return y.view_as(y)
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            torch.cuda._sleep(2_000_000)  # fetches are under way
+            events.extend(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events[-2].record()
+            host.to("cuda", non_blocking=True)
+            events[-1].record()
+            torch.cuda._sleep(100_000_000)  # they are over before the others are asked for
+            return grad
+
+    for step in range(8):
+        with memkit.CPUOffload(0.5, TAG, min_bytes=0, device=device):
+            y = x
+            for _ in range(20):  # what leaves
+                y = y.sin()
+            y = Copies.apply(y)
+            for _ in range(20):
+                y = y.sin()
+        if step == 7:
+            assert _scheduled().schedule.takes_turns_back
+        gradient_of(y, x)
+        device.synchronize()
+
+    assert events[-2].elapsed_time(events[-1]) < 4.0  # 20 copies take 24 ms

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import memkit
 from memkit import torch_private
 from memkit.device import ReferenceDevice, Stream
+from memkit.distributed import host_layers
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import storage_bytes
@@ -50,25 +52,25 @@ class Log:
         self.lines: list[str] = []
         self.copied_bytes = 0
         self.names: dict[int, str] = {}
-        copy, read = Lanes.copy_parts, HostShards._read
+        copy, read = Lanes.copy_back_by_turns, HostShards._read
 
-        def note_copy(lanes: Lanes, span: Any, *args: Any, **kwargs: Any) -> Any:
-            self.lines.append(f"{self.names[span.offset]} to device")
-            self.copied_bytes += span.num_bytes
-            return copy(lanes, span, *args, **kwargs)
+        def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            self.lines.append(f"{self.names[pieces[0].data_ptr()]} to device")
+            self.copied_bytes += sum(piece.nbytes for piece in pieces)
+            return copy(lanes, pieces, *args, **kwargs)
 
         def note_read(shards: HostShards, layer: Any, *args: Any) -> None:
-            self.lines.append(f"gather {self.names[layer.chunk().offset]}")
+            self.lines.append(f"gather {self.names[layer.pieces[0].data_ptr()]}")
             read(shards, layer, *args)
 
-        monkeypatch.setattr(Lanes, "copy_parts", note_copy)
+        monkeypatch.setattr(Lanes, "copy_back_by_turns", note_copy)
         monkeypatch.setattr(HostShards, "_read", note_read)
         add = HostShards.add
 
         def note_layer(shards: HostShards, module: Any) -> None:
             add(shards, module)
             name = "rest" if isinstance(module, Model) else str(len(shards.layers) - 1)
-            self.names[shards.layers[-1].chunk().offset] = name
+            self.names[shards.layers[-1].pieces[0].data_ptr()] = name
 
         monkeypatch.setattr(HostShards, "add", note_layer)
 
@@ -100,6 +102,27 @@ def test_a_step_brings_each_shard_twice_and_what_is_in_no_layer_once(num_ranks: 
         step(model, 0, 0)
 
     assert log.copied_bytes == 2 * layers_bytes + rest_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other."""
+    lengths, copy = set[int](), Lanes.copy_back_by_turns
+
+    def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        lengths.add(len(pieces))
+        return copy(lanes, pieces, *args, **kwargs)
+
+    with fake_group(num_ranks):
+        wanted = train(on_host(make()), 0)
+    monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
+    monkeypatch.setattr(Lanes, "copy_back_by_turns", note_copy)
+    with fake_group(num_ranks):
+        found = train(on_host(make()), 0)
+
+    if num_ranks == 1:  # others' parts are not there
+        assert_same(found, wanted)
+    assert min(lengths) > 1
 
 
 def _chunk_bytes(module: nn.Module) -> int:

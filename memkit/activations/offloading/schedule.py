@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from memkit.activations.offloading.placement import Placement
 from memkit.activations.saved.seen import NO_VALUE, SeenSave
-from memkit.device.base import CopyBatch, Device, Piece
+from memkit.device.base import Device
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.actions import Action
@@ -20,6 +19,8 @@ from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 
 _MOST_PASSED = 64
+_MOST_LOOKS = 3
+"""So many backwards are looked at for whether they wait for copies."""
 _MAX_PLACES = 4
 """For so many places in host memory the copies are kept."""
 
@@ -186,6 +187,9 @@ class Schedule:
         """What it takes of the arena, in one span for what backwards ask for, and one for the rest; 0 for none."""
         self.takes_turns = False
         """Whether copies to the host are on two streams."""
+        self.takes_turns_back = False
+        """Whether those to the device are."""
+        self._num_looks = 0
         self._placed: dict[object, Placement] = {}
 
     def find_no_room(self) -> None:
@@ -221,10 +225,21 @@ class Schedule:
                     live_bytes -= sizes_bytes.get(value, 0)
         return peak_bytes
 
-    def take_turns(self) -> None:
-        """Have copies to the host take turns from the next forward on: see [Note: copies by turns] in `transfer.lanes`."""
-        self.takes_turns = True
-        self._placed.clear()
+    def see_to_turns(self, placement: Placement) -> None:
+        """Have copies to the host, or to the device, take turns from the next forward on, if a step need not wait for them: see
+        [Note: copies by turns] in `transfer.lanes`.
+
+        Args:
+            placement: the copies of the forward that ends now, and of the backwards before it.
+        """
+        before = self.takes_turns, self.takes_turns_back
+        if not self.takes_turns and placement.out and placement.out[-1].done.is_reached():
+            self.takes_turns = True
+        if not self.takes_turns_back and self._num_looks < _MOST_LOOKS and placement.has_come_back():
+            self._num_looks += 1
+            self.takes_turns_back = placement.has_come_early()
+        if before != (self.takes_turns, self.takes_turns_back):
+            self._placed.clear()
 
     def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> Placement:
         """Return the prepared copies from and to spans of `host_bytes`; those of the last forward if its spans were the
@@ -241,67 +256,12 @@ class Schedule:
         return found
 
 
-class Placement:
-    """The prepared copies of a schedule from and to given spans. Forwards that are alive at once never share one."""
-
-    def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
-        self._device, self._lanes = device, lanes
-        self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        for span, is_rest in zip(spans, (False, True), strict=True):
-            if span is None:
-                continue
-            edges, start = list(itertools.accumulate((piece.numel() for piece in span.pieces), initial=0)), 0
-            for batch in schedule.copies.out:
-                for value in batch:
-                    if (value in schedule.rest) is is_rest:
-                        num_bytes = schedule.sizes_bytes[value]
-                        self._pieces[value] = list(_parts(span.pieces, edges, start, num_bytes))
-                        start += rounded(num_bytes, ALIGNMENT_BYTES)
-        self.out: list[CopyBatch] = []
-        for number, batch in enumerate(schedule.copies.out):
-            lane, ahead = lanes.out, None
-            if schedule.takes_turns:
-                lane, ahead = lanes.out_by_turns[number % 2], self.out[-1] if self.out else None
-            self.out.append(device.copy_batch(lane, self._of(batch), is_out=True, ahead=ahead))
-        self.back = [
-            [device.copy_batch(lanes.back, self._of(batch), is_out=False) for batch in part.back] for part in schedule.parts
-        ]
-        """For each backward."""
-        self._alone: dict[tuple[int, bool], CopyBatch] = {}
-
-    def _of(self, values: Sequence[int]) -> list[Piece]:
-        return [
-            Piece(index, start, host, host.data_ptr(), host.numel())
-            for index, value in enumerate(values)
-            for start, host in self._pieces[value]
-        ]
-
-    def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        """Return the copy of a single value, for a step that deviates."""
-        found = self._alone.get((value, is_out))
-        if found is None:
-            lane = self._lanes.out if is_out else self._lanes.back
-            found = self._alone[value, is_out] = self._device.copy_batch(lane, self._of([value]), is_out=is_out)
-        return found
-
-
 def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
     """Tell whether a tensor covers its whole storage of so many bytes, and is neither conjugated nor negated lazily."""
     if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
         return False
     last = sum((length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True))
     return (1 + last) * geometry.dtype.itemsize == num_bytes
-
-
-def _parts(pieces: Sequence[Tensor], edges: Sequence[int], start: int, num_bytes: int) -> list[tuple[int, Tensor]]:
-    """Return the host memory of some bytes of a span, cut where its pieces meet, with where each part begins."""
-    found, at = [], start
-    index = bisect_right(edges, start) - 1
-    while at < start + num_bytes:
-        end = min(edges[index + 1], start + num_bytes)
-        found.append((at - start, pieces[index][at - edges[index] : end - edges[index]]))
-        at, index = end, index + 1
-    return found
 
 
 def make_schedule(

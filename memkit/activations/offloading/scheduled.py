@@ -27,7 +27,8 @@ from memkit.sizes import format_mib
 from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import Placement, Schedule, ScheduledSave
+    from memkit.activations.offloading.placement import Placement
+    from memkit.activations.offloading.schedule import Schedule, ScheduledSave
     from memkit.activations.offloading.window import OffloadWindow
 
 _NO_BACKWARD = -1

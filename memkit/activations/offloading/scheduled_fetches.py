@@ -13,7 +13,8 @@ from memkit.device.base import CopyBatch
 from memkit.labels import label
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import Placement, Schedule
+    from memkit.activations.offloading.placement import Placement
+    from memkit.activations.offloading.schedule import Schedule
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
     from memkit.activations.saved.traces import Trace

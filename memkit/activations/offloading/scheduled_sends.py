@@ -15,7 +15,8 @@ from memkit.interrupts import mended
 from memkit.labels import label
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import Placement, Schedule
+    from memkit.activations.offloading.placement import Placement
+    from memkit.activations.offloading.schedule import Schedule
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.scheduled_saves import ScheduledSaves
     from memkit.activations.offloading.window import OffloadWindow
@@ -221,8 +222,8 @@ class ScheduledSends(ABC):
                 self.take_no_more()
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
-                if self.out and not self.schedule.takes_turns and self.out[-1].done.is_reached():
-                    self.schedule.take_turns()
+                if self.placement is not None:
+                    self.schedule.see_to_turns(self.placement)
 
     @property
     def live_bytes(self) -> int:

@@ -108,10 +108,10 @@ def _held(tag: str, device: Device) -> dict[str, object]:
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_a_hundred_steps_hold_what_a_few_did(share: float, device: Device) -> None:
     x = leaf_on(device.torch_device)
-    for count in range(106):
+    for count in range(121):
         step(x, UNITS, lambda: memkit.MemoryBudget(share, "100", min_bytes=0, device=device))
         device.synchronize()
-        if count == 5:
+        if count == 20:
             before = _held("100", device)
 
     assert _held("100", device) == before
