@@ -288,7 +288,7 @@ def _shard_counted(numels: list[int], model: nn.Module) -> nn.Module:
 
 def _host_rates(bench: Bench) -> dict[str, float]:
     """Return the bytes per second of copies each way, and how many numbers in bfloat16 the fused AdamW steps per second with
-    this rank's threads; each by itself, and one beside the other. All ranks measure at once."""
+    this rank's threads; each by itself, and one beside the other. All ranks measure at once, and it is their average."""
     numel, num_bytes = (2**16, 2**20) if bench.is_tiny else (2**25, 2**28)
     parameters = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(4)]
     for parameter in parameters:
@@ -309,12 +309,15 @@ def _host_rates(bench: Bench) -> dict[str, float]:
     acts_per_s, shared_bytes_per_s = measure_beside_copies(
         bench.device, optimizer.step, num_bytes=num_bytes, num_copies=num_copies, most_acts=most_acts
     )
-    return {
+    rates = {
         "both_bytes_per_s": both_bytes_per_s,
         "updates_per_s": len(parameters) * numel / statistics.median(times),
         "shared_updates_per_s": len(parameters) * numel * acts_per_s,
         "shared_bytes_per_s": shared_bytes_per_s,
     }
+    of_all = torch.tensor([*rates.values()], dtype=torch.float64, device=bench.device.torch_device)
+    dist.all_reduce(of_all)
+    return dict(zip(rates, (of_all / dist.get_world_size()).tolist(), strict=True))
 
 
 def by_ends(model: nn.Module, **options: Any) -> nn.Module:

@@ -134,7 +134,7 @@ class CudaCopyBatch(CopyBatch):
         if error:
             raise _refused(self.num_bytes, self.is_out, "wait for what comes before it", error)
         if self._is_one:
-            address = storages[0].data_ptr() + self.pieces[0].start
+            address = storages[self.pieces[0].index].data_ptr() + self.pieces[0].start
             destination, source = (self._hosts[0], address) if self.is_out else (address, self._hosts[0])
             error = runtime.cudaMemcpyAsync(destination, source, self._sizes_bytes[0], self._kind, lane)[0]
         else:

@@ -13,6 +13,9 @@ from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
 """A copy of so many bytes goes at the link's full speed."""
+_HOST_PIECE_BYTES = 2 * PIECE_BYTES
+"""Of what is stepped on the host only gradients are copied, which are half of the states or less: and while a caller goes on to
+the next piece, the thread that steps waits for the interpreter."""
 _LARGEST_PIECE_BYTES = 168 * 2**20
 """With four slots, and what a step that fails is undone by, less than a GiB."""
 _LARGEST_SHARED_PIECE_BYTES = 128 * 2**20
@@ -160,7 +163,8 @@ def plan_states(
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
         HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
-    most = _piece_bytes(costs, _LARGEST_SHARED_PIECE_BYTES if update == "both" else _LARGEST_PIECE_BYTES)
+    usual = _HOST_PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
+    most = _piece_bytes(costs, usual, _LARGEST_SHARED_PIECE_BYTES if update == "both" else _LARGEST_PIECE_BYTES)
     pieces = [
         StatePiece(
             parameters=tuple(members),
@@ -182,10 +186,10 @@ def plan_states(
     return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes, rates=rates if update == "both" else None)
 
 
-def _piece_bytes(costs: Iterable[ParameterCosts], largest: int) -> int:
+def _piece_bytes(costs: Iterable[ParameterCosts], usual: int, largest: int) -> int:
     """Return the most that the states of a piece should take, unless they are those of one parameter that can't be cut."""
     whole = sum(cost.state_bytes for cost in costs)
-    most = min(max(PIECE_BYTES, whole // _MANY_PIECES), max(PIECE_BYTES, largest))
+    most = min(max(usual, whole // _MANY_PIECES), max(usual, largest))
     return min(most, max(1, whole // _LEAST_PIECES))
 
 

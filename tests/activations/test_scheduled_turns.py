@@ -187,12 +187,11 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
 ) -> None:
     monkeypatch.setattr(turns, "TURN_BYTES", 4)
     streams = device.new_stream("first"), device.new_stream("second")
-    pieces, storages, hosts = [], [], []
+    memory, pieces, storages, hosts = torch.arange(64, dtype=torch.uint8), [], [], []
+    device.pin(memory)
     for number, size in enumerate(sizes):
-        host = torch.arange(10 * number, 10 * number + size, dtype=torch.uint8)
-        storage = device.allocate(size)
+        host, storage = memory[10 * number :][:size], device.allocate(size)
         storage.copy_(torch.full((size,), 200 + number, dtype=torch.uint8).untyped_storage())
-        device.pin(host)
         pieces.append(Piece(number, 0, host, host.data_ptr(), size))
         storages.append(storage)
         hosts.append(host)
@@ -204,6 +203,7 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
         batch.start(storages)
         batch.wait()
     device.synchronize()
+    device.unpin(memory)
 
     assert [host.tolist() if is_out else list(storage) for host, storage in zip(hosts, storages, strict=True)] == expected
     made = [turn for batch in (first, second) for turn in (batch.turns if isinstance(batch, CopiesByTurns) else [batch])]
@@ -248,10 +248,10 @@ def test_a_value_that_is_read_back_does_not_wait_for_all_copies() -> None:
         device.synchronize()  # so that copies are over when the forward is
         return y
 
-    for step in range(6):
+    for step in range(8):
         with memkit.CPUOffload(0.5, TAG, min_bytes=0, device=device):
-            y = forward(follows=step == 5)
-        if step == 5:
+            y = forward(follows=step == 7)
+        if step == 7:
             assert _scheduled().schedule.takes_turns
         gradient_of(y, x)
 

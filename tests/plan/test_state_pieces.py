@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +123,23 @@ def test_what_goes_to_the_host(has_master: bool, runs_ahead: bool, sent: int) ->
 
     assert sum(piece.sent_bytes for piece in plan.pieces) == sent * 4 * 2**20
     assert "For the host it copies " in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"update": "device"}, 2**26),
+        ({"update": "host"}, 2**27),
+        ({"update": "host", "runs_ahead": True}, 2**27),
+        ({"update": "host", "has_disk": True}, 2**26),
+        ({"update": "both", "rates": StateRates(link_bytes_per_s=5e10, host_numel_per_s=5e9)}, 2**26),
+    ],
+)
+def test_pieces_are_larger_where_the_host_steps_and_only_gradients_move(options: dict[str, Any], most: int) -> None:
+    plan = plan_states(_costs([2**14] * 256), **options)  # 4 GiB, in parameters of 16 MiB of states
+
+    assert max(piece.state_bytes for piece in plan.pieces) == most
+    assert plan.room_bytes < 2**30
 
 
 def test_what_gains_nothing_on_the_host_stays_off_it_but_for_one_piece() -> None:
