@@ -11,6 +11,7 @@ Host memory:
 Copies to and from a device:
 
 - `lanes`: `Lanes`: one stream for each direction, shared by all features
+- `turns`: copies on two streams by turns, so that others need not wait for all of them
 - `staging`: copies from and to memory that is not pinned, through pinned buffers, in threads
 - `link`: bandwidth and latency, measured
 - `device_memory`: how many bytes of a device memkit's own buffers take, by feature

@@ -12,6 +12,7 @@ Following a schedule:
 
 - `steady`: when a forward may follow one
 - `schedule`: `Schedule`: arrays of what is due at each save and each request
+- `placement`: its copies, from and to the host memory that a forward holds
 - `scheduled`: a forward that follows one, and its backwards
 - `scheduled_saves`: its saves
 - `scheduled_sends`: its copies to the host, and when device memory is freed
