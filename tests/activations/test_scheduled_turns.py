@@ -17,7 +17,8 @@ from memkit.activations.offloading.schedule import Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
-from memkit.device.base import CopyBatch, Piece
+from memkit.device.base import CopyBatch, Event, Piece
+from memkit.device.clocks import ReferenceEvent
 from memkit.errors import RaceError
 from memkit.plan import copies
 from memkit.transfer import turns
@@ -158,6 +159,43 @@ def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
     assert not schedule.takes_turns_back
     assert {batch.stream for batch in back} == {_lanes().back}
     assert len(looks) == 3
+
+
+def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that has ended early leaves the last copies as they were in an earlier step, while its own are under way. CUDA
+    raises where it is asked for a time that is not over."""
+    device = ReferenceDevice()
+    offloads, x, timed = Offloads(device), leaf_on(device.torch_device), list[Event]()
+    elapsed_s = ReferenceEvent.elapsed_s
+
+    def note_timed(begin: ReferenceEvent, end: Event) -> float:
+        timed.extend([begin, end])
+        return elapsed_s(begin, end)
+
+    monkeypatch.setattr(ReferenceEvent, "elapsed_s", note_timed)
+    for _ in range(2):
+        with offloads(0.5):
+            y = chain(x, SIZES)
+        gradient_of(y, x)
+    with offloads(0.5):
+        y = chain(x, SIZES)
+    made = _scheduled()
+    assert made.placement is not None
+    gradient_of(y, x)
+    first, last = made.placement.back[0][0], made.placement.back[0][-1]
+    storages = [device.allocate(made.schedule.sizes_bytes[value]) for value in made.schedule.parts[0].back[0]]
+    first.start(storages)  # on its lane, and waited for by a stream that is not there yet
+    first.waited = device.record_event()
+    assert last.done.is_reached() and not first.done.is_reached()
+    timed.clear()
+
+    made.schedule.see_to_turns(made.placement)
+
+    assert not timed
+    assert not made.schedule.takes_turns_back
+    first.wait()
+    del y
+    offloads.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("turn_bytes", [UNIT_BYTES // 2, UNIT_BYTES // 3, 2 * UNIT_BYTES])

@@ -58,9 +58,12 @@ class Placement:
         return made
 
     def has_come_back(self) -> bool:
-        """Tell whether backwards have waited for copies to the device, and all of these are done."""
+        """Tell whether backwards have waited for copies to the device, and all of these are done.
+
+        The last one may be of an earlier step than others, if a backward has ended before it came to that.
+        """
         came = self._came()
-        return bool(came) and came[-1].done.is_reached()
+        return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
 
     def has_come_early(self) -> bool:
         """Tell whether they have waited for hardly any of the time that those took."""
