@@ -186,7 +186,8 @@ def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.Mo
     storages = [device.allocate(made.schedule.sizes_bytes[value]) for value in made.schedule.parts[0].back[0]]
     first.start(storages)  # on its lane, and waited for by a stream that is not there yet
     first.waited = device.record_event()
-    assert last.done.is_reached() and not first.done.is_reached()
+    assert last.done.is_reached()
+    assert not first.done.is_reached()
     timed.clear()
 
     made.schedule.see_to_turns(made.placement)
@@ -237,9 +238,9 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     first = copy_by_turns(device, streams, pieces, is_out=is_out, ahead=None)
     second = copy_by_turns(device, streams, pieces, is_out=is_out, ahead=first)
 
-    for batch in (first, second):
-        batch.start(storages)
-        batch.wait()
+    first.start(storages)
+    second.start(storages)  # which touches the same bytes: a race if it did not wait for the first
+    second.wait()  # and so for both
     device.synchronize()
     device.unpin(memory)
 
@@ -249,7 +250,26 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     assert all(sum(piece.num_bytes for piece in turn.pieces) <= 4 for turn in made)
     assert first.num_bytes == sum(piece.num_bytes for turn in made[: len(made) // 2] for piece in turn.pieces) == sum(sizes)
     assert first.num_storages == len(sizes)
-    assert first.stall_s() >= 0.0
+    assert [batch.started for batch in (first, second)] == [made[0].started, made[len(made) // 2].started]
+    assert [batch.done for batch in (first, second)] == [made[len(made) // 2 - 1].done, made[-1].done]
+
+
+def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    device = ReferenceDevice()
+    streams = device.new_stream("first"), device.new_stream("second")
+    storage, host = device.allocate(8), torch.zeros(8, dtype=torch.uint8)
+    device.pin(host)
+    batch = copy_by_turns(device, streams, [Piece(0, 0, host, host.data_ptr(), 8)], is_out=False, ahead=None)
+    batch.start([storage])
+    batch.wait()
+
+    assert batch.waited is not None
+    batch.waited = batch.started  # as if the stream had had nothing else to do
+    assert batch.stall_s() == batch.started.elapsed_s(batch.done) > 0.0
+    batch.start([storage])
+    assert batch.stall_s() == 0.0
+    batch.wait()
 
 
 def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +285,28 @@ def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pyt
 
     with pytest.raises(RaceError):
         batch.start([storage])
+
+
+def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    device = ReferenceDevice()
+    streams = device.new_stream("first"), device.new_stream("second")
+    storage, made, host = device.allocate(8), device.allocate(8), torch.empty(8, dtype=torch.uint8)
+    storage.fill_(7)
+    device.pin(host)
+    piece = Piece(0, 0, host, host.data_ptr(), 8)
+    out = device.copy_batch(device.new_stream("out"), [piece], is_out=True)
+    back = copy_by_turns(device, streams, [piece], is_out=False, ahead=None)
+    assert isinstance(back, CopiesByTurns)
+
+    out.start([storage])
+    with pytest.raises(RaceError):
+        back.start([made])
+    back.start([made], out)
+    back.wait()
+    out.wait()
+
+    assert list(made) == [7] * 8
 
 
 @pytest.mark.gpu

@@ -106,12 +106,17 @@ def test_a_step_brings_each_shard_twice_and_what_is_in_no_layer_once(num_ranks: 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other."""
-    lengths, copy = set[int](), Lanes.copy_back_by_turns
+    """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other and for those of the
+    chunk before."""
+    lengths, done, copy = set[int](), [], Lanes.copy_back_by_turns
+    follows = list[bool]()
 
-    def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, after: Sequence[Any]) -> Any:
         lengths.add(len(pieces))
-        return copy(lanes, pieces, *args, **kwargs)
+        follows.append(done[-1:] == [*after][1:])
+        done.append(copy(lanes, pieces, *args, after=after))
+        assert done[-1].stream == lanes.back  # so that a chunk of one part comes behind it
+        return done[-1]
 
     with fake_group(num_ranks):
         wanted = train(on_host(make()), 0)
@@ -123,6 +128,7 @@ def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.Monke
     if num_ranks == 1:  # others' parts are not there
         assert_same(found, wanted)
     assert min(lengths) > 1
+    assert follows.count(False) == 2  # where a backward's end has waited
 
 
 def _chunk_bytes(module: nn.Module) -> int:
