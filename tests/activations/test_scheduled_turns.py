@@ -231,7 +231,9 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     for number, size in enumerate(sizes):
         host, storage = memory[10 * number :][:size], device.allocate(size)
         storage.copy_(torch.full((size,), 200 + number, dtype=torch.uint8).untyped_storage())
-        pieces.append(Piece(number, 0, host, host.data_ptr(), size))
+        for start, part in zip((0, size // 3), host.split([size // 3, size - size // 3]), strict=True):  # as over two segments
+            if len(part):
+                pieces.append(Piece(number, start, part, part.data_ptr(), len(part)))
         storages.append(storage)
         hosts.append(host)
     expected = [list(storage) for storage in storages] if is_out else [host.tolist() for host in hosts]
@@ -248,6 +250,7 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     made = [turn for batch in (first, second) for turn in (batch.turns if isinstance(batch, CopiesByTurns) else [batch])]
     assert [turn.stream for turn in made] == [streams[number % 2] for number in range(len(made))]
     assert all(sum(piece.num_bytes for piece in turn.pieces) <= 4 for turn in made)
+    assert all(piece.address == piece.host.data_ptr() for turn in made for piece in turn.pieces)
     assert first.num_bytes == sum(piece.num_bytes for turn in made[: len(made) // 2] for piece in turn.pieces) == sum(sizes)
     assert first.num_storages == len(sizes)
     assert [batch.started for batch in (first, second)] == [made[0].started, made[len(made) // 2].started]

@@ -109,12 +109,17 @@ def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.Monke
     """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other and for those of the
     chunk before."""
     lengths, done, copy = set[int](), [], Lanes.copy_back_by_turns
-    follows = list[bool]()
+    follows, streams, put = list[bool](), set[Stream](), ReferenceDevice.copy
+
+    def note_stream(device: ReferenceDevice, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        streams.add(stream)
+        put(device, destination, source, stream)
 
     def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, after: Sequence[Any]) -> Any:
         lengths.add(len(pieces))
         follows.append(done[-1:] == [*after][1:])
         done.append(copy(lanes, pieces, *args, after=after))
+        assert streams == {*lanes.back_by_turns}
         assert done[-1].stream == lanes.back  # so that a chunk of one part comes behind it
         return done[-1]
 
@@ -122,6 +127,7 @@ def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.Monke
         wanted = train(on_host(make()), 0)
     monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
     monkeypatch.setattr(Lanes, "copy_back_by_turns", note_copy)
+    monkeypatch.setattr(ReferenceDevice, "copy", note_stream)
     with fake_group(num_ranks):
         found = train(on_host(make()), 0)
 
