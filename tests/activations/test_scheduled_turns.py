@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import memkit
+from memkit.activations.offloading import placement
 from memkit.activations.offloading.placement import Placement
 from memkit.activations.offloading.schedule import Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
@@ -122,8 +123,8 @@ def test_a_batch_waits_for_the_one_ahead(waits: bool) -> None:
             back.start([made])
 
 
-def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, list[CopyBatch]]:
-    """Return the schedule of the last step, and its copies back."""
+def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, Placement]:
+    """Return the schedule of the last step, and its copies."""
     x = leaf_on(offloads.device.torch_device)
     for number in range(num_steps):
         with offloads(0.5):
@@ -134,12 +135,12 @@ def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, list
         gradient_of(y, x)
         del y
         offloads.device.synchronize()
-    return made.schedule, made.placement.back[0]
+    return made.schedule, made.placement
 
 
 def test_copies_back_take_turns_once_a_backward_has_hardly_waited(offloads: Offloads) -> None:
-    schedule, back = _take_steps_back(offloads, 8)
-    streams = _lanes().back_by_turns
+    schedule, made = _take_steps_back(offloads, 8)
+    (back,), streams = made.back, _lanes().back_by_turns
 
     assert schedule.takes_turns_back
     assert len(back) > 2
@@ -154,10 +155,10 @@ def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
     monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: 1e3)
     monkeypatch.setattr(Placement, "has_come_early", lambda made: looks.append(made) or look(made))
 
-    schedule, back = _take_steps_back(offloads, 12)
+    schedule, made = _take_steps_back(offloads, 12)
 
     assert not schedule.takes_turns_back
-    assert {batch.stream for batch in back} == {_lanes().back}
+    assert {batch.stream for batch in made.back[0]} == {_lanes().back}
     assert len(looks) == 3
 
 
@@ -197,6 +198,18 @@ def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.Mo
     first.wait()
     del y
     offloads.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("stall_s", "is_early"), [(0.0, True), (0.04, True), (0.06, False)])
+def test_a_backward_has_hardly_waited_if_it_was_for_a_twentieth_of_the_copies(
+    stall_s: float, is_early: bool, offloads: Offloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = _take_steps_back(offloads, 3)
+    last = made.back[0][-1]
+    monkeypatch.setattr(placement, "busy_s_of", lambda _: 1.0)
+    monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: stall_s if batch is last else 0.0)
+
+    assert made.has_come_early() is is_early
 
 
 @pytest.mark.parametrize("turn_bytes", [UNIT_BYTES // 2, UNIT_BYTES // 3, 2 * UNIT_BYTES])
@@ -271,7 +284,7 @@ def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_ag
     batch.waited = batch.started  # as if the stream had had nothing else to do
     assert batch.stall_s() == batch.started.elapsed_s(batch.done) > 0.0
     batch.start([storage])
-    assert batch.stall_s() == 0.0
+    assert batch.waited is None
     batch.wait()
 
 

@@ -4,7 +4,9 @@ ranks see test_two_ranks."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,31 @@ def test_interrupted_forward_leaves_nothing_for_the_next(one: None) -> None:
 
     with torch.no_grad():
         assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to(
+    one: None, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
+    model, plain, copy, num_copies = make().eval(), make().eval(), ReferenceDevice.copy, itertools.count()
+
+    def interrupt(*args: Any) -> None:
+        if next(num_copies) == 2:
+            raise KeyboardInterrupt
+        copy(*args)
+
+    with racing(seed) as device:
+        memkit.shard(model, offload_policy=HOST)
+        with monkeypatch.context() as patch:
+            patch.setattr(ReferenceDevice, "copy", interrupt)
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                model(torch.arange(8))
+        gc.collect()
+
+        assert device.races == []
+        with torch.no_grad():
+            assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
 
 
 def test_failing_forward_leaves_nothing_on_the_device(one: None) -> None:
