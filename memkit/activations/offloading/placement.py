@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _MOST_STALL = 1 / 20
+"""A backward has hardly waited for its copies if it was for no more than this share of the time that they took."""
 
 
 class Placement:
@@ -66,7 +67,8 @@ class Placement:
         return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
 
     def has_come_early(self) -> bool:
-        """Tell whether they have waited for hardly any of the time that those took."""
+        """Tell whether backwards have hardly waited for copies to the device, of which `has_come_back` has told that they are
+        done."""
         came = self._came()
         return sum(batch.stall_s() for batch in came) <= _MOST_STALL * busy_s_of(came)
 
