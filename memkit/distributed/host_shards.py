@@ -187,10 +187,14 @@ class HostShards:
         buffer = self._buffer_for(layer, chunk.num_bytes)
         with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
             ready = device.record_event(buffer.home, timed=False)
+            # One part is put on the lane on which the last one was; the first of several may come on the other.
             after = (ready,) if self._last is None or len(layer.pieces) == 1 else (ready, self._last)
-            buffer.done = self._lanes.copy_back_by_turns(layer.pieces, buffer.parts, after=after)
-        layer.brought, layer.last_read = buffer, buffer.done
-        self._last = buffer.done
+            try:
+                buffer.done = self._lanes.copy_back_by_turns(layer.pieces, buffer.parts, after=after)
+                layer.brought, layer.last_read, self._last = buffer, buffer.done, buffer.done
+            except BaseException:
+                device.synchronize()  # some parts may be on their way to a buffer that goes back now
+                raise
 
     def _buffer_for(self, layer: HostLayer, num_bytes: int) -> Buffer:
         """Return memory for a layer's chunk that the stream for packing is done with when it comes to what it is given next."""

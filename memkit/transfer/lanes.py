@@ -169,8 +169,16 @@ class Lanes:
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
-        """Copy pieces of pinned host memory to parts of a storage, as `copy_parts` does, on two streams by turns: see [Note:
-        copies by turns]. The lane is the last of them."""
+        """Copy pieces of pinned host memory to parts of a storage on two streams by turns: see [Note: copies by turns].
+
+        Args:
+            pieces: one or more, which are copied one after the other.
+            parts: one for each piece, of the same length.
+            after: the first piece is copied once these are reached.
+
+        Returns:
+            An event on `back`, which has the last piece: it is reached when all are copied.
+        """
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 import memkit
+from memkit.activations.offloading import placement
 from memkit.activations.offloading.placement import Placement
 from memkit.activations.offloading.schedule import Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
-from memkit.device.base import CopyBatch, Piece
+from memkit.device.base import CopyBatch, Event, Piece
+from memkit.device.clocks import ReferenceEvent
 from memkit.errors import RaceError
 from memkit.plan import copies
 from memkit.transfer import turns
@@ -121,8 +123,8 @@ def test_a_batch_waits_for_the_one_ahead(waits: bool) -> None:
             back.start([made])
 
 
-def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, list[CopyBatch]]:
-    """Return the schedule of the last step, and its copies back."""
+def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, Placement]:
+    """Return the schedule of the last step, and its copies."""
     x = leaf_on(offloads.device.torch_device)
     for number in range(num_steps):
         with offloads(0.5):
@@ -133,12 +135,12 @@ def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, list
         gradient_of(y, x)
         del y
         offloads.device.synchronize()
-    return made.schedule, made.placement.back[0]
+    return made.schedule, made.placement
 
 
 def test_copies_back_take_turns_once_a_backward_has_hardly_waited(offloads: Offloads) -> None:
-    schedule, back = _take_steps_back(offloads, 8)
-    streams = _lanes().back_by_turns
+    schedule, made = _take_steps_back(offloads, 8)
+    (back,), streams = made.back, _lanes().back_by_turns
 
     assert schedule.takes_turns_back
     assert len(back) > 2
@@ -153,11 +155,61 @@ def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
     monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: 1e3)
     monkeypatch.setattr(Placement, "has_come_early", lambda made: looks.append(made) or look(made))
 
-    schedule, back = _take_steps_back(offloads, 12)
+    schedule, made = _take_steps_back(offloads, 12)
 
     assert not schedule.takes_turns_back
-    assert {batch.stream for batch in back} == {_lanes().back}
+    assert {batch.stream for batch in made.back[0]} == {_lanes().back}
     assert len(looks) == 3
+
+
+def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that has ended early leaves the last copies as they were in an earlier step, while its own are under way. CUDA
+    raises where it is asked for a time that is not over."""
+    device = ReferenceDevice()
+    offloads, x, timed = Offloads(device), leaf_on(device.torch_device), list[Event]()
+    elapsed_s = ReferenceEvent.elapsed_s
+
+    def note_timed(begin: ReferenceEvent, end: Event) -> float:
+        timed.extend([begin, end])
+        return elapsed_s(begin, end)
+
+    monkeypatch.setattr(ReferenceEvent, "elapsed_s", note_timed)
+    for _ in range(2):
+        with offloads(0.5):
+            y = chain(x, SIZES)
+        gradient_of(y, x)
+    with offloads(0.5):
+        y = chain(x, SIZES)
+    made = _scheduled()
+    assert made.placement is not None
+    gradient_of(y, x)
+    first, last = made.placement.back[0][0], made.placement.back[0][-1]
+    storages = [device.allocate(made.schedule.sizes_bytes[value]) for value in made.schedule.parts[0].back[0]]
+    first.start(storages)  # on its lane, and waited for by a stream that is not there yet
+    first.waited = device.record_event()
+    assert last.done.is_reached()
+    assert not first.done.is_reached()
+    timed.clear()
+
+    made.schedule.see_to_turns(made.placement)
+
+    assert not timed
+    assert not made.schedule.takes_turns_back
+    first.wait()
+    del y
+    offloads.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("stall_s", "is_early"), [(0.0, True), (0.04, True), (0.06, False)])
+def test_a_backward_has_hardly_waited_if_it_was_for_a_twentieth_of_the_copies(
+    stall_s: float, is_early: bool, offloads: Offloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = _take_steps_back(offloads, 3)
+    last = made.back[0][-1]
+    monkeypatch.setattr(placement, "busy_s_of", lambda _: 1.0)
+    monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: stall_s if batch is last else 0.0)
+
+    assert made.has_come_early() is is_early
 
 
 @pytest.mark.parametrize("turn_bytes", [UNIT_BYTES // 2, UNIT_BYTES // 3, 2 * UNIT_BYTES])
@@ -192,16 +244,18 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     for number, size in enumerate(sizes):
         host, storage = memory[10 * number :][:size], device.allocate(size)
         storage.copy_(torch.full((size,), 200 + number, dtype=torch.uint8).untyped_storage())
-        pieces.append(Piece(number, 0, host, host.data_ptr(), size))
+        for start, part in zip((0, size // 3), host.split([size // 3, size - size // 3]), strict=True):  # as over two segments
+            if len(part):
+                pieces.append(Piece(number, start, part, part.data_ptr(), len(part)))
         storages.append(storage)
         hosts.append(host)
     expected = [list(storage) for storage in storages] if is_out else [host.tolist() for host in hosts]
     first = copy_by_turns(device, streams, pieces, is_out=is_out, ahead=None)
     second = copy_by_turns(device, streams, pieces, is_out=is_out, ahead=first)
 
-    for batch in (first, second):
-        batch.start(storages)
-        batch.wait()
+    first.start(storages)
+    second.start(storages)  # which touches the same bytes: a race if it did not wait for the first
+    second.wait()  # and so for both
     device.synchronize()
     device.unpin(memory)
 
@@ -209,9 +263,29 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     made = [turn for batch in (first, second) for turn in (batch.turns if isinstance(batch, CopiesByTurns) else [batch])]
     assert [turn.stream for turn in made] == [streams[number % 2] for number in range(len(made))]
     assert all(sum(piece.num_bytes for piece in turn.pieces) <= 4 for turn in made)
+    assert all(piece.address == piece.host.data_ptr() for turn in made for piece in turn.pieces)
     assert first.num_bytes == sum(piece.num_bytes for turn in made[: len(made) // 2] for piece in turn.pieces) == sum(sizes)
     assert first.num_storages == len(sizes)
-    assert first.stall_s() >= 0.0
+    assert [batch.started for batch in (first, second)] == [made[0].started, made[len(made) // 2].started]
+    assert [batch.done for batch in (first, second)] == [made[len(made) // 2 - 1].done, made[-1].done]
+
+
+def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    device = ReferenceDevice()
+    streams = device.new_stream("first"), device.new_stream("second")
+    storage, host = device.allocate(8), torch.zeros(8, dtype=torch.uint8)
+    device.pin(host)
+    batch = copy_by_turns(device, streams, [Piece(0, 0, host, host.data_ptr(), 8)], is_out=False, ahead=None)
+    batch.start([storage])
+    batch.wait()
+
+    assert batch.waited is not None
+    batch.waited = batch.started  # as if the stream had had nothing else to do
+    assert batch.stall_s() == batch.started.elapsed_s(batch.done) > 0.0
+    batch.start([storage])
+    assert batch.waited is None
+    batch.wait()
 
 
 def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +301,28 @@ def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pyt
 
     with pytest.raises(RaceError):
         batch.start([storage])
+
+
+def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    device = ReferenceDevice()
+    streams = device.new_stream("first"), device.new_stream("second")
+    storage, made, host = device.allocate(8), device.allocate(8), torch.empty(8, dtype=torch.uint8)
+    storage.fill_(7)
+    device.pin(host)
+    piece = Piece(0, 0, host, host.data_ptr(), 8)
+    out = device.copy_batch(device.new_stream("out"), [piece], is_out=True)
+    back = copy_by_turns(device, streams, [piece], is_out=False, ahead=None)
+    assert isinstance(back, CopiesByTurns)
+
+    out.start([storage])
+    with pytest.raises(RaceError):
+        back.start([made])
+    back.start([made], out)
+    back.wait()
+    out.wait()
+
+    assert list(made) == [7] * 8
 
 
 @pytest.mark.gpu

@@ -4,7 +4,9 @@ ranks see test_two_ranks."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,23 +108,35 @@ def test_a_step_brings_each_shard_twice_and_what_is_in_no_layer_once(num_ranks: 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other."""
-    lengths, copy = set[int](), Lanes.copy_back_by_turns
+    """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other and for those of the
+    chunk before."""
+    lengths, done, copy = set[int](), [], Lanes.copy_back_by_turns
+    follows, streams, put = list[bool](), set[Stream](), ReferenceDevice.copy
 
-    def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def note_stream(device: ReferenceDevice, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        streams.add(stream)
+        put(device, destination, source, stream)
+
+    def note_copy(lanes: Lanes, pieces: Sequence[Tensor], *args: Any, after: Sequence[Any]) -> Any:
         lengths.add(len(pieces))
-        return copy(lanes, pieces, *args, **kwargs)
+        follows.append(done[-1:] == [*after][1:])
+        done.append(copy(lanes, pieces, *args, after=after))
+        assert streams == {*lanes.back_by_turns}
+        assert done[-1].stream == lanes.back  # so that a chunk of one part comes behind it
+        return done[-1]
 
     with fake_group(num_ranks):
         wanted = train(on_host(make()), 0)
     monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
     monkeypatch.setattr(Lanes, "copy_back_by_turns", note_copy)
+    monkeypatch.setattr(ReferenceDevice, "copy", note_stream)
     with fake_group(num_ranks):
         found = train(on_host(make()), 0)
 
     if num_ranks == 1:  # others' parts are not there
         assert_same(found, wanted)
     assert min(lengths) > 1
+    assert follows.count(False) == 2  # where a backward's end has waited
 
 
 def _chunk_bytes(module: nn.Module) -> int:
@@ -335,6 +349,31 @@ def test_interrupted_forward_leaves_nothing_for_the_next(one: None) -> None:
 
     with torch.no_grad():
         assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to(
+    one: None, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
+    model, plain, copy, num_copies = make().eval(), make().eval(), ReferenceDevice.copy, itertools.count()
+
+    def interrupt(*args: Any) -> None:
+        if next(num_copies) == 2:
+            raise KeyboardInterrupt
+        copy(*args)
+
+    with racing(seed) as device:
+        memkit.shard(model, offload_policy=HOST)
+        with monkeypatch.context() as patch:
+            patch.setattr(ReferenceDevice, "copy", interrupt)
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                model(torch.arange(8))
+        gc.collect()
+
+        assert device.races == []
+        with torch.no_grad():
+            assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
 
 
 def test_failing_forward_leaves_nothing_on_the_device(one: None) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _MOST_STALL = 1 / 20
+"""A backward has hardly waited for its copies if it was for no more than this share of the time that they took."""
 
 
 class Placement:
@@ -58,12 +59,16 @@ class Placement:
         return made
 
     def has_come_back(self) -> bool:
-        """Tell whether backwards have waited for copies to the device, and all of these are done."""
+        """Tell whether backwards have waited for copies to the device, and all of these are done.
+
+        The last one may be of an earlier step than others, if a backward has ended before it came to that.
+        """
         came = self._came()
-        return bool(came) and came[-1].done.is_reached()
+        return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
 
     def has_come_early(self) -> bool:
-        """Tell whether they have waited for hardly any of the time that those took."""
+        """Tell whether backwards have hardly waited for copies to the device, of which `has_come_back` has told that they are
+        done."""
         came = self._came()
         return sum(batch.stall_s() for batch in came) <= _MOST_STALL * busy_s_of(came)
 

@@ -190,6 +190,7 @@ class Schedule:
         self.takes_turns_back = False
         """Whether those to the device are."""
         self._num_looks = 0
+        """How many backwards were looked at for that."""
         self._placed: dict[object, Placement] = {}
 
     def find_no_room(self) -> None:
@@ -227,7 +228,7 @@ class Schedule:
 
     def see_to_turns(self, placement: Placement) -> None:
         """Have copies to the host, or to the device, take turns from the next forward on, if a step need not wait for them: see
-        [Note: copies by turns] in `transfer.lanes`.
+        [Note: copies by turns] in `transfer.lanes`. Nothing is known where the host is ahead of all copies.
 
         Args:
             placement: the copies of the forward that ends now, and of the backwards before it.
