@@ -78,8 +78,13 @@ class ShardSteps:
         return self._thread.step_s
 
     def watch(self, hooks: HookSet) -> None:
-        """Have shards be stepped when their gradients were reduced. The optimizer was tried out."""
+        """Have shards be stepped when their gradients were reduced. The optimizer was tried out.
+
+        Raises:
+            RuntimeError: the system starts no more threads.
+        """
         optimizer = self._optimizer
+        self._thread.begin()
         self._follow_groups(is_tried_out=True)
         hooks.before_any_step(weakly(self._before_any_step))
         self._before = optimizer.register_step_pre_hook(self._before_step)

@@ -64,6 +64,16 @@ class ShardThread:
         self.step_s = 0.0
         """What steps have taken, without what these have waited for gradients."""
 
+    def begin(self) -> None:
+        """Have the thread be there. Within a backward, where a system may refuse one, other ranks would wait for this one.
+
+        Raises:
+            RuntimeError: the system starts no more threads.
+        """
+        thread = ThreadPoolExecutor(1, "memkit-step", self._device.enter_thread)
+        thread.submit(int).result()
+        self._thread = thread
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing of a step was made, or given to the thread."""
@@ -82,8 +92,7 @@ class ShardThread:
             run: the step that this is a part of.
             landing: events of torch, behind which the gradients are in host memory.
         """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "memkit-step", self._device.enter_thread)
+        assert self._thread is not None
         batch = _Batch(layer, records, run, landing)
         self._batches.append(batch)  # ahead: where an interrupt keeps it from the thread, its gradients stay
         self._thread.submit(self._step, batch)

@@ -54,6 +54,31 @@ def opened(model: nn.Module, kind: str = "fused AdamW", **options: Any) -> memki
     return memkit.StateOffload(OPTIMIZERS[kind](trained(model)), when="backward", **options)
 
 
+def test_thread_is_there_before_the_first_backward(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses one within a backward, other ranks would wait."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("memkit"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    model, plain = on_host(make()), on_host(make())
+    with opened(model) as states:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        step(model, 0, 0)
+        states.optimizer.step()
+    step(plain, 0, 0)
+    OPTIMIZERS["fused AdamW"](trained(plain)).step()
+    assert_same([local(item) for item in model.parameters()], [local(item) for item in plain.parameters()])
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        opened(model)
+    states.optimizer.zero_grad()
+    step(model, 0, 1)
+    assert all(item.grad is not None for item in model.parameters())  # nobody steps it
+
+
 def spied_states(model: nn.Module) -> tuple[Spied, memkit.StateOffload]:
     optimizer = spied(model)
     return optimizer, memkit.StateOffload(optimizer, when="backward")
