@@ -270,13 +270,21 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     assert [batch.done for batch in (first, second)] == [made[len(made) // 2 - 1].done, made[-1].done]
 
 
-def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def _two_turns(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Piece, CopiesByTurns]:
+    """Return 8 bytes of pinned memory, and how they come to a storage in two turns."""
     monkeypatch.setattr(turns, "TURN_BYTES", 4)
-    device = ReferenceDevice()
-    streams = device.new_stream("first"), device.new_stream("second")
-    storage, host = device.allocate(8), torch.zeros(8, dtype=torch.uint8)
+    host = torch.zeros(8, dtype=torch.uint8)
     device.pin(host)
-    batch = copy_by_turns(device, streams, [Piece(0, 0, host, host.data_ptr(), 8)], is_out=False, ahead=None)
+    piece = Piece(0, 0, host, host.data_ptr(), 8)
+    batch = copy_by_turns(device, (device.new_stream("first"), device.new_stream("second")), [piece], is_out=False, ahead=None)
+    assert isinstance(batch, CopiesByTurns)
+    return piece, batch
+
+
+def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    _, batch = _two_turns(device, monkeypatch)
+    storage = device.allocate(8)
     batch.start([storage])
     batch.wait()
 
@@ -290,30 +298,20 @@ def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_ag
 
 def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for the last one would not have waited for the others."""
-    monkeypatch.setattr(turns, "TURN_BYTES", 4)
     device = ReferenceDevice()
-    streams = device.new_stream("first"), device.new_stream("second")
-    storage, host = device.allocate(8), torch.zeros(8, dtype=torch.uint8)
-    device.pin(host)
-    batch = copy_by_turns(device, streams, [Piece(0, 0, host, host.data_ptr(), 8)], is_out=False, ahead=None)
-    assert isinstance(batch, CopiesByTurns)
+    _, batch = _two_turns(device, monkeypatch)
     batch.turns[1].ahead = None
 
     with pytest.raises(RaceError):
-        batch.start([storage])
+        batch.start([device.allocate(8)])
 
 
 def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_BYTES", 4)
     device = ReferenceDevice()
-    streams = device.new_stream("first"), device.new_stream("second")
-    storage, made, host = device.allocate(8), device.allocate(8), torch.empty(8, dtype=torch.uint8)
+    piece, back = _two_turns(device, monkeypatch)
+    storage, made = device.allocate(8), device.allocate(8)
     storage.fill_(7)
-    device.pin(host)
-    piece = Piece(0, 0, host, host.data_ptr(), 8)
     out = device.copy_batch(device.new_stream("out"), [piece], is_out=True)
-    back = copy_by_turns(device, streams, [piece], is_out=False, ahead=None)
-    assert isinstance(back, CopiesByTurns)
 
     out.start([storage])
     with pytest.raises(RaceError):

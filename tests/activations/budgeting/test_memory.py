@@ -111,7 +111,7 @@ def test_a_hundred_steps_hold_what_a_few_did(share: float, device: Device) -> No
     for count in range(121):
         step(x, UNITS, lambda: memkit.MemoryBudget(share, "100", min_bytes=0, device=device))
         device.synchronize()
-        if count == 20:
+        if count == 20:  # by then it is known which copies take turns, and there are copies for each place in host memory
             before = _held("100", device)
 
     assert _held("100", device) == before
