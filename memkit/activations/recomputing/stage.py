@@ -67,8 +67,7 @@ class RecordingStage(Stage):
         outer: SavedTensorHooks | None = None,
         settling: Settling | None = None,
     ) -> None:
-        self._state = state
-        self._lock = state.lock
+        self._state, self._lock = state, state.lock
         self._options = options
         self._min_bytes = max(1, options.min_bytes)
         self._device = state.costs.device = options.device or state.device
@@ -188,8 +187,9 @@ class RecordingStage(Stage):
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
         if learn and follower.keys and self._options.policy != "dtr":
-            saves, nodes = forward.saves, forward.save_nodes
-            forward.trace = state.traces.learn(follower, recording, saves, nodes, self._trail.calls).ops
+            trace = state.traces.learn(follower, recording, forward.saves, forward.save_nodes, self._trail.calls)
+            forward.trace = trace.ops
+            state.note_recorded(trace, follows_plan=self._decider.follows_plan)
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
