@@ -23,8 +23,8 @@ _STEP_DOWN = 0.96
 """From one limit to the next for which a choice is improved."""
 _NUM_WEIGHTS = 28
 _LESS, _FAR_LESS = 0.99, 0.9
-"""More layers are recomputed if the step takes less than this fraction of its bytes then; others in place of those that they are
-in, or that are in them, below the second one."""
+"""More layers are recomputed if the step takes less than this fraction of its bytes then. Below the second one, they are
+recomputed in place of those that they are in, or that are in them."""
 _MOST_SWAPPED = 24
 
 
@@ -230,11 +230,7 @@ class RegionPlanner(RegionStep):
         for index in dearest:
             rest = [other for other in chosen if other != index]
             inside = [child for child in range(index + 1, self._ends[index]) if self._eligible[child]]
-            others = [
-                other
-                for other in self._neighbors(index)
-                if not any(self._are_nested(one, other) for one in rest)
-            ]
+            others = [other for other in self._neighbors(index) if not any(self._are_nested(one, other) for one in rest)]
             for more in ((), *((child,) for child in inside[:_MOST_SWAPPED]), *((other,) for other in others)):
                 found = self.simulate(sorted((*rest, *more)))
                 if found.peak_bytes <= limit_bytes:

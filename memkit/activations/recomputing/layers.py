@@ -1,9 +1,9 @@
 """`LayerStage`: recomputes all layers of a model as a whole, like checkpoints, where steps never repeat, as with lengths that
 change in each batch. Nothing is recorded.
 
-A plan holds for steps with the same ops and sizes, and recording a step may take many times as long as the step itself. So once
-three of a hundred steps had no plan that held, no later step under the tag is recorded, even if steps repeat again. Which modules
-are layers was seen in the recorded steps.
+A plan holds for steps with the same ops and sizes, and recording a step may take many times as long as the step itself. So
+once three of a hundred steps had no plan that held, no later step under the tag is recorded, even if steps repeat again. Which
+modules are layers was seen in the recorded steps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.state import RematState
-    from memkit.activations.saved.traces import Trace
     from memkit.hooks import SavedTensorHooks
 
 Layers = dict[weakref.ref[nn.Module], LearnedReads]
 """The layers, and what the last step has learned of each."""
+_MOSTLY = 2 / 3
+"""If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
 _DIGITS = re.compile(r"\d+")
 
 
@@ -84,7 +85,8 @@ def _find(state: RematState) -> Layers:
         calls = [replace(call, why_not=_why_not(call, module)) for call, module in zip(trace.ops.calls, modules, strict=True)]
         refused.update(module for call, module in zip(calls, modules, strict=True) if call.why_not)
         planner = RegionPlanner(trace.ops.step, calls, host_costs(torch.device("cpu")), num_ops=len(trace.funcs))
-        chosen = planner.layers().chosen
+        choice = planner.layers()
+        chosen = choice.chosen if choice.peak_bytes < _MOSTLY * planner.simulate(()).peak_bytes else ()
         found |= {module: LearnedReads() for place in chosen if (module := modules[place]) is not None}
         why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
     layers = {weakref.ref(module): learned for module, learned in found.items() if module not in refused}
@@ -93,8 +95,8 @@ def _find(state: RematState) -> Layers:
         each = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         state.warn_once(
             "layers",
-            f"{len(state.in_vain)} steps had no plan that held, as where lengths differ from batch to batch. All later steps run "
-            f"modules again as a whole ({each}), as torch.utils.checkpoint does, and no budget is planned for.{why_not} "
+            f"{len(state.in_vain)} steps had no plan that held, as where lengths differ from batch to batch. From now on, "
+            f"modules run again as a whole ({each}), as with torch.utils.checkpoint, and no budget is planned for.{why_not} "
             f'memkit.reset("{state.tag}") starts over.',
         )
     return layers
@@ -142,7 +144,7 @@ class LayerStage(IdleStage):
     def end(self, *, has_failed: bool) -> None:
         for module, why in () if has_failed else self._regions.not_taken.items():
             name = kind_of(module)
-            self._state.warn_once(f"region {name} {why}", f"a {name} was not recomputed as a whole: {why}. It keeps what it saves.")
+            self._state.warn_once(f"region {name} {why}", f"a {name} was not recomputed as a whole, and stays: {why}.")
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         super().mark(tensor, action)
