@@ -273,10 +273,12 @@ class RecordingStage(Stage):
         is_new = not forward.is_saved(value)
         node = torch_private.node_number()
         self._note_save(forward, value, num_bytes, node)
-        if root is not None and root.alias is not None:
-            return self._offer(forward, value, tensor, Action.KEEP)  # it is held, and counted, whatever becomes of the handle
         record = forward.record_of(value)
+        if record is None and root is not None and root.alias is not None:  # held, and counted, whatever becomes of the handle
+            forward.end_save(node)
+            return self._offer(forward, value, tensor, Action.KEEP)
         if record is not None and record.version != version:
+            forward.end_save(node)
             forward.note_offer(value, tensor)
             return self._hand_on(tensor)  # it was written to behind the recorder's back
         if record is None:
