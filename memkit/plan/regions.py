@@ -22,6 +22,9 @@ _MOST_LISTED = 512
 _STEP_DOWN = 0.96
 """From one limit to the next for which a choice is improved."""
 _NUM_WEIGHTS = 28
+_LESS, _FAR_LESS = 0.99, 0.9
+"""More layers are recomputed if the step takes less than this fraction of its bytes then. Below the second one, they are
+recomputed in place of those that they are in, or that are in them."""
 _MOST_SWAPPED = 24
 
 
@@ -48,6 +51,18 @@ class RegionPlanner(RegionStep):
         """Return what steps take by the choices than which none is quicker and takes fewer bytes (their Pareto front), the
         quickest first."""
         return [self.needs(choice) for choice in sorted(self._explored(), key=self._rank)]
+
+    def layers(self) -> RegionChoice:
+        """Return the choice of calls that are alike, as those of the layers of a model, all or none of them, that takes the
+        fewest bytes."""
+        best = self.simulate(())
+        for group in self._groups():
+            rest = [one for one in best.chosen if not any(self._are_nested(one, other) for other in group)]
+            found = self.simulate(sorted((*rest, *group)))
+            less = _LESS if len(rest) == len(best.chosen) else _FAR_LESS
+            if len(group) > 1 and found.peak_bytes < less * best.peak_bytes:
+                best = found
+        return best
 
     def _rank(self, choice: RegionChoice) -> tuple[float, float, int]:
         return self.seconds(choice), choice.device_s + choice.host_s, choice.peak_bytes
@@ -215,11 +230,7 @@ class RegionPlanner(RegionStep):
         for index in dearest:
             rest = [other for other in chosen if other != index]
             inside = [child for child in range(index + 1, self._ends[index]) if self._eligible[child]]
-            others = [
-                other
-                for other in self._neighbors(index)
-                if not any(one <= other < self._ends[one] or other <= one < self._ends[other] for one in rest)
-            ]
+            others = [other for other in self._neighbors(index) if not any(self._are_nested(one, other) for one in rest)]
             for more in ((), *((child,) for child in inside[:_MOST_SWAPPED]), *((other,) for other in others)):
                 found = self.simulate(sorted((*rest, *more)))
                 if found.peak_bytes <= limit_bytes:
@@ -228,6 +239,9 @@ class RegionPlanner(RegionStep):
             found = self.simulate([index for index in chosen if index not in (one, other)])
             if found.peak_bytes <= limit_bytes:
                 yield found
+
+    def _are_nested(self, one: int, other: int) -> bool:
+        return one <= other < self._ends[one] or other <= one < self._ends[other]
 
     def _neighbors(self, index: int) -> list[int]:
         """Return calls next to one, that it may be exchanged for."""

@@ -10,6 +10,7 @@ from memkit import backwards
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
+from memkit.activations.recomputing.layers import open_layers
 from memkit.activations.recomputing.settling import choices_ahead, settle_ahead
 from memkit.activations.recomputing.steady import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
@@ -66,9 +67,12 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             _open_regions(entry, state, ways, options)
             if (stage := entry.recording) is not None:
                 return stage.pair if isinstance(stage, IdleStage) else None
+        state.regions_tag = state.copies_tag = None
+        if state.gives_up_plans and limits.plan is None and (layers := open_layers(state, None)) is not None:
+            state.judged, entry.recording = None, layers
+            return layers.pair
         from memkit.activations.budgeting.steady_stage import SteadyStage  # only now: what it needs is a long way down
 
-        state.regions_tag = state.copies_tag = None
         state.before = state.learning.num_ended, state.num_deviations
         entry.recording = steady = SteadyStage(state, options, limits)
         if ways is not None and ways.way is Way.OPS and steady.counts.follows_plan:

@@ -16,6 +16,7 @@ Regions: calls of modules that are recomputed as a whole, nothing recorded:
 
 - `settling`: when a step need not be recorded any more
 - `steady`: what is done in a step that is not recorded
+- `layers`: all layers of a model, where steps never repeat
 - `region_plan`: which calls become regions
 - `regions`: hooks on their modules
 - `region_calls`: one call, of which autograd keeps no saved tensors

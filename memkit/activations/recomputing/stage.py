@@ -67,8 +67,7 @@ class RecordingStage(Stage):
         outer: SavedTensorHooks | None = None,
         settling: Settling | None = None,
     ) -> None:
-        self._state = state
-        self._lock = state.lock
+        self._state, self._lock = state, state.lock
         self._options = options
         self._min_bytes = max(1, options.min_bytes)
         self._device = state.costs.device = options.device or state.device
@@ -188,8 +187,9 @@ class RecordingStage(Stage):
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
         if learn and follower.keys and self._options.policy != "dtr":
-            saves, nodes = forward.saves, forward.save_nodes
-            forward.trace = state.traces.learn(follower, recording, saves, nodes, self._trail.calls).ops
+            trace = state.traces.learn(follower, recording, forward.saves, forward.save_nodes, self._trail.calls)
+            forward.trace = trace.ops
+            state.note_recorded(trace, follows_plan=self._decider.follows_plan)
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
@@ -273,10 +273,12 @@ class RecordingStage(Stage):
         is_new = not forward.is_saved(value)
         node = torch_private.node_number()
         self._note_save(forward, value, num_bytes, node)
-        if root is not None and root.alias is not None:
-            return self._offer(forward, value, tensor, Action.KEEP)  # it is held, and counted, whatever becomes of the handle
         record = forward.record_of(value)
+        if record is None and root is not None and root.alias is not None:  # held, and counted, whatever becomes of the handle
+            forward.end_save(node)
+            return self._offer(forward, value, tensor, Action.KEEP)
         if record is not None and record.version != version:
+            forward.end_save(node)
             forward.note_offer(value, tensor)
             return self._hand_on(tensor)  # it was written to behind the recorder's back
         if record is None:

@@ -182,7 +182,7 @@ class RegionStage(IdleStage):
         return self._hand_on(tensor)
 
 
-def _all_have_hooks() -> bool:
+def all_have_hooks() -> bool:
     """Tell whether global module hooks are set."""
     everywhere = vars(nn.modules.module)
     return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
@@ -217,7 +217,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
             return None
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
     stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
-    if stage is not None and (_all_have_hooks() or stage.has_hooks):  # which may have been set since it was planned
+    if stage is not None and (all_have_hooks() or stage.has_hooks):  # which may have been set since it was planned
         state.unsettle()
         return None
     with state.lock:

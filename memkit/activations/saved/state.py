@@ -7,13 +7,13 @@ from abc import ABC
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.settled import Settled
-from memkit.activations.saved.traces import Traces, trace_of
+from memkit.activations.saved.traces import Trace, Traces, trace_of
 from memkit.activations.saved.trial import Trial
 from memkit.device import Device
 from memkit.errors import warn_user
@@ -24,9 +24,14 @@ from memkit.recording.costs import OpCosts
 from memkit.recording.ops import OpKinds, op_kinds
 from memkit.recording.recording import Recording
 
+if TYPE_CHECKING:
+    from memkit.activations.recomputing.layers import Layers
+
 _MAX_RATIOS = 10_000
 _GIVEN_UP = 1_000
 """More deviations than any step is forgiven."""
+_NUM_VAIN, _VAIN_AMONG = 3, 100
+"""Plans are given up once so many iterations had none that held, among so many."""
 
 
 class TagState(ABC):
@@ -134,6 +139,10 @@ class RematState(TagState):
         self.traces = Traces()
         self.plan: Plan | None = None
         """The one that was followed last."""
+        self.in_vain: deque[int] = deque(maxlen=_NUM_VAIN)
+        """The numbers of the last recorded iterations that had no plan, or left it."""
+        self.layers: Layers | None = None
+        """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
         """Values of the last forward that the context outside has moved to host memory."""
         self.device: Device | None = None
@@ -164,6 +173,18 @@ class RematState(TagState):
     def give_up_regions(self) -> None:
         """Record all steps from now on, since a recomputed module did not do the same as before."""
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
+
+    def note_recorded(self, trace: Trace, *, follows_plan: bool) -> None:
+        """Note that an iteration was recorded to its end. The second one like a trace is measured, and so has no plan yet."""
+        is_in_vain = not follows_plan and trace.ops is not None and trace.ops.num_seen != 2 and not trace.has_marks
+        if is_in_vain and self.num_iterations not in self.in_vain:
+            self.in_vain.append(self.num_iterations)
+
+    @property
+    def gives_up_plans(self) -> bool:
+        """Whether recording takes more than plans bring, since iterations don't repeat."""
+        numbers = self.in_vain
+        return self.layers is not None or (len(numbers) == _NUM_VAIN and numbers[-1] - numbers[0] < _VAIN_AMONG)
 
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""

@@ -1,0 +1,151 @@
+"""`LayerStage`: recomputes all layers of a model as a whole, like checkpoints, where steps never repeat, as with lengths that
+change in each batch. Nothing is recorded.
+
+A plan holds for steps with the same ops and sizes, and recording a step may take many times as long as the step itself. So
+once three of a hundred steps had no plan that held, no later step under the tag is recorded, even if steps repeat again. Which
+modules are layers was seen in the recorded steps.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memkit.activations.recomputing.read_only import LearnedReads
+from memkit.activations.recomputing.region_reasons import why_not_region
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.recomputing.steady import IdleStage, all_have_hooks
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.entry import Entry, handing_on
+from memkit.activations.saved.state import remat_states
+from memkit.plan import Action, ModuleCall, RegionPlanner
+from memkit.recording.cost import host_costs
+from memkit.sequentials import kind_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from memkit.activations.recomputing.budget import RematOptions
+    from memkit.activations.saved.state import RematState
+    from memkit.hooks import SavedTensorHooks
+
+Layers = dict[weakref.ref[nn.Module], LearnedReads]
+"""The layers, and what the last step has learned of each."""
+_MOSTLY = 2 / 3
+"""If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
+_DIGITS = re.compile(r"\d+")
+
+
+def open_layers(state: RematState, outer: SavedTensorHooks | None) -> LayerStage | None:
+    """Return the stage of a context that is about to be entered, if plans are given up under its tag; None to record the step.
+
+    Args:
+        state: the state of the tag.
+        outer: the innermost hooks, if a context of memkit has set them.
+    """
+    if state.layers is None:
+        state.layers = _find(state)
+    if state.counts.has_mismatch:
+        state.layers = {}
+    found = ((module, learned) for reference, learned in state.layers.items() if (module := reference()) is not None)
+    specs = {module: RegionSpec(learned=learned) for module, learned in found}
+    if not specs or all_have_hooks():
+        return None
+    stage = LayerStage(state, outer, specs)
+    if stage.has_hooks:
+        return None
+    state.counts, state.is_recorded = stage.counts, False
+    return stage
+
+
+def open_layers_again(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> LayerStage | None:
+    """Do the same for `Rematerialize`."""
+    state = remat_states.get(tag)
+    if state is None or not state.gives_up_plans or options.strict or not (options.may_settle and options.may_drop):
+        return None
+    with state.lock:
+        stage = open_layers(state, outer)
+        state.num_iterations += stage is not None
+        return stage
+
+
+def _find(state: RematState) -> Layers:
+    """Return the layers that recorded steps have called, and tell the user."""
+    found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
+    for trace in state.traces:
+        if trace.ops is None or not trace.ops.calls:
+            continue
+        modules = [reference() for reference in trace.ops.modules]
+        calls = [replace(call, why_not=_why_not(call, module)) for call, module in zip(trace.ops.calls, modules, strict=True)]
+        refused.update(module for call, module in zip(calls, modules, strict=True) if call.why_not)
+        planner = RegionPlanner(trace.ops.step, calls, host_costs(torch.device("cpu")), num_ops=len(trace.funcs))
+        choice = planner.layers()
+        chosen = choice.chosen if choice.peak_bytes < _MOSTLY * planner.simulate(()).peak_bytes else ()
+        found |= {module: LearnedReads() for place in chosen if (module := modules[place]) is not None}
+        why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
+    layers = {weakref.ref(module): learned for module, learned in found.items() if module not in refused}
+    if layers:
+        kinds = Counter(type(module).__name__ for module in found if module not in refused)
+        each = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        state.warn_once(
+            "layers",
+            f"{len(state.in_vain)} steps had no plan that held, as where lengths differ from batch to batch. From now on, "
+            f"modules run again as a whole ({each}), as with torch.utils.checkpoint, and no budget is planned for.{why_not} "
+            f'memkit.reset("{state.tag}") starts over.',
+        )
+    return layers
+
+
+def _why_not(call: ModuleCall, module: nn.Module | None) -> str:
+    return call.why_not or ("it is gone" if module is None else why_not_region(module))
+
+
+def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
+    """Return in words why repeated calls around the chosen ones are not recomputed in their place; empty if there are none."""
+    alike = Counter(_DIGITS.sub("*", call.name) for call in calls)
+    for call in calls:
+        name, (start, stop) = _DIGITS.sub("*", call.name), call.saves
+        if call.why_not and alike[name] > 1 and any(start <= one.saves[0] and one.saves[1] <= stop for one in chosen):
+            return f' "{name}" is not among them: {call.why_not}.'
+    return ""
+
+
+class LayerStage(IdleStage):
+    """Does nothing with saved tensors, while all calls of some modules are recomputed as regions.
+
+    Args:
+        state: the state of the tag.
+        outer: see `RecordingStage`.
+        specs: the modules.
+    """
+
+    def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
+        super().__init__(state, outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None)
+        self.counts = Counts()
+        self._regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether its modules or their submodules have hooks."""
+        return self._regions.has_hooks
+
+    def begin(self) -> None:
+        self._regions.__enter__()
+
+    def take_off(self) -> None:
+        self._regions.__exit__(None, None, None)
+
+    def end(self, *, has_failed: bool) -> None:
+        for module, why in () if has_failed else self._regions.not_taken.items():
+            name = kind_of(module)
+            self._state.warn_once(f"region {name} {why}", f"a {name} was not recomputed as a whole, and stays: {why}.")
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        super().mark(tensor, action)
+        self._state.layers = {}  # to do that, ops are recorded again
