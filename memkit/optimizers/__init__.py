@@ -6,6 +6,6 @@
 - `numbers`: `item()` of tensors without data
 """
 
-from memkit.optimizers.kept import KeptState, kept_states, needs_master, tensors_in, unwrapped
+from memkit.optimizers.kept import Kept, KeptState, kept_states, needs_master, tensors_in, unwrapped
 
-__all__ = ["KeptState", "kept_states", "needs_master", "tensors_in", "unwrapped"]
+__all__ = ["Kept", "KeptState", "kept_states", "needs_master", "tensors_in", "unwrapped"]

@@ -10,7 +10,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +49,19 @@ class KeptState:
     is_there: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one step of an optimizer has told.
+
+    Attributes:
+        of: the states that it keeps for each parameter, by the parameter's id.
+        draws: whether it has drawn random numbers.
+    """
+
+    of: dict[int, list[KeptState]]
+    draws: bool
+
+
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside of one that wraps it, as accelerate's does."""
     inside = getattr(optimizer, "optimizer", None)
@@ -61,8 +73,8 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
     return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
 
 
-def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = None) -> dict[int, list[KeptState]]:
-    """Return the states that a step keeps for each parameter of an optimizer, by the parameter's id, as if all had gradients.
+def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = None) -> Kept:
+    """Return the states that a step keeps for each parameter of an optimizer, as if all had gradients.
 
     Of a shard (`DTensor`), this rank's part counts.
 
@@ -129,7 +141,7 @@ class _Copy:
             self._twins.append((parameter, found[key], has_counts))
         return list(found.values())
 
-    def step(self) -> dict[int, list[KeptState]]:
+    def step(self) -> Kept:
         """Step once with gradients, and return what is kept then."""
         from memkit.optimizers.numbers import NumbersWithoutData  # its base is a private class of torch
 
@@ -140,7 +152,7 @@ class _Copy:
                 grad = torch.rand_like(twin)
                 twin.grad = grad.to_sparse(1) if isinstance(shell, torch.optim.SparseAdam) else grad
         closure = [lambda: torch.zeros(())] if needs_closure(shell) else []
-        with NumbersWithoutData() if self._most is None else nullcontext():  # type: ignore[no-untyped-call]  # torch's base
+        with NumbersWithoutData() as numbers:  # type: ignore[no-untyped-call]  # torch does not annotate its base
             step_of(shell)(shell, *closure)
         seen = set(unique_storages(twins))
         kept: dict[int, list[tuple[str, Tensor, int]]] = {id(twin): [] for twin in twins}
@@ -154,10 +166,11 @@ class _Copy:
             size = shell.param_groups[0]["history_size"]
             for twin in twins:
                 kept[id(twin)] += [(name, twin, size * twin.nbytes) for name in ("old_dirs", "old_stps")]
-        return {
+        of = {
             id(parameter): [_kept(*item, local_of(parameter), twin, has_counts=has_counts) for item in kept[id(twin)]]
             for parameter, twin, has_counts in self._twins
         }
+        return Kept(of, numbers.draws)
 
 
 def _kept(name: str, tensor: Tensor, num_bytes: int, own: Tensor, twin: Tensor, *, has_counts: bool) -> KeptState:

@@ -180,7 +180,7 @@ def _made(
 
 def _kept(optimizer: torch.optim.Optimizer) -> dict[int, list[KeptState]]:
     try:
-        return kept_states(optimizer)
+        return kept_states(optimizer).of
     except Exception as error:
         raise ProfileError(
             f"the states of {type(optimizer).__name__} cannot be counted: its step on parameters without data raises "

@@ -114,7 +114,7 @@ def try_out(
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-    return kept, draws
+    return kept.of, draws or kept.draws
 
 
 def makes_states_in_steps(

@@ -58,7 +58,7 @@ def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
     if needs_closure(optimizer):
         raise ValueError(f"{tried}. {type(optimizer).__name__} needs a closure. Use one whose step works without one")
     try:
-        kept = kept_states(optimizer)
+        kept = kept_states(optimizer).of
     except Exception as error:
         raise ValueError(f"{tried}, and its step failed: {type(error).__name__}: {error}") from error
     return sum(state.num_bytes for states in kept.values() for state in states if state.is_there)

@@ -136,7 +136,7 @@ def test_each_state_is_told_with_its_bytes_and_its_precision(name: str) -> None:
     model = Net(name)
     optimizer = MAKERS[name](model.groups())
     before, drawn = copy.deepcopy((optimizer.state_dict(), [*vars(optimizer)])), torch.get_rng_state()
-    told = kept_states(optimizer)
+    told = kept_states(optimizer).of
 
     assert str((optimizer.state_dict(), [*vars(optimizer)])) == str(before)
     assert torch.equal(drawn, torch.get_rng_state())
@@ -181,7 +181,7 @@ def test_shapes_make_no_difference_to_what_is_right(shape: tuple[int, ...]) -> N
     for make in makers:
         parameter = nn.Parameter(torch.ones(shape))
         optimizer = make([parameter])
-        (told,) = kept_states(optimizer).values()
+        (told,) = kept_states(optimizer).of.values()
         parameter.grad = torch.ones(shape)
         optimizer.step()
 

@@ -222,9 +222,7 @@ def test_class_that_is_not_made_of_parameters_alone() -> None:
         def __init__(self, params: Any, *, rate: float) -> None:
             super().__init__(params, lr=rate)
 
-    with pytest.raises(
-        TypeError, match=r"Asking is made of parameters alone, and takes more: .*'rate'. Pass one made"
-    ):
+    with pytest.raises(TypeError, match=r"Asking is made of parameters alone, and takes more: .*'rate'. Pass one made"):
         counted(two_matrices(), Asking)
 
 

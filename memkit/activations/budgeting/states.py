@@ -37,7 +37,7 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
         if parameter.requires_grad and not optimizer.state.get(parameter) and kind in (None, parameter.device.type)
     ]
     try:
-        kept = kept_states(optimizer) if waiting else {}
+        kept = kept_states(optimizer).of if waiting else {}
     except Exception:  # no copy of it can step by itself
         return sum(UNKNOWN_STATE_BYTES * local_of(parameter).numel() for parameter in waiting)
     return sum(state.num_bytes for parameter in waiting for state in kept[id(parameter)] if state.is_there)
