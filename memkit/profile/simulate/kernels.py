@@ -40,7 +40,8 @@ class TargetKernels(Mode):
         place = _CLASSES_AT.get(op)
         if place is not None and args[place].dtype is torch.uint8:
             args = (*args[:place], args[place].long(), *args[place + 1 :])
-        outputs = _OWN_KERNELS.get(op, op)(*args, **(kwargs or {}))
+        kernel: Callable[..., Any] = _OWN_KERNELS.get(op, op)
+        outputs = kernel(*args, **(kwargs or {}))
         rule = self._rules.get(op)
         return outputs if rule is None else rule(outputs, *args)
 
