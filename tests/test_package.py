@@ -46,6 +46,7 @@ RANKS = {
     "compiled": 5,
     "sequentials": 5,
     "owners": 4,
+    "optimizers": 5,
     "steppers": 5,
     "stand_ins": 3,
     "profiled": 4,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
+from memkit.optimizers.shells import hollow_shell, step_of
 from memkit.owners import owner_of
 from memkit.plan.chunks import Residency
 from memkit.stand_ins import GradientStandIn
@@ -26,7 +27,6 @@ from memkit.states.asked import refuse_gradients
 from memkit.states.in_backward import BackwardSteps
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
-from memkit.states.shells import hollow_shell, step_of
 from memkit.steppers import LayerStepper, stepper_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memkit.errors import StateOffloadError
-from memkit.states.shells import changes_of_group, versions_in
+from memkit.optimizers.shells import changes_of_group, versions_in
 
 
 class NotedOptions:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.errors import StateOffloadError
-from memkit.states.shards import LocalStep
-from memkit.states.shells import (
+from memkit.optimizers.shells import (
     Changes,
     Group,
     StateDict,
@@ -24,6 +23,7 @@ from memkit.states.shells import (
     step_of,
     tensors_in,
 )
+from memkit.states.shards import LocalStep
 
 if TYPE_CHECKING:
     from memkit.states.records import StateRecord
