@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ class Recording:
         self.roots: dict[int, Root] = {}
         self.is_gathering = False
         """Whether parameters are being gathered, during which nothing is recorded."""
+        self.is_over = False
+        """Whether nothing more is recorded, so that not all writes are seen."""
         self.holder: Holder | None = None
         """Holds values made here that a plan needs and that autograd did not save."""
         self.pinned: dict[int, KeptHandle] = {}
@@ -77,8 +80,8 @@ class Recording:
         """Roots that may be written to without raising a version counter, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
         """Why values made by an op are roots, for users who wonder."""
-        self.unversioned: list[Held] = []
-        """What is held since an op that wrote to it: the version counter is raised after the op."""
+        self.unversioned: list[Root | Held] = []
+        """What an op has just written to: the version counter is raised after the op."""
         self.overwritten = set[int]()
         """Values over which an op has written. A saved tensor of such a value may still be valid: the parts of `unsafe_chunk`
         have version counters of their own."""
@@ -180,6 +183,8 @@ class Recording:
         base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         whole = tensor if base is None else base
         root = self.roots[value] = Root(whole, storage, version, is_inside=is_inside)
+        if is_written:
+            self.unversioned.append(root)
         if is_hidden or (not is_inside and type(whole) is Tensor and _may_be_statistics(whole)):
             self.hidden.add(value)
         if root.lent is None:
@@ -228,25 +233,30 @@ class Recording:
             is_in_dispatch: whether an op is just being recorded.
         """
         root = self.roots[value]
-        if root.alias is not None or root.lent is not None:
+        if root.lent is not None:
             return not root.is_lost
+        if not is_in_dispatch:
+            self.see_versions()
         tensor = root.living()
-        if tensor is None:
-            return False
+        if tensor is None or root.alias is not None:
+            return tensor is not None
+        if self.is_over and (value in self.hidden or tensor.is_inference()):
+            return False  # no counter shows whether it was written to
         if value in self.hidden:
             if tensor.untyped_storage().nbytes() < root.num_bytes:  # emptied meanwhile: there is nothing to copy
                 return False
             self._copy_root(root, tensor)
             return True
         root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
-        if root.version is None and not tensor.is_inference():
-            if is_in_dispatch:
-                self.unversioned.append(root)
-            else:
-                root.version = torch_private.version_of(tensor)
         if root.is_inside and counts:
             self.held_bytes += root.num_bytes
         return True
+
+    def hold_hidden(self) -> None:
+        """Hold copies of the roots that may be written to unseen once nothing more is recorded, if an op has read them."""
+        self.sync()
+        for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)):
+            self.hold(value)
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         """Hold a copy of a root's current contents."""
@@ -258,8 +268,9 @@ class Recording:
         """Note the version counters that were raised after the op that wrote."""
         while self.unversioned:
             held = self.unversioned.pop()
-            if held.alias is not None and held.version is None and not held.alias.is_inference():
-                held.version = torch_private.version_of(held.alias)
+            tensor = held.living() if isinstance(held, Root) else held.alias
+            if tensor is not None and held.version is None and not tensor.is_inference():
+                held.version = torch_private.version_of(tensor)
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
         """Hold a value that an op has just made, unless later writes to it could not be noticed."""
@@ -309,12 +320,12 @@ class Recording:
         if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
             root.is_lost = True
             return
-        assert root.alias is not None
-        if value in self.hidden:
-            return  # it is a copy
+        alias = root.living()
+        if alias is None or value in self.hidden:
+            return  # it was written to unseen, or is a copy
         if root.is_inside:
             self.held_bytes -= root.num_bytes
-        self._copy_root(root, root.alias)
+        self._copy_root(root, alias)
 
     def lose(self, value: int) -> None:
         """Note that a value may have been overwritten, too late to copy it."""
@@ -322,7 +333,7 @@ class Recording:
         if self.holder is not None and value in self.retained:
             self.holder.release(value)
         root = self.roots.get(value)
-        if root is not None and value not in self.hidden:
+        if root is not None and (root.alias is None or value not in self.hidden):
             root.is_lost = True
 
     def retained_bytes(self) -> dict[int, int]:
@@ -390,6 +401,7 @@ class Recording:
     def close(self) -> None:
         """Called at the end of the forward: nothing more is recorded."""
         self.see_versions()
+        self.is_over = True
         self.current.clear()
         self.lent.clear()
 

@@ -26,7 +26,7 @@ class Root:
         self.storage = weakref.ref(storage)
         self.num_bytes = storage.nbytes()
         self.version = version
-        """The tensor's version when it was seen; None if it is not known, as just after a write."""
+        """The tensor's version when it was seen; None just after a write, until the next op, and if the tensor counts no writes."""
         self.is_inside = is_inside
         """Whether it was made here by an op that can't run again, so that nothing else may hold it."""
         self.is_lost = False
@@ -34,9 +34,14 @@ class Root:
         self.alias: Tensor | None = None
 
     def living(self) -> Tensor | None:
-        """Return the tensor, if it is alive, has the same storage, and was not overwritten; else None."""
-        tensor = None if self.is_lost else self.tensor()
-        return tensor if tensor is not None and tensor.untyped_storage() is self.storage() else None
+        """Return the tensor, or the alias that is held, if it has the same storage and contents; else None."""
+        if self.alias is not None:
+            return self.alias if self._is_as_seen(self.alias) else None
+        tensor = self.tensor()
+        return tensor if tensor is not None and tensor.untyped_storage() is self.storage() and self._is_as_seen(tensor) else None
+
+    def _is_as_seen(self, tensor: Tensor) -> bool:
+        return not self.is_lost and (self.version is None or torch_private.version_of(tensor) == self.version)
 
     def held_storage(self) -> torch.UntypedStorage:
         """Return the storage of a root that is held, after checking that it is unchanged.
@@ -75,10 +80,12 @@ class Root:
 class Held(Protocol):
     """A value that is held so that others can be recomputed from it."""
 
-    alias: Any
-    """A tensor that shares its bytes and its version counter; None if it is not held any more."""
     version: Any
     """The version when it was held, None while an op is writing to it."""
+
+    @property
+    def alias(self) -> Any:
+        """A tensor that shares its bytes and its version counter."""
 
 
 class Holder(Protocol):

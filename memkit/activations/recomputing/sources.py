@@ -38,6 +38,7 @@ class Sources:
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
         self._secured: dict[int, bool] = {}
+        self._secured_in = -1
         self.only_held = set[int]()
         """Anchors that could not be recomputed if they were released."""
 
@@ -45,6 +46,9 @@ class Sources:
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
         recording, secured = self._recording, self._secured
         recording.sync()
+        if self._secured_in != self._forward.task:  # what was secured may have been written to before this backward
+            self._secured_in = self._forward.task
+            secured.clear()
         if recording.expected is not None:
             return self._handles_where_unmade(value, {}) is not None
         lineage = recording.lineage

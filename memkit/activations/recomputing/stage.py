@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
+from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
@@ -192,6 +192,8 @@ class RecordingStage(Stage):
             forward.trace = state.traces.learn(follower, recording, saves, nodes, self._trail.calls).ops
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
+        if forward.walk.evictable and forward.walk.limit_bytes < NO_BUDGET:  # values may be dropped later
+            recording.hold_hidden()
         recording.close()
         if learn and self._small_bytes is not None:
             budget, sizes_bytes = self._options.budget, self._small_bytes.values()
