@@ -6,7 +6,7 @@ A recording holds no tensor of the forward but the roots of dropped values. `rec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,12 @@ from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.plan import GrowingLineage
 from memkit.recording.recorded import Call, CostKey, tensors_in
-from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, written_error
+from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, may_be_statistics, written_error
 from memkit.recording.settings import current_settings
 from memkit.storages import Geometry, byte_view, is_range_of_bytes
 
 if TYPE_CHECKING:
     from memkit.recording.expected import Expected
-
-
-_MOST_STATISTICS = 2**16
-"""Statistics have at most this many channels."""
 
 
 class Recording:
@@ -38,6 +34,7 @@ class Recording:
         device: the device of its values.
         known_s: seconds of each op, if they are known from another forward.
         retained: roots and other values that a plan needs: they are held from when they are made.
+        rewritten: roots that are expected to be written to before the backward.
         is_timed: whether to measure the seconds of each op.
         is_verified: whether to copy all values to host memory, to compare replays with them.
     """
@@ -48,6 +45,7 @@ class Recording:
         *,
         known_s: Sequence[float] = (),
         retained: frozenset[int] = frozenset(),
+        rewritten: Iterable[int] = (),
         is_timed: bool = False,
         is_verified: bool = False,
     ) -> None:
@@ -76,8 +74,9 @@ class Recording:
         """Holds values made here that a plan needs and that autograd did not save."""
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that can't be recomputed, and from which others are."""
-        self.hidden = set[int]()
-        """Roots that may be written to without raising a version counter, such as batch norm statistics."""
+        self.hidden = set(rewritten)
+        """Roots that are copied to be held: the rewritten ones, and those that may be written to without raising a version
+        counter, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
         """Why values made by an op are roots, for users who wonder."""
         self.unversioned: list[Root | Held] = []
@@ -185,7 +184,7 @@ class Recording:
         root = self.roots[value] = Root(whole, storage, version, is_inside=is_inside)
         if is_written:
             self.unversioned.append(root)
-        if is_hidden or (not is_inside and type(whole) is Tensor and _may_be_statistics(whole)):
+        if is_hidden or (not is_inside and type(whole) is Tensor and may_be_statistics(whole)):
             self.hidden.add(value)
         if root.lent is None:
             self.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
@@ -252,10 +251,10 @@ class Recording:
             self.held_bytes += root.num_bytes
         return True
 
-    def hold_hidden(self) -> None:
+    def _hold_hidden(self) -> None:
         """Hold copies of the roots that may be written to unseen once nothing more is recorded, if an op has read them."""
         self.sync()
-        for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)):
+        for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
             self.hold(value)
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
@@ -336,19 +335,6 @@ class Recording:
         if root is not None and (root.alias is None or value not in self.hidden):
             root.is_lost = True
 
-    def retained_bytes(self) -> dict[int, int]:
-        """Return the bytes of the roots that are gone unless they are held.
-
-        These are roots made here, overwritten, or gone by now. If the storage is the caller's, holding them takes no bytes.
-        """
-        found = {}
-        for value, root in self.roots.items():
-            if root.is_inside or root.is_lost:
-                found[value] = root.num_bytes
-            elif root.alias is None and root.lent is None and root.living() is None:
-                found[value] = 0 if root.storage() is not None else root.num_bytes
-        return found
-
     def root_storage(self, value: int) -> torch.UntypedStorage:
         """Return the storage of a root that is held: see `Root.held_storage`."""
         if value not in self.roots:
@@ -398,15 +384,15 @@ class Recording:
         recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
         return recording
 
-    def close(self) -> None:
-        """Called at the end of the forward: nothing more is recorded."""
+    def close(self, *, may_drop: bool = False) -> None:
+        """Called at the end of the forward: nothing more is recorded.
+
+        Args:
+            may_drop: whether more values may be dropped later.
+        """
         self.see_versions()
+        if may_drop:
+            self._hold_hidden()
         self.is_over = True
         self.current.clear()
         self.lent.clear()
-
-
-def _may_be_statistics(tensor: Tensor) -> bool:
-    """Tell whether a tensor from before the forward may be statistics of a norm, whose writes raise no version counter."""
-    is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
-    return is_vector and tensor.is_floating_point() and not tensor.requires_grad

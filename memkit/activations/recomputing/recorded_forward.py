@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +26,7 @@ from memkit.kept import KeptHandle
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording
 from memkit.recording.replay import Replay
+from memkit.recording.roots import rewritten_bytes
 from memkit.sizes import format_mib
 from memkit.storages import counted_by
 
@@ -208,8 +208,7 @@ class RecordedForward(SavedValues):
         """Learn the order of requests from the first backward, if it was complete."""
         trace = self.trace
         if trace is not None and not trace.has_order and next(self.records(), None) is None:
-            trace.learn(replace(trace.step, uses=tuple(self.uses), use_ends=ends_of(self.use_nodes)))
-            trace.has_order = True
+            trace.learn_order(tuple(self.uses), ends_of(self.use_nodes), rewritten_bytes(self.recording.roots))
 
     # As the store of its walk: see `memkit.plan.eviction.ValueStore`
 
