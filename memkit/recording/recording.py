@@ -234,7 +234,7 @@ class Recording:
         root = self.roots[value]
         if root.lent is not None:
             return not root.is_lost
-        if not is_in_dispatch:
+        if self.unversioned and not is_in_dispatch:
             self.see_versions()
         tensor = root.living()
         if tensor is None or root.alias is not None:

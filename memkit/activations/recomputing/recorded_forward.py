@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memkit import backwards, torch_private
 from memkit.activations.recomputing.anchors import Anchors
-from memkit.activations.recomputing.sources import MadeFrom, Sources
+from memkit.activations.recomputing.sources import Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
 from memkit.activations.saved.ledger import Ledger
@@ -299,12 +299,12 @@ class RecordedForward(SavedValues):
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
         return self._sources.secure(value)
 
-    def drop(self, value: int, known: dict[int, MadeFrom] | None = None) -> bool:
+    def drop(self, value: int) -> bool:
         if (record := self.record_of(value)) is None or record.residency is SavedResidency.DROPPED:
             return False
-        if (handles := self._sources.handles_for(value, known)) is None:
+        if (origin := self._sources.origin_of(value)) is None:
             return False
-        record.hold(handles)
+        record.hold(origin)
         self.ledger.drop(record)
         if value not in self._dropped:
             self._dropped.add(value)
