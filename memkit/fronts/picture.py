@@ -37,7 +37,8 @@ def draw(front: Front, path: Path) -> None:
     # what takes more than twice the plain step, as offload alone, would flatten all others
     most = max([share for share in shares if share <= 2] or shares, default=1.0)
     axes.set_ylim(0.98, max(1.3, 1.15 * most))
-    axes.legend(fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
     figure.savefig(path)
 
 
