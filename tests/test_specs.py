@@ -124,13 +124,6 @@ def test_name_of_the_hub_says_where_the_file_is() -> None:
         build_model("hf:meta-llama/Llama-3", META)
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "timm", None)
-
-    with pytest.raises(UsageError, match=r'there is no module .timm.; install it with pip install "torch-memkit\[models\]"'):
-        build_model("timm:resnet50", META)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

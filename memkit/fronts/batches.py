@@ -45,10 +45,11 @@ def _guess(low: int, high: int | None, tried: dict[int, int], budget_bytes: int)
         if len(known) == 2:  # none, and the first
             return 2 * low
         return max(low + 1, min(_on_line(known[-2], known[-1], tried, budget_bytes), 16 * low))
-    if low > 0:
-        guess = (low + high) // 2 if len(tried) % 4 == 0 else _on_line(low, high, tried, budget_bytes)
-    else:  # of the first two that don't fit, or in proportion: nothing is known of a batch of none
-        guess = _on_line(*known[1:3] if len(known) > 2 else (0, high), tried, budget_bytes)
+    if low > 0 and len(tried) % 4 == 0:
+        return (low + high) // 2
+    # Through the least two that don't fit, where none is known to; and in proportion to the only one.
+    first, second = (low, high) if low > 0 or len(known) == 2 else (known[1], known[2])
+    guess = _on_line(first, second, tried, budget_bytes)
     return max(low + 1, min(guess, high - 1))
 
 

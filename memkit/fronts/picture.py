@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memkit.extras import library
 from memkit.fronts.front import Front
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ def draw(front: Front, path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     _draw_line(axes, "o-", "best mix", [(row.peak_bytes, row.step_s) for row in front.rows], front.plain_s)
     _draw_line(axes, "_:", "lower bound", [(row.budget_bytes, row.bound_s) for row in front.rows], front.plain_s)
