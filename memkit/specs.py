@@ -203,6 +203,8 @@ def make_inputs(
         dtype_name = str(model.dtype).removeprefix("torch.")
 
     def made(name: str, shape: tuple[int, ...], dtype: str | None) -> Tensor:
+        if name.endswith("input_ids") and _is_of_transformers(model) and len(shape) != 2:
+            raise UsageError(f"--input: {name} needs (batch, length), such as 8x2048; found {'x'.join(map(str, shape))}")
         default = "int64" if _is_integer(model, name) else dtype_name
         if name == "attention_mask" and _is_of_transformers(model):  # nothing is hidden, which it looks at
             return torch.ones(shape, dtype=getattr(torch, dtype or default), device="cpu" if device.type == "meta" else device)

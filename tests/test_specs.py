@@ -174,6 +174,16 @@ def test_inputs_of_transformers_are_integers_where_they_are_named_so(tmp_path: P
     assert loss_of(model, {}) is None
 
 
+@pytest.mark.parametrize(("shape", "found"), [((8,), "8"), ((8, 8, 8), "8x8x8")])
+def test_tokens_of_transformers_have_a_batch_and_a_length(tmp_path: Path, shape: tuple[int, ...], found: str) -> None:
+    pytest.importorskip("transformers")
+    model = build_model(f"hf:{config(tmp_path, **LLAMA)}", META)
+
+    for given in ([(shape, None)], []), ([], [("input_ids", shape, None)]):
+        with pytest.raises(UsageError, match=rf"input_ids needs \(batch, length\), such as 8x2048; found {found}$"):
+            make_inputs(model, *given, dtype_name="float32", device=META)
+
+
 def test_inputs_of_other_models_are_as_they_are_asked_for() -> None:
     class Named(nn.Module):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
