@@ -21,6 +21,7 @@ PACKAGE = Path(memkit.__file__).parent
 RANKS = {
     "_version": 0,
     "errors": 0,
+    "extras": 0,
     "agreement": 1,
     "interrupts": 0,
     "sizes": 0,

@@ -40,7 +40,9 @@ def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
         known = optimizer_names()
         if optimizer.lower() not in known:
             raise ValueError(
-                f"optimizer is one made on the model's parameters, or one of {', '.join(known)}; found {optimizer!r}"
+                f"a name is one of {', '.join(known)}; found {optimizer!r}. Any other optimizer, such as one of another "
+                "library, can be counted in Python: memkit.profile_memory(model, x, optimizer=instance), made on the model's "
+                "parameters"
             )
         return optimizer
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)

@@ -208,7 +208,7 @@ def test_parameters_of_another_model() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"or one of adadelta, adafactor, .*; found 'adamW2'"):
+    with pytest.raises(ValueError, match=r"a name is one of adadelta, adafactor, .*; found 'adamW2'"):
         counted(two_matrices(), "adamW2")
 
 
