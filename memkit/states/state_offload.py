@@ -186,8 +186,8 @@ class StateOffload(NotCopied, EnteredOnce):
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
-            given = optimizer, device, self._stepping, self._on_device, self._on_host, self._rest
-            self._in_backward = steps_in_backward(*given, follow_groups=weakly(self._follow_groups))
+            given = self._stepping, self._on_device, self._on_host, self._rest, weakly(self._follow_groups)
+            self._in_backward = steps_in_backward(optimizer, device, *given)
         self._is_open = True
         self._open(pieces)
         self._members.place()
