@@ -140,7 +140,7 @@ class RematState(TagState):
         self.plan: Plan | None = None
         """The one that was followed last."""
         self.in_vain: deque[int] = deque(maxlen=_NUM_VAIN)
-        """The numbers of the last recorded iterations that had no plan, or left it."""
+        """The numbers of the last iterations that were recorded in vain."""
         self.layers: Layers | None = None
         """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
@@ -175,9 +175,12 @@ class RematState(TagState):
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
 
     def note_recorded(self, trace: Trace, *, follows_plan: bool) -> None:
-        """Note that an iteration was recorded to its end. The second one like a trace is measured, and so has no plan yet."""
-        is_in_vain = not follows_plan and trace.ops is not None and trace.ops.num_seen != 2 and not trace.has_marks
-        if is_in_vain and self.num_iterations not in self.in_vain:
+        """Note that an iteration was recorded to its end. It was in vain if it was like none before, or if there is no plan for
+        such ones even after three."""
+        if follows_plan or trace.ops is None or trace.has_marks or self.num_iterations in self.in_vain:
+            return
+        has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
+        if trace.ops.num_seen == 1 or has_no_plan:
             self.in_vain.append(self.num_iterations)
 
     @property
