@@ -331,7 +331,7 @@ def test_steps_of_a_few_kinds_are_planned_for(context: Contexts) -> None:
     device = ReferenceDevice()
     net, make = _Stack(3), functools.partial(context, "two", device)
     follows = []
-    for rows in (4, 9) * 4:
+    for rows in (4, 9) * 5:
         _of_rows(net, rows, device, make)
         follows.append(memkit.stats("two").follows_plan)
 
