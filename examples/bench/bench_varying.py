@@ -4,8 +4,9 @@
     python examples/bench/bench_varying.py --only qwen3 --steps 40
     python examples/bench/bench_varying.py --tiny     # shows that all of it runs, without a GPU, and nothing else
 
-Plain steps, steps with all layers checkpointed, and steps under a `MemoryBudget` take turns over the same batches, with head and
-loss in the context. The budget is 1.02 of the peak with all layers checkpointed on the largest batch, or `--share` of the plain one.
+Plain steps, steps with all layers checkpointed, and steps under a `MemoryBudget` take turns over the same batches, with head
+and loss in the context. The budget is 1.02 of the peak with all layers checkpointed on the largest batch, or `--share` of the
+plain peak.
 
     qwen3     0.62e9 parameters, 20 layers, 8 sequences of 448 to 1024 tokens, in steps of 8, drawn anew for each batch
     t5        16 + 16 layers, width 1024, dropout, 8 x 512: each step is like the one before

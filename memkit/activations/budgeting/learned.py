@@ -26,6 +26,11 @@ class Planned:
     """The part of the free bytes that is for what steps take beyond the prediction. It is used if there is no plan
     otherwise."""
 
+    @property
+    def exceeds_budget(self) -> bool:
+        """Whether there was no plan within the budget."""
+        return self.plan.predicted_peak_bytes > self.allowed_bytes + self.headroom_bytes
+
 
 @dataclass(eq=False, slots=True)
 class LearnedStep:

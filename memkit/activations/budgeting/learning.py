@@ -17,7 +17,7 @@ from memkit.activations.budgeting.observed import is_other_link, measured_s, obs
 from memkit.activations.budgeting.schedule import schedule_of
 from memkit.activations.budgeting.searching import search
 from memkit.activations.budgeting.ways import Ways, ways_within
-from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
+from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, fit_regions, make_problem
 from memkit.transfer import measure_link
 
 if TYPE_CHECKING:
@@ -264,18 +264,30 @@ class Learning:
             learned.plans.clear()
             learned.num_links += 1
 
-    def judge(self, trace: Trace, planned: Planned, peak_bytes: int, limits: Limits) -> None:
-        """Compare the peak of a step with its plan; plan anew if it exceeded the budget."""
+    def judge(self, trace: Trace, planned: Planned, peak_bytes: int, limits: Limits) -> bool:
+        """Compare the peak of a step with its plan; plan anew if it exceeded the budget. Return whether it did after all plans
+        that may be made."""
         self.last_peak_bytes = peak_bytes
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
         budget_bytes = self.budget_bytes(trace, limits)
-        if budget_bytes is None or learned.planner is None or learned.num_replans >= _MOST_REPLANS:
-            return
+        if budget_bytes is None or learned.planner is None:
+            return False
         over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)
+        if learned.num_replans >= _MOST_REPLANS:
+            return over_bytes > 0
         if over_bytes > 0 and plan.predicted_peak_bytes > learned.planner.least().peak_bytes:
             learned.over_bytes += over_bytes
             learned.num_replans += 1
+        return False
+
+    def takes_less(self, trace: Trace, needs: RegionNeeds) -> bool:
+        """Tell whether a step with regions needs fewer bytes than the plan for it."""
+        planner, planned = self.of(trace).planner, self._last
+        if planner is None or planned is None:
+            return True
+        most_bytes = max(planned.plan.predicted_peak_bytes, self.last_peak_bytes or 0)
+        return fit_regions(planner.problem, [needs], most_bytes - 1) is not None
 
     def ways_of(
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
@@ -298,7 +310,7 @@ class Learning:
         plan, allowed_bytes, headroom_bytes = planned.plan, planned.allowed_bytes, planned.headroom_bytes
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
         is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(problem)
-        if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > allowed_bytes + headroom_bytes):
+        if not lacks_ops and (is_as_known or planned.exceeds_budget):
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
         bytes_per_s = None if self._link is None else self._link.both_bytes_per_s

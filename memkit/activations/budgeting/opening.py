@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from memkit.hooks import HookPair, SavedTensorHooks
 
 
+_MOST_REPLAYED = 8
+"""Where a step has run so many times its ops again, later steps are not recorded."""
+
+
 class _StepClock(Trial):
     """Times a step that recomputes regions, from its entry to the end of its backward."""
 
@@ -68,9 +72,13 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             if (stage := entry.recording) is not None:
                 return stage.pair if isinstance(stage, IdleStage) else None
         state.regions_tag = state.copies_tag = None
-        if state.gives_up_plans and limits.plan is None and (layers := open_layers(state, None)) is not None:
-            state.judged, entry.recording = None, layers
-            return layers.pair
+        if state.is_recorded and state.counts.num_replayed_ops > _MOST_REPLAYED * state.counts.num_ops:
+            state.note_in_vain(counts_for_all=True)
+        if state.gives_up_plans and limits.plan is None:
+            layers = open_layers(state, None, takes_less=state.learning.takes_less)
+            if layers is not None:
+                state.judged, entry.recording = None, layers
+                return layers.pair
         from memkit.activations.budgeting.steady_stage import SteadyStage  # only now: what it needs is a long way down
 
         state.before = state.learning.num_ended, state.num_deviations

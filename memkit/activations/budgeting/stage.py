@@ -128,6 +128,8 @@ class BudgetStage(RecordingStage):
             self._allow(_FORESEEN if is_known else _UNPLANNED)
         decider = self._planned_decider = PlannedDecider(state.traces, self._plan_of, self._limit_now)
         self.counts.follows_plan = decider.follows_plan
+        if decider.planned is not None and decider.planned.exceeds_budget:
+            state.note_in_vain()
         return decider
 
     def _allow(self, share: float) -> None:
@@ -153,7 +155,8 @@ class BudgetStage(RecordingStage):
         judged, self._state.judged = self._state.judged, None
         learning, counts = self._state.learning, self._state.counts
         if judged is not None and learning.ended_peak_bytes is not None:
-            learning.judge(*judged, learning.ended_peak_bytes, self._limits)
+            if learning.judge(*judged, learning.ended_peak_bytes, self._limits):
+                self._state.note_in_vain()
             learning.note_link(judged[0], counts.moved_out.rate(), counts.moved_in.rate())
 
     def _plan_of(self, trace: Trace) -> Planned | None:

@@ -2,8 +2,8 @@
 change in each batch. Nothing is recorded.
 
 A plan holds for steps with the same ops and sizes, and recording a step may take many times as long as the step itself. So
-once three of a hundred steps had no plan that held, no later step under the tag is recorded, even if steps repeat again. Which
-modules are layers was seen in the recorded steps.
+once three of a hundred steps were like none before, or had no plan that keeps to the budget, no later step under the tag is
+recorded, even if steps repeat again. Which modules are layers was seen in the recorded steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from memkit.activations.recomputing.steady import IdleStage, all_have_hooks
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, handing_on
 from memkit.activations.saved.state import remat_states
-from memkit.plan import Action, ModuleCall, RegionPlanner
+from memkit.plan import Action, RegionPlanner
 from memkit.recording.cost import host_costs
 from memkit.sequentials import kind_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.state import RematState
+    from memkit.activations.saved.traces import Trace
     from memkit.hooks import SavedTensorHooks
+    from memkit.plan import ModuleCall, RegionNeeds
 
 Layers = dict[weakref.ref[nn.Module], LearnedReads]
 """The layers, and what the last step has learned of each."""
@@ -42,15 +46,18 @@ _MOSTLY = 2 / 3
 _DIGITS = re.compile(r"\d+")
 
 
-def open_layers(state: RematState, outer: SavedTensorHooks | None) -> LayerStage | None:
+def open_layers(
+    state: RematState, outer: SavedTensorHooks | None, takes_less: Callable[[Trace, RegionNeeds], bool] = lambda *_: True
+) -> LayerStage | None:
     """Return the stage of a context that is about to be entered, if plans are given up under its tag; None to record the step.
 
     Args:
         state: the state of the tag.
         outer: the innermost hooks, if a context of memkit has set them.
+        takes_less: tells whether a step takes fewer bytes if its layers are recomputed than by its plan.
     """
     if state.layers is None:
-        state.layers = _find(state)
+        state.layers = _find(state, takes_less)
     if state.counts.has_mismatch:
         state.layers = {}
     found = ((module, learned) for reference, learned in state.layers.items() if (module := reference()) is not None)
@@ -75,7 +82,7 @@ def open_layers_again(tag: str, options: RematOptions, outer: SavedTensorHooks |
         return stage
 
 
-def _find(state: RematState) -> Layers:
+def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
     """Return the layers that recorded steps have called, and tell the user."""
     found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
     for trace in state.traces:
@@ -86,7 +93,8 @@ def _find(state: RematState) -> Layers:
         refused.update(module for call, module in zip(calls, modules, strict=True) if call.why_not)
         planner = RegionPlanner(trace.ops.step, calls, host_costs(torch.device("cpu")), num_ops=len(trace.funcs))
         choice = planner.layers()
-        chosen = choice.chosen if choice.peak_bytes < _MOSTLY * planner.simulate(()).peak_bytes else ()
+        is_worth_it = choice.peak_bytes < _MOSTLY * planner.simulate(()).peak_bytes
+        chosen = choice.chosen if is_worth_it and takes_less(trace, planner.needs(choice)) else ()
         found |= {module: LearnedReads() for place in chosen if (module := modules[place]) is not None}
         why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
     layers = {weakref.ref(module): learned for module, learned in found.items() if module not in refused}
@@ -95,7 +103,7 @@ def _find(state: RematState) -> Layers:
         each = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         state.warn_once(
             "layers",
-            f"{len(state.in_vain)} steps had no plan that held, as where lengths differ from batch to batch. From now on, "
+            "no plan holds for these steps: lengths may differ from batch to batch, or the budget is very small. From now on, "
             f"modules run again as a whole ({each}), as with torch.utils.checkpoint, and no budget is planned for.{why_not} "
             f'memkit.reset("{state.tag}") starts over.',
         )

@@ -140,7 +140,7 @@ class RematState(TagState):
         self.plan: Plan | None = None
         """The one that was followed last."""
         self.in_vain: deque[int] = deque(maxlen=_NUM_VAIN)
-        """The numbers of the last recorded iterations that had no plan, or left it."""
+        """The numbers of the last iterations in which plans did not help."""
         self.layers: Layers | None = None
         """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
@@ -175,10 +175,22 @@ class RematState(TagState):
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
 
     def note_recorded(self, trace: Trace, *, follows_plan: bool) -> None:
-        """Note that an iteration was recorded to its end. The second one like a trace is measured, and so has no plan yet."""
-        is_in_vain = not follows_plan and trace.ops is not None and trace.ops.num_seen != 2 and not trace.has_marks
-        if is_in_vain and self.num_iterations not in self.in_vain:
-            self.in_vain.append(self.num_iterations)
+        """Note that an iteration was recorded to its end. It was in vain if it was like none before, or if there is no plan for
+        such ones even after three."""
+        if follows_plan or trace.ops is None or trace.has_marks:
+            return
+        has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
+        if trace.ops.num_seen == 1 or has_no_plan:
+            self.note_in_vain()
+
+    def note_in_vain(self, *, counts_for_all: bool = False) -> None:
+        """Note that plans do not help in this iteration.
+
+        Args:
+            counts_for_all: whether that alone is reason enough to give up plans.
+        """
+        if counts_for_all or self.num_iterations not in self.in_vain:
+            self.in_vain.extend([self.num_iterations] * (_NUM_VAIN if counts_for_all else 1))
 
     @property
     def gives_up_plans(self) -> bool:

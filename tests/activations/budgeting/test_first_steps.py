@@ -440,6 +440,37 @@ def test_what_others_are_made_again_from_does_not_leave() -> None:
         assert stats.num_copies_out == stats.num_copies_in
 
 
+@pytest.mark.parametrize("share", [0.2, 0.4])
+@pytest.mark.parametrize("make_bias", [sine, torch.zeros_like, torch.randn_like], ids=["unknown op", "zeros", "drawn"])
+def test_value_that_all_layers_save_and_no_op_makes_again_is_planned_for(
+    make_bias: Callable[[Tensor], Tensor], share: float, device: Device
+) -> None:
+    """It is held as soon as something is dropped that is made from it, and saved again after that."""
+    x = torch.randn(MIB_NUMEL, device=device.torch_device, requires_grad=True)
+
+    def train(make: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+        x.grad = None
+        torch.manual_seed(0)
+        with make():
+            bias, y = make_bias(x.detach()), x
+            for _ in range(12):
+                y = (torch.tanh(y * bias) + 1).sin()
+        y.sum().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    plain = train(nullcontext)
+    counter = device.memory_counter()
+    assert counter is not None
+    most_bytes = counter.allocated_bytes() + (int(share * 48) << 20)
+    make = partial(memkit.MemoryBudget, f"{most_bytes}B", "shared", min_bytes=0, device=device)
+    for _ in range(5):
+        assert_same_bits(train(make), plain)
+
+    assert memkit.stats("shared").follows_plan
+    assert memkit.stats("shared").num_deviations == 0
+
+
 def test_what_the_user_keeps_does_not_leave() -> None:
     device = ReferenceDevice()
     x = leaf_on(device.torch_device)

@@ -1,0 +1,461 @@
+"""Steps that never repeat: once three had no plan that held, each layer is recomputed as a whole, and nothing is recorded."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.activations.context import ForwardContext
+from memkit.activations.saved import state
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import ReplayMismatchError
+from memkit.hooks import innermost_pack
+from tests.activations.budgeting.test_regions_and_copies import BlockNet
+from tests.activations.budgeting.test_semantics import STEPS, Net, words_inside
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.calls import num_calls
+
+IN_VAIN = "no plan holds for these steps"
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.filterwarnings(f"ignore:.*{IN_VAIN}")]
+
+Make = Callable[[], AbstractContextManager[object]]
+Contexts = Callable[[str, Device], ForwardContext]
+
+
+def _budget(tag: str, device: Device) -> ForwardContext:
+    return memkit.MemoryBudget(0.6, tag, min_bytes=0, device=device)
+
+
+def _remat(tag: str, device: Device) -> ForwardContext:
+    return memkit.Rematerialize(0.4, tag, min_bytes=0, device=device)
+
+
+@pytest.fixture(params=[_budget, _remat], ids=["MemoryBudget", "Rematerialize"])
+def context(request: pytest.FixtureRequest) -> Contexts:
+    found: Contexts = request.param
+    return found
+
+
+def _net(device: Device) -> BlockNet:
+    torch.manual_seed(0)
+    return BlockNet().to(device.torch_device)
+
+
+def _rows(rows: int, device: Device) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows)).to(device.torch_device)
+
+
+def _bits(net: nn.Module, train: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the bits of a step, which leaves the buffers as they were."""
+    before = [buffer.clone() for buffer in net.buffers()]
+    net.zero_grad()
+    torch.manual_seed(3)
+    loss = train()
+    found = [loss.detach().clone(), torch.get_rng_state(), *[buffer.clone() for buffer in net.buffers()]]
+    found += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    for buffer, value in zip(net.buffers(), before, strict=True):
+        buffer.copy_(value)
+    return found
+
+
+def _of_rows(net: nn.Module, rows: int, device: Device, make: Make) -> Tensor:
+    with make():
+        loss: Tensor = net(_rows(rows, device)).square().sum()
+    loss.backward()
+    return loss
+
+
+def _learn_in_vain(net: nn.Module, make: Make, device: Device) -> None:
+    for rows in (5, 6, 7):
+        _of_rows(net, rows, device, make)
+    net.zero_grad()
+    if isinstance(net, Net):
+        net.norm.reset_running_stats()
+
+
+# What is done
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_steps_of_ever_other_sizes_are_exact_and_soon_not_recorded(
+    is_attached: bool, context: Contexts, device: Device
+) -> None:
+    net = _net(device)
+    make = functools.partial(context, "sizes", device)
+    is_recorded, found, told = list[bool](), list[list[Tensor]](), list[str]()
+
+    if is_attached:
+        memkit.attach(net, make())
+    for rows in range(4, 12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append(_bits(net, functools.partial(_of_rows, net, rows, device, nullcontext if is_attached else make)))
+        told += [str(warning.message) for warning in caught if IN_VAIN in str(warning.message)]
+        is_recorded.append(memkit.stats("sizes").is_recorded)
+    assert memkit.stats("sizes").num_replays == 6
+    if is_attached:
+        memkit.detach(net)
+
+    assert_same_bits(
+        list(itertools.chain.from_iterable(found)),
+        [bit for rows in range(4, 12) for bit in _bits(net, functools.partial(_of_rows, net, rows, device, nullcontext))],
+    )
+    assert is_recorded == [True] * 3 + [False] * 5
+    assert len(told) == 1
+    assert "(6 Block)" in told[0]
+    assert 'memkit.reset("sizes")' in told[0]
+    assert innermost_pack() is None
+
+
+def test_each_layer_runs_twice_and_nothing_else(context: Contexts) -> None:
+    device = ReferenceDevice()
+    net, make = _net(device), functools.partial(context, "twice", device)
+    _learn_in_vain(net, make, device)
+    runs = dict[str, int]()
+
+    def counted(name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        runs[name] = runs.get(name, 0) + 1
+        return forward(x)
+
+    class Noted(TorchDispatchMode):
+        num_ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_ops += 1
+            return func(*args, **(kwargs or {}))
+
+    names = {f"{name}.layer": module.layer for name, module in net.named_modules() if hasattr(module, "layer")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in (names | {"norm": net.norm}).items():
+            patch.setattr(module, "forward", functools.partial(counted, name, module.forward))
+        with Noted() as plain:
+            loss = net(_rows(20, device)).square().sum()
+        runs.clear()
+        with make(), Noted() as noted:
+            loss = net(_rows(21, device)).square().sum()
+        loss.backward()
+
+    assert runs == {**dict.fromkeys(names, 2), "norm": 1}
+    assert noted.num_ops <= plain.num_ops
+
+
+class _Storages(TorchDispatchMode):
+    """Notes the storages that ops make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found = dict[int, weakref.ref[torch.UntypedStorage]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                self._found[storage._cdata] = weakref.ref(storage)
+        return results
+
+    def alive_bytes(self) -> int:
+        storages = [storage for reference in self._found.values() if (storage := reference()) is not None]
+        return sum(storage.nbytes() for storage in storages)
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(x)).sin())
+
+
+class _Stack(nn.Module):
+    def __init__(self, num_layers: int, *, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Mlp() for _ in range(num_layers))
+        self.head = nn.Linear(16, 4)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return self.head(x)
+
+
+def test_no_more_is_held_than_with_a_checkpoint_around_each_layer(context: Contexts) -> None:
+    device = ReferenceDevice()
+    held = dict[str, int]()
+    for name in ("layers", "checkpoints"):
+        net = _Stack(6, is_checkpointed=name == "checkpoints")
+        make = functools.partial(context, "held", device) if name == "layers" else nullcontext
+        _learn_in_vain(net, make, device)
+        with make(), _Storages() as storages:
+            loss = net(_rows(64, device)).square().sum()
+        held[name] = storages.alive_bytes()
+        loss.backward()
+
+    assert 0 < held["layers"] <= held["checkpoints"]
+
+
+@pytest.mark.parametrize(("context", "most"), [(_budget, 80), (_remat, 80)], ids=["MemoryBudget", "Rematerialize"])
+def test_step_of_a_new_size_takes_few_calls_for_each_layer(context: Contexts, most: int) -> None:
+    device = ReferenceDevice()
+    found = []
+    for num_layers in (4, 12):
+        net = _Stack(num_layers)
+        tag = f"calls of {num_layers}"
+        make = functools.partial(context, tag, device)
+        _learn_in_vain(net, make, device)
+        for rows in (8, 9):
+            _of_rows(net, rows, device, make)
+        found.append(num_calls(functools.partial(_of_rows, net, 40 + num_layers, device, make)))
+
+    assert (found[1] - found[0]) / 8 <= most
+
+
+# Other steps
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(step, marks=pytest.mark.full if number % 3 else ())
+        for number, step in enumerate(STEPS)
+        if step != words_inside
+    ],
+    ids=lambda train: train.__name__,
+)
+def test_steps_of_other_kinds_are_exact(train: Callable[[Net, Device, Make], None], context: Contexts, device: Device) -> None:
+    net, make = _net(device), functools.partial(context, "kinds", device)
+    _learn_in_vain(net, make, device)
+
+    def run(used: Make) -> Tensor:
+        train(net, device, used)
+        return torch.zeros(())
+
+    for _ in range(2):
+        assert_same_bits(_bits(net, functools.partial(run, make)), _bits(net, functools.partial(run, nullcontext)))
+    assert not memkit.stats("kinds").is_recorded
+    assert memkit.stats("kinds").live_records == 0
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_steps_after_an_exception_are_exact_and_not_recorded(is_in_backward: bool, context: Contexts, device: Device) -> None:
+    net, make = _net(device), functools.partial(context, "fails", device)
+    _learn_in_vain(net, make, device)
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if not is_in_backward:
+                raise ArithmeticError("injected")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ArithmeticError("injected")
+
+    def fail(rows: int) -> None:
+        with make():
+            Failing.apply(net(_rows(rows, device)).sum()).backward()
+
+    for rows in (8, 9):
+        with pytest.raises(ArithmeticError, match="injected"):
+            fail(rows)
+        net.norm.reset_running_stats()
+        with torch.no_grad():
+            net.eval()(_rows(3, device))
+        net.train()
+        found = [_bits(net, functools.partial(_of_rows, net, 10 + rows, device, used)) for used in (make, nullcontext)]
+        assert_same_bits(*found)
+        assert not memkit.stats("fails").is_recorded
+
+
+def test_autocast_and_accumulated_gradients_are_exact(context: Contexts, device: Device) -> None:
+    net, make = _net(device), functools.partial(context, "cast", device)
+
+    def train(seed: int, used: Make) -> Tensor:
+        for rows in (seed, seed + 20):
+            with torch.autocast(device.torch_device.type, torch.bfloat16), used():
+                loss: Tensor = net(_rows(rows, device)).square().sum()
+            (loss / 2).backward()
+        return loss
+
+    for seed in range(4, 8):
+        assert_same_bits(*[_bits(net, functools.partial(train, seed, used)) for used in (make, nullcontext)])
+    assert not memkit.stats("cast").is_recorded
+
+
+def test_layer_that_is_not_exact_is_told_once_and_ops_are_recorded_from_then_on(context: Contexts) -> None:
+    device = ReferenceDevice()
+    net, make = _Stack(3), functools.partial(context, "fickle", device)
+    _learn_in_vain(net, make, device)
+    signs = itertools.cycle((True, False))
+    net.layers[1].forward = lambda x: x.sin().sin() if next(signs) else x.exp()
+
+    with pytest.raises(ReplayMismatchError, match="recomputed as a whole"):
+        _of_rows(net, 12, device, make)
+    del net.layers[1].forward
+    _of_rows(net, 13, device, make)
+    assert memkit.stats("fickle").is_recorded
+
+
+def test_word_of_the_user_has_ops_recorded_again(context: Contexts) -> None:
+    device = ReferenceDevice()
+    net, make = _Stack(3), functools.partial(context, "word", device)
+    _learn_in_vain(net, make, device)
+    for is_recorded in (False, True):
+        with make():
+            loss = memkit.recompute(net(_rows(11 + is_recorded, device)).exp()).sin().sum()
+        loss.backward()
+        assert memkit.stats("word").is_recorded == is_recorded
+
+
+# When
+
+
+def test_steps_of_a_few_kinds_are_planned_for(context: Contexts) -> None:
+    device = ReferenceDevice()
+    net, make = _Stack(3), functools.partial(context, "two", device)
+    follows = []
+    for rows in (4, 9) * 5:
+        _of_rows(net, rows, device, make)
+        follows.append(memkit.stats("two").follows_plan)
+
+    assert all(follows[-4:])
+
+
+def test_few_steps_in_vain_among_many_are_forgiven(context: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_VAIN_AMONG", 6)
+    device = ReferenceDevice()
+    net, make = _Stack(3), functools.partial(context, "few", device)
+    for rows in (4, 4, 4, 5, 4, 4, 4, 6, 4, 4, 4, 7, 4):
+        _of_rows(net, rows, device, make)
+
+    assert memkit.stats("few").follows_plan
+
+
+def test_reset_starts_over(context: Contexts) -> None:
+    device = ReferenceDevice()
+    net, make = _Stack(3), functools.partial(context, "over", device)
+    _learn_in_vain(net, make, device)
+    _of_rows(net, 8, device, make)
+    assert not memkit.stats("over").is_recorded
+    memkit.reset("over")
+
+    _of_rows(net, 9, device, make)
+    assert memkit.stats("over").is_recorded
+
+
+# Models
+
+
+class _Experts(nn.Module):
+    """Tokens go to experts by what they are: how many go to each differs from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(_Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, chosen = x.clone(), self.router(x).argmax(-1)
+        weights = self.router(x).softmax(-1)
+        for number, expert in enumerate(self.experts):
+            (token,) = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                out = out.index_add(0, token, expert(x[token]) * weights[token, number, None])
+        return out
+
+
+def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(nn.LayerNorm(16), _Experts()) for _ in range(4)])
+    net = net.to(device.torch_device)
+    make = functools.partial(context, "routes", device)
+    for seed in range(6):
+        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)).to(device.torch_device)
+
+        def train(used: Make, x: Tensor = x) -> Tensor:
+            with used():
+                loss: Tensor = net(x).square().sum()
+            loss.backward()
+            return loss
+
+        assert_same_bits(*[_bits(net, functools.partial(train, used)) for used in (make, nullcontext)])
+    assert not memkit.stats("routes").is_recorded
+
+
+def _models() -> Iterator[object]:
+    size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    heads = {**size, "num_key_value_heads": 1}
+    t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.1}
+    models: dict[str, tuple[str, dict[str, Any], str]] = {
+        "Qwen3ForCausalLM": ("Qwen3Config", {**heads, "head_dim": 8}, "3 Qwen3DecoderLayer"),
+        "LlamaForCausalLM": ("LlamaConfig", heads, "3 LlamaDecoderLayer"),
+        "MixtralForCausalLM": ("MixtralConfig", {**heads, "num_local_experts": 4}, "3 MixtralDecoderLayer"),
+        "T5ForConditionalGeneration": ("T5Config", {**t5, "decoder_start_token_id": 0}, "T5Block"),
+    }
+    for name, (config, options, layers) in models.items():
+        marks = () if name.startswith("T5") else pytest.mark.full
+        yield pytest.param(name, config, options, layers, id=name, marks=marks)
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize(("name", "config", "options", "layers"), list(_models()))
+def test_models_of_transformers_are_exact(
+    name: str, config: str, options: dict[str, Any], layers: str, context: Contexts, device: Device
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = getattr(transformers, name)(getattr(transformers, config)(**options, use_cache=False)).to(device.torch_device).train()
+    told, make = list[str](), functools.partial(context, "models", device)
+
+    def train(tokens: Tensor, used: Make) -> Tensor:
+        with used():
+            loss: Tensor = net(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    for length in range(9, 14):
+        tokens = torch.randint(2, 64, (2, length), generator=torch.Generator().manual_seed(length)).to(device.torch_device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_same_bits(*[_bits(net, functools.partial(train, tokens, used)) for used in (make, nullcontext)])
+        told += [str(warning.message) for warning in caught if IN_VAIN in str(warning.message)]
+
+    assert not memkit.stats("models").is_recorded
+    assert len(told) == 1
+    assert layers in told[0]
+
+
+@pytest.mark.integrations
+def test_layers_that_are_given_a_cache_are_named_and_left_out(context: Contexts) -> None:
+    transformers = pytest.importorskip("transformers")
+    device = ReferenceDevice()
+    size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).train()
+
+    def train(length: int) -> None:
+        tokens = torch.randint(2, 64, (2, length))
+        with context("cache", device):
+            loss = net(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+
+    for length in (9, 10, 11):
+        train(length)
+    with pytest.warns(UserWarning, match=r'LlamaMLP\).*"model.layers.\*" is not among them: it is given an object that it may'):
+        train(12)
