@@ -102,6 +102,11 @@ class RecordedForward(SavedValues):
 
     # Forward
 
+    def settle_on(self, window: OffloadWindow) -> None:
+        """Have the records in another window, ahead of the first: its device is known now."""
+        self.window = self.unpacker = self._anchors.window = window
+        self.recording.device = window.device
+
     def note_save(self, value: int, node: int) -> None:
         """Note one more save of a value that counts, by the graph node `node`."""
         self.walk.clock += 1
