@@ -175,7 +175,7 @@ def without_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "fails"])
 @pytest.mark.parametrize("feature", [pytest.param(name, marks=pytest.mark.full if "both" in name else ()) for name in FEATURES])
-def test_nothing_is_left_on_the_users_objects(feature: str, fails: bool) -> None:
+def test_nothing_is_left_on_the_users_objects(feature: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(fails=fails)
     program.optimizer.zero_grad()
     tensors, hooks, references = _tensors(program), _hooks(program), _references(program)
@@ -184,6 +184,8 @@ def test_nothing_is_left_on_the_users_objects(feature: str, fails: bool) -> None
 
     assert _tensors(program) == tensors
     assert _hooks(program) == hooks
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    program.model.to(torch.float64)  # swaps each parameter, or raises
     memkit.reset("left")
     gc.collect()
     assert _references(program) == references
