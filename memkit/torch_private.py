@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,7 @@ cudnn_attention: _Op
 dispatch_mode_at: Callable[[Any], DispatchMode | None]
 dispatch_modes: Callable[[], list[DispatchMode]]
 dispatch_registrations: Callable[[str], list[str]]
+dual_level_of: Callable[[ModuleType], int]
 efficient_attention: _Op
 engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
@@ -273,6 +274,7 @@ NAMES: dict[str, PrivateName] = {
     "DispatchKeySet": _of("torch._C.DispatchKeySet", "to replay below vmap", _REMAT),
     "DispatchKey": _of("torch._C.DispatchKey", "whether modes see a copy, or aliases share their version counter", *_CONTEXTS),
     "is_key_excluded": _of("torch._C._dispatch_tls_is_dispatch_key_excluded", "the same: whether modes see a copy", *_CONTEXTS),
+    "dual_level_of": _field("torch.autograd.forward_ad._current_level", "not to record under an open one", *_CONTEXTS),
     "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
     # Settings that change what an op computes
@@ -294,9 +296,7 @@ NAMES: dict[str, PrivateName] = {
         "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
         *("to compile higher-order ops", _REMAT, _PROFILE),
     ),
-    "shows_to_compiler": _of(
-        f"{_DISPATCH}.is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
-    ),
+    "shows_to_compiler": _of(f"{_DISPATCH}.is_in_any_mode_without_ignore_compile_internals", "for higher-order ops", _REMAT),
     "set_shows_to_compiler": _setter(
         f"{_DISPATCH}._is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT, _PROFILE
     ),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError
@@ -40,14 +41,7 @@ def leave_mode(mode: DispatchMode) -> None:
 
     A mode's own `__exit__` forgets the flags first, and so can't be called again after an interrupt.
     """
-    stack = torch_private.dispatch_modes()
-    above = len(stack)
-    while above and stack[above - 1] is not mode:
-        above -= 1
-    steps: list[partial[Any]] = []
-    if above:
-        steps += [partial(torch_private.pop_dispatch_mode, None)] * (len(stack) - above + 1)
-        steps += [partial(torch_private.push_dispatch_mode, other) for other in stack[above:]]
+    steps = _off_stack(mode)
     flags = {
         "old_dispatch_mode_flags": torch_private.set_in_mode,
         "old_non_infra_dispatch_mode_flags": torch_private.set_in_mode_of_program,
@@ -60,6 +54,27 @@ def leave_mode(mode: DispatchMode) -> None:
             if noted == _SHOWN:
                 steps.append(partial(torch_private.set_shows_to_guards, before[-1] is True))  # else false, or memkit's own
     do_at_once(*steps)
+
+
+def _off_stack(mode: DispatchMode) -> list[partial[Any]]:
+    stack = torch_private.dispatch_modes()
+    above = len(stack)
+    while above and stack[above - 1] is not mode:
+        above -= 1
+    if not above:
+        return []
+    pops = [partial(torch_private.pop_dispatch_mode, None)] * (len(stack) - above + 1)
+    return pops + [partial(torch_private.push_dispatch_mode, other) for other in stack[above:]]
+
+
+def hide_mode(mode: DispatchMode) -> None:
+    """Take a dispatch mode off the stack for the graph node that is running: behind it the engine puts back what was there."""
+    do_at_once(*_off_stack(mode))
+
+
+def in_dual_level() -> bool:
+    """Tell whether a dual level of `torch.autograd.forward_ad` is open."""
+    return torch_private.dual_level_of(forward_ad) >= 0
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -28,6 +28,7 @@ from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
 from memkit.profiled import refuse_in_profile
 from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
+from memkit.torch_state import in_dual_level
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -158,7 +159,7 @@ class CPUOffload(ForwardContext):
                 moving.is_idle = True
                 return NO_PAIR
             state.counts = moving.counts
-        if state.is_recorded:
+        if state.is_recorded and not in_dual_level():
             entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=moving)
             return None
         return moving.follow_schedules(entry.pack), unpack

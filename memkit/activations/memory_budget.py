@@ -34,6 +34,7 @@ from memkit.profiled import refuse_in_profile
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_bytes, format_bytes
+from memkit.torch_state import in_dual_level
 
 _LOGGER = logging.getLogger(__name__)
 _LIMITS = ("allocated", "reserved")
@@ -171,7 +172,7 @@ class MemoryBudget(RecordedContext):
                 f"{self._title} was entered inside {article} {around[0].name}, which plans for itself: one budget holds for "
                 "all that is saved. Use one of the two, and memkit.keep, memkit.offload or memkit.recompute for a part"
             )
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or in_dual_level():
             return
         refuse_in_profile(self._title)
         mark_sharded()

@@ -29,6 +29,7 @@ from memkit.profiled import refuse_in_profile
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
+from memkit.torch_state import in_dual_level
 
 _POLICIES = ("plan", "ops", "dtr")
 
@@ -131,7 +132,7 @@ class Rematerialize(RecordedContext):
 
     def _begin(self, _: object, block: Block) -> None:
         self._refuse_in_capture()
-        is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not in_dual_level()
         if is_on:
             refuse_in_profile(self._title)
             mark_sharded()

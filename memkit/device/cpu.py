@@ -44,6 +44,12 @@ class CpuDevice(Device):
     def __init__(self, torch_device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # immutable
         self.torch_device = torch_device
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuDevice) and self.torch_device == other.torch_device
+
+    def __hash__(self) -> int:
+        return hash(self.torch_device)
+
     @property
     def name(self) -> str:
         return "cpu"

@@ -41,6 +41,7 @@ from memkit.recording.recorded import (
 )
 from memkit.recording.recording import Recording
 from memkit.storages import byte_view
+from memkit.torch_state import hide_mode, in_dual_level, leave_mode
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
@@ -48,6 +49,8 @@ _address_of = torch_private.storage_address
 _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
+_ALIAS = torch.ops.aten.alias.default
+"""With which `make_dual` begins, among others."""
 
 
 class Recorder(QuietMode):
@@ -94,6 +97,9 @@ class Recorder(QuietMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if recording.unversioned:
             recording.see_versions()
+        if func is _ALIAS and kwargs is not None and in_dual_level() and torch_private.functorch_stack() is None:
+            kwargs["behind"] = _Behind(self)
+            return func(*args)
         funcs, expected = recording.funcs, recording.expected
         if expected is not None and expected.ops:
             op = expected.ops[len(funcs)] if len(funcs) < len(expected.ops) else None
@@ -358,6 +364,30 @@ class Recorder(QuietMode):
         self.recording.add_written(targets, are_inside)
         self.recording.add_roots(results)
         return results
+
+
+class _Behind:
+    """Takes a recorder off the stack behind an op that torch has called it for: put among the op's keyword arguments, it goes
+    with them. Until then torch holds the recorder, and would put it back.
+
+    [Note: seen by formulas] Formulas of forward-mode derivatives, and of backwards, ask whether any dispatch mode is on, and
+    compute other bits then. So nothing is recorded once a dual level was opened, and recorders are hidden from nodes.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __del__(self) -> None:
+        leave_mode(self._recorder)
+
+
+def hide_recorders() -> None:
+    """Hide the recorders that are on from the node of a graph that is running. See [Note: seen by formulas]."""
+    if _is_in_backward() != -1:
+        for mode in torch_private.dispatch_modes():
+            if isinstance(mode, Recorder):
+                mode.recording.note_effect()
+                hide_mode(mode)
 
 
 def _is_of_number(args: tuple[Any, ...]) -> bool:

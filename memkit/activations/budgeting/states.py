@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.kept import KeptHandle, nothing
 from memkit.optimizers import kept_states
 from memkit.owners import with_offloaded_states
-from memkit.torch_state import local_of
+from memkit.torch_state import has_own_dispatch, local_of
 
 UNKNOWN_STATE_BYTES = 8
 """Bytes left free for each element of a trainable parameter if no optimizer is known: two float32 states, as those of
@@ -54,9 +55,9 @@ class ComingStates:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._num_bytes = dict[str | None, int]()
         """Bytes by type of device."""
-        self._trained: list[tuple[weakref.ref[Tensor], int]] | None = None
-        """Two of the parameters, each with its version when it was first seen. They are checked before each forward until an
-        optimizer has stepped; not every loop has one."""
+        self._trained: list[KeptHandle] | None = None
+        """Of two of the parameters, without their bytes. They are checked before each forward until an optimizer has stepped;
+        not every loop has one."""
         self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -75,7 +76,7 @@ class ComingStates:
         # In a shard, an op on it counts there, and one on its local tensor there.
         few = found[0], found[-1]
         watched = {id(tensor): tensor for parameter in few for tensor in (parameter, local_of(parameter))}
-        self._trained = [(weakref.ref(tensor), torch_private.version_of(tensor)) for tensor in watched.values()]
+        self._trained = [_counting(tensor) for tensor in watched.values()]
 
     def num_bytes(self, kind: str | None = None) -> int:
         """Return the bytes on a type of device. Cheap once the states exist, since this is called before each forward."""
@@ -91,8 +92,13 @@ class ComingStates:
         if self.optimizer is not None:
             optimizer = self.optimizer()
             return optimizer is None or bool(optimizer.state)
-        for reference, version in self._trained or ():
-            tensor = reference()
-            if tensor is not None and torch_private.version_of(tensor) != version:
-                return True
-        return False
+        return not all(handle.is_unchanged() for handle in self._trained or ())
+
+
+def _counting(tensor: Tensor) -> KeptHandle:
+    """Return a handle that only counts the writes to a tensor. Torch swaps no tensor that has a weak reference."""
+    with torch_private.without_python_dispatch():  # then that of a wrapper wraps nothing
+        handle = KeptHandle(tensor)
+    if not has_own_dispatch(tensor):
+        handle.alias.data = nothing(tensor.dtype, tensor.device)
+    return handle

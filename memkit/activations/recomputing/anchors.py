@@ -28,7 +28,7 @@ class Anchors:
     """
 
     def __init__(self, window: OffloadWindow) -> None:
-        self._window = window
+        self.window = window
         self._handles: dict[int, Handle] = {}
         self._known: dict[int, weakref.ref[Handle]] = {}
         """Handles, including released ones, which values recomputed from them may still hold."""
@@ -49,7 +49,7 @@ class Anchors:
         """See `memkit.recording.roots.Holder`."""
         handle = self._handles.get(value)
         if handle is not None and handle.record.residency is SavedResidency.LEAVING:
-            self._window.ledger.release(handle.record)  # the lane reads what is about to be written to
+            self.window.ledger.release(handle.record)  # the lane reads what is about to be written to
         if handle is not None and handle.geometry is None:
             alias = handle.alias
             self._handles[value] = self._open(Geometry.of(alias).over(alias.untyped_storage().clone()))
@@ -70,7 +70,7 @@ class Anchors:
         handle = self.handle(value)
         if handle is None:
             return None
-        window = self._window
+        window = self.window
         if handle.geometry is not None:  # it has left
             return window.lend(handle)
         storage = handle.alias.untyped_storage()
@@ -78,7 +78,7 @@ class Anchors:
         return storage
 
     def _open(self, tensor: Tensor) -> Handle:
-        window = self._window
+        window = self.window
         with window.lock:
             try:
                 with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():

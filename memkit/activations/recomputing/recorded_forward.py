@@ -102,6 +102,11 @@ class RecordedForward(SavedValues):
 
     # Forward
 
+    def settle_on(self, window: OffloadWindow) -> None:
+        """Have the records in another window, ahead of the first: its device is known now."""
+        self.window = self.unpacker = self._anchors.window = window
+        self.recording.device = window.device
+
     def note_save(self, value: int, node: int) -> None:
         """Note one more save of a value that counts, by the graph node `node`."""
         self.walk.clock += 1
@@ -130,7 +135,6 @@ class RecordedForward(SavedValues):
         return value in self._saved_at
 
     def note_record(self, value: int, record: Record) -> None:
-        """Note the record of a value."""
         self.by_number[value] = weakref.ref(record)
         self._streams[record.stream] = None
 
@@ -240,11 +244,9 @@ class RecordedForward(SavedValues):
         return len(self.saves) + 1
 
     def _has_copy(self, record: Record) -> bool:
-        """Tell whether a copy of a record's bytes is in host memory, or under way."""
         return record.span is not None and self._is_as_saved(record)
 
     def _storage_of_record(self, record: Record) -> torch.UntypedStorage | None:
-        """Return a storage with the bytes of a record, None if there is none."""
         if record.residency is SavedResidency.BACK:
             storage = self.ledger.fetched_copy(record)
             # A mark has given the user's storage back; and one from the host has what was written over the value meanwhile.
@@ -274,7 +276,6 @@ class RecordedForward(SavedValues):
         return handle if handle is not None and handle.is_unchanged() else None
 
     def _storage(self, value: int) -> torch.UntypedStorage:
-        """Return a storage with the bytes of a value that is available, or that the replay has made."""
         storage = self._replay.made.get(value)
         if storage is not None:
             return storage
@@ -388,7 +389,6 @@ class RecordedForward(SavedValues):
 
 
 def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward], is_first: bool, has_failed: bool) -> None:
-    """Called when a backward has ended."""
     if not has_failed:
         with window.lock:
             forward = reference()  # ahead of the sweep, after which nothing else may hold it

@@ -365,8 +365,7 @@ class RecordingStage(Stage):
                 return False
             device = self._device = self._state.device = self._state.costs.device = open_device(torch_device)
             self._torch_device = device.torch_device
-            self._forward.recording.device = device
-            self._forward.window = self._state.window(device)
+            self._forward.settle_on(self._state.window(device))
         return device.torch_device == torch_device
 
     # The user's word

@@ -212,6 +212,10 @@ def is_within(tag: str) -> bool:
 
 def unpack(packed: Any) -> Tensor:
     """Return the tensor for what `pack` returned. This is the unpack hook of all entries."""
+    if torch_private.num_dispatch_modes():
+        from memkit.recording.recorder import hide_recorders  # a mode is on, perhaps one: else its base need not be looked up
+
+        hide_recorders()
     kind = type(packed)
     if kind is tuple:
         alias, version = packed

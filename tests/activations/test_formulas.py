@@ -1,0 +1,139 @@
+"""Torch's formulas of derivatives ask whether a dispatch mode is on, and compute other bits then: they see none of memkit's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memkit
+from memkit.device import Device
+from tests.activations.cases import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(as little as can be|MemoryBudget)", "ignore:.*torch.jit.script. is deprecated"
+)
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+class OtherMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+# Those whose bits differ under a mode, found among all of torch's ops with derivatives, in one of the three ways below.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prod": lambda x: x.prod(1),
+    "cumprod": lambda x: x.cumprod(1),
+    "masked_fill": lambda x: x.cos().masked_fill(x > 0.1, x.sum()),
+    "det": lambda x: torch.linalg.det(x[:, :6] + torch.eye(6, device=x.device)),
+    "layer_norm": lambda x: functional.layer_norm(x, (7,)),
+    "group_norm": lambda x: functional.group_norm(x.view(2, 3, 7), 3),
+    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
+}
+
+
+def _dual(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    with around(), forward_ad.dual_level():
+        made = function(forward_ad.make_dual(x.sin(), x.detach().cos()))
+        made, tangent = forward_ad.unpack_dual(made)
+        loss = made.square().sum() + tangent.square().sum()
+    loss.backward()
+    return [made, tangent, x.grad]
+
+
+def _dual_outside(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    with forward_ad.dual_level(), around():
+        tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x.sin(), x.detach().cos()))).tangent
+        tangent.square().sum().backward()
+    return [tangent, x.grad]
+
+
+def _dual_without_grad(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    x = x.detach()
+    with around():
+        first = x.sin()
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(first, x.cos()))).tangent
+    return [tangent]
+
+
+def _backward(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    with around():
+        function(x.sin()).square().sum().backward()
+        made = function(x.cos())
+    made.sum().backward()
+    return [x.grad]
+
+
+def _double_backward(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    with around():
+        (grad,) = torch.autograd.grad(function(x.sin()).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+    return [grad, x.grad]
+
+
+def _in_other_mode(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    """The user's mode is on, and stays."""
+    with around(), OtherMode():
+        function(x.sin()).sum().backward()
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x.detach(), x.detach().cos()))).tangent
+    return [tangent, x.grad]
+
+
+WAYS = {
+    "dual": _dual,
+    "dual outside": _dual_outside,
+    "dual without grad": _dual_without_grad,
+    "backward": _backward,
+    "double backward": _double_backward,
+    "in another mode": _in_other_mode,
+}
+
+
+def _run(way: str, function: Callable[[Tensor], Tensor], device: Device, around: Around) -> list[list[Tensor]]:
+    torch.manual_seed(0)
+    found = []
+    for _ in range(3):
+        x = torch.randn(6, 7).to(device.torch_device).requires_grad_()
+        found.append([tensor.detach().clone() for tensor in WAYS[way](function, x, around)])
+    return found
+
+
+def _offload_and_recompute(device: Device) -> memkit.CPUOffload:
+    made = memkit.CPUOffload(0.5, "formulas", min_bytes=0, device=device)
+    with made:
+        memkit.recompute(torch.ones(4, device=device.torch_device))
+    return memkit.CPUOffload(0.5, "formulas", min_bytes=0, device=device)
+
+
+CONTEXTS: dict[str, Callable[[Device], AbstractContextManager[object]]] = {
+    "Rematerialize": lambda device: memkit.Rematerialize(0.5, "formulas", min_bytes=0, device=device),
+    "MemoryBudget": lambda device: memkit.MemoryBudget(0.6, "formulas", min_bytes=0, device=device),
+    "CPUOffload with marks": _offload_and_recompute,
+}
+
+
+@pytest.mark.parametrize(
+    "context", [pytest.param(name, marks=() if name == "Rematerialize" else pytest.mark.full) for name in CONTEXTS]
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_have_the_plain_bits(name: str, way: str, context: str, device: Device) -> None:
+    if name == "cumprod" and device.torch_device.type == "cuda":
+        pytest.skip("its backward is not deterministic there")
+    plain = _run(way, FUNCTIONS[name], device, nullcontext)
+
+    found = _run(way, FUNCTIONS[name], device, lambda: CONTEXTS[context](device))
+
+    for mine, expected in zip(found, plain, strict=True):
+        assert_same_bits(mine, expected)
+    assert torch._C._len_torch_dispatch_stack() == 0
