@@ -259,6 +259,7 @@ class Recording:
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         """Hold a copy of a root's current contents."""
+        root.seen = root.version if root.seen is None else root.seen
         root.alias = Geometry.of(tensor).over(tensor.untyped_storage().clone())
         root.version = torch_private.version_of(root.alias)
         self.held_bytes += root.num_bytes

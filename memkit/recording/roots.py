@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ _MOST_STATISTICS = 2**16
 class Root:
     """A value that nothing here makes: referred to weakly until something is to be recomputed from it, held from then on."""
 
-    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "storage", "tensor", "version")
+    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "seen", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
         owner = owner_of(storage)
@@ -31,6 +31,8 @@ class Root:
         self.num_bytes = storage.nbytes()
         self.version = version
         """The tensor's version when it was seen; None between a write and the next op, and if the tensor counts no writes."""
+        self.seen: int | None = None
+        """The same, once a copy is held: `version` is the copy's then."""
         self.is_inside = is_inside
         """Whether it was made here by an op that can't run again, so that nothing else may hold it."""
         self.is_lost = False
@@ -48,8 +50,8 @@ class Root:
     @property
     def is_rewritten(self) -> bool:
         """Whether the tensor is alive and was written to since it was seen."""
-        tensor = self.tensor()
-        return tensor is not None and self.version is not None and torch_private.version_of(tensor) != self.version
+        tensor, version = self.tensor(), self.version if self.seen is None else self.seen
+        return tensor is not None and version is not None and torch_private.version_of(tensor) != version
 
     def held_storage(self) -> torch.UntypedStorage:
         """Return the storage of a root that is held, after checking that it is unchanged.
@@ -139,9 +141,9 @@ def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
     return found
 
 
-def rewritten_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
-    """Return the bytes of the roots that are alive and were written to since they were seen."""
-    return {value: root.num_bytes for value, root in roots.items() if root.is_rewritten}
+def rewritten_bytes(roots: Mapping[int, Root], overwritten: Container[int]) -> dict[int, int]:
+    """Return the bytes of the roots that were written to since they were seen, but for those `overwritten` by recorded ops."""
+    return {value: root.num_bytes for value, root in roots.items() if root.is_rewritten and value not in overwritten}
 
 
 def may_be_statistics(tensor: Tensor) -> bool:

@@ -18,12 +18,13 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.contexts import KINDS, MORE_KINDS, Kind
 
-pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.filterwarnings("ignore:.*checkpoint")]
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 N = 8
 NUM_STEPS = 6
 PROGRAM_KINDS = KINDS | MORE_KINDS
-PER_FORWARD, ALL, NONE = "one for each forward", "one around all", "none"
+NUM_OPS, NUM_WRITES = 16, 8
+PER_FORWARD, ALL = "one for each forward", "one around all"
 Make = Callable[[str], AbstractContextManager[object]]
 
 
@@ -103,9 +104,6 @@ class Program:
     """For each forward, the one whose detached output it gets; -1 for a batch."""
     contexts: str = PER_FORWARD
     tags: list[str] = field(default_factory=list)
-
-
-NUM_OPS, NUM_WRITES = 16, 8
 
 
 def program_of(seed: int) -> Program:
@@ -200,7 +198,11 @@ def plainly(program: Program) -> list[list[Tensor]]:
 
 
 def compare(program: Program, kind: Kind, wanted: list[list[Tensor]]) -> int:
-    """Compare a program to its plain run. Return whether a backward refused what plain autograd does not."""
+    """Compare a program to its plain run: where that raises, so must this.
+
+    Return where a backward refused what plain autograd does not, since something dropped is made from what was written to
+    meanwhile; -1 if none did.
+    """
     device = ReferenceDevice()
     try:
         found = _run(program, lambda tag: kind.make(device, tag))
@@ -215,3 +217,32 @@ def compare(program: Program, kind: Kind, wanted: list[list[Tensor]]) -> int:
         assert_same_bits(other, one)
     assert len(found) == len(wanted)
     return -1
+
+
+def _check(seed: int, name: str) -> None:
+    program = program_of(seed)
+
+    refused_at = compare(program, PROGRAM_KINDS[name], plainly(program))
+
+    assert refused_at == -1 or not name.startswith("offload ") or "remat" in name
+
+
+SOME = [
+    *[(124, "budget"), (166, "budget half"), (182, "budget"), (0, "offload half"), (1, "remat dtr"), (2, "remat plan")],
+    *[(3, "offload around remat"), (4, "budget 0.8"), (5, "offload all"), (6, "budget of nothing")],
+]
+"""Among them the first ones in which gradients were once wrong."""
+
+
+@pytest.mark.usefixtures("quick_plans")
+@pytest.mark.parametrize(("seed", "name"), SOME)
+def test_random_programs(seed: int, name: str) -> None:
+    _check(seed, name)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_plans")
+@pytest.mark.parametrize("name", sorted(PROGRAM_KINDS))
+@pytest.mark.parametrize("seed", range(40))
+def test_many_random_programs(seed: int, name: str) -> None:
+    _check(seed, name)

@@ -212,7 +212,8 @@ class RecordedForward(SavedValues):
         """Learn the order of requests from the first backward, if it was complete."""
         trace = self.trace
         if trace is not None and not trace.has_order and next(self.records(), None) is None:
-            trace.learn_order(tuple(self.uses), ends_of(self.use_nodes), rewritten_bytes(self.recording.roots))
+            rewritten = rewritten_bytes(self.recording.roots, self.recording.overwritten)
+            trace.learn_order(tuple(self.uses), ends_of(self.use_nodes), rewritten)
 
     # As the store of its walk: see `memkit.plan.eviction.ValueStore`
 
