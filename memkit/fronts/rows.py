@@ -68,7 +68,7 @@ def make_front(
     plans, refused = dict[int, MemoryPlan](), list[BudgetInfeasible]()
     for limit in sorted(set(asked)):
         try:
-            plans[limit] = planner.plan(limit, with_bound=True)
+            plans[limit] = planner.plan(limit, with_bound=True, is_steady=len(asked) == 1)
         except BudgetInfeasible as error:
             refused.append(error)
     if refused and not plans and needs_plan:

@@ -13,7 +13,7 @@
 - `memory_plan`: `MemoryPlan`: the answer, frozen, as JSON and as a table
 """
 
-from memkit.plan.budget.bound import bound_s, why_no_bound
+from memkit.plan.budget.bound import Bound, find_bound, why_no_bound
 from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, unsure, with_action
@@ -23,6 +23,7 @@ from memkit.plan.budget.simulate import simulate
 from memkit.plan.budget.simulated import Move, Replay, Simulated
 
 __all__ = [
+    "Bound",
     "HeldValue",
     "JointPlanner",
     "MemoryPlan",
@@ -34,7 +35,7 @@ __all__ = [
     "Problem",
     "Replay",
     "Simulated",
-    "bound_s",
+    "find_bound",
     "fit_copies",
     "fit_regions",
     "floor_bytes",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,28 @@ def why_no_bound() -> str:
     return ""
 
 
-def bound_s(
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The seconds that no plan of a step can beat under a budget, and under each smaller one.
+
+    Attributes:
+        seconds: under the budget; infinity where no plan keeps to it.
+        seconds_per_byte: what each byte less takes at least: the price of memory that the solver tells.
+    """
+
+    budget_bytes: int
+    seconds: float
+    seconds_per_byte: float
+
+    def under(self, budget_bytes: int) -> float:
+        """Return the seconds that no plan can beat under a budget that is no larger."""
+        return self.seconds + self.seconds_per_byte * (self.budget_bytes - budget_bytes)
+
+
+def find_bound(
     problem: Problem, budget_bytes: int, *, allowed: Collection[Action] = frozenset({Action.OFFLOAD, Action.RECOMPUTE})
-) -> float | None:
-    """Return the seconds that no plan of a step under a budget can beat; infinity where none keeps to it, and None without
-    scipy (see `why_no_bound`) or where its solver gives up.
+) -> Bound | None:
+    """Return the bound of a step under a budget; None without scipy (see `why_no_bound`) or where its solver gives up.
 
     Args:
         problem: the step.
@@ -51,8 +69,11 @@ def bound_s(
     """
     if why_no_bound():
         return None
-    found_s = _Program(problem, budget_bytes - problem.base_bytes, frozenset(allowed)).solve()
-    return found_s if found_s is None or found_s == math.inf else max(problem.plain_s, found_s * (1 - _TOLERANCE))
+    found = _Program(problem, budget_bytes - problem.base_bytes, frozenset(allowed)).solve()
+    if found is None:
+        return None
+    seconds, seconds_per_byte = found
+    return Bound(budget_bytes, max(problem.plain_s, seconds * (1 - _TOLERANCE)), seconds_per_byte * (1 - _TOLERANCE))
 
 
 def first_needs(problem: Problem) -> dict[int, int]:
@@ -205,6 +226,7 @@ class _Program:
                 _put(changes[begin], self.drops[index], -size)
                 _put(changes[end], self.drops[index], size)
         dropped = self._states(changes)
+        self.first_of_memory = len(self.rows)
         present_mib = 0.0
         for slot in range(num_slots):
             present_mib += there[slot]
@@ -212,8 +234,8 @@ class _Program:
             if needed_mib > 0:
                 self.rows.append(({dropped[slot]: -1.0, alone[slot]: -1.0}, -needed_mib))
 
-    def solve(self) -> float | None:
-        """Return the least seconds; None where the solver does not find them."""
+    def solve(self) -> tuple[float, float] | None:
+        """Return the least seconds, and by how much they rise for each byte less; None where the solver does not find them."""
         from scipy.optimize import linprog
 
         found: Any = linprog(  # scipy is not typed
@@ -226,8 +248,11 @@ class _Program:
             method="highs",
         )
         if found.status == _INFEASIBLE:
-            return math.inf
-        return self.problem.plain_s + float(found.fun) / 1e3 if found.status == 0 else None
+            return math.inf, 0.0
+        if found.status != 0:
+            return None
+        prices = found.ineqlin.marginals[self.first_of_memory :]  # in ms for each MiB, none above 0
+        return self.problem.plain_s + float(found.fun) / 1e3, -float(sum(prices)) / _MIB / 1e3
 
 
 def _put(row: Row, column: int, share: float) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan.actions import Action
-from memkit.plan.budget.bound import bound_s, why_no_bound
+from memkit.plan.budget.bound import find_bound, why_no_bound
 from memkit.plan.budget.improve import without_needless_moves
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.plan.budget.portfolio import BOTH, floor_bytes, search_least, search_plan
@@ -16,11 +16,20 @@ from memkit.plan.budget.simulate import simulate
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from memkit.plan.budget.bound import Bound
     from memkit.plan.budget.problem import HeldValue, Problem
     from memkit.plan.budget.simulated import Move, Simulated
 
 _OF_HANDLING = 0.2
 """So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
+
+
+_NUM_RUNGS = 60
+"""Plans that never get slower with the budget are searched for these shares of the plain step's peak."""
+_PAGE_BYTES = 2**12
+"""So much below a share, which may be rounded down."""
+_FEW_RUNGS = 4
+"""After so many the bound is computed anew, and without one no more are looked at."""
 
 
 class JointPlanner:
@@ -42,6 +51,9 @@ class JointPlanner:
         """For each of two actions, the plans with that one alone."""
         self._found: dict[int, Simulated] = {}
         """By budget."""
+        self._rungs: dict[int, Simulated] = {}
+        """The same, found without what was found for others."""
+        self._bounds: dict[int, Bound | None] = {}
         self._spared: dict[int, Simulated] = {}
         """By budget, what is chosen where the host is to be spared."""
         self._least: Simulated | None = None
@@ -78,36 +90,89 @@ class JointPlanner:
     def _fastest(self, budget_bytes: int) -> Simulated:
         if budget_bytes >= self.problem.plain_peak_bytes:
             return simulate(self.problem, self.problem.plain, budget_bytes)
+        self._check(budget_bytes)
+        known = [found for found in self._found.values() if found.peak_bytes <= budget_bytes]
+        if budget_bytes not in self._found:
+            starts = [*known, *(planner.best(budget_bytes) for planner in self._alone_within(budget_bytes))]
+            self._found[budget_bytes] = self._search(budget_bytes, starts)
+            return self._found[budget_bytes]
+        return min(map(_without_excess, known), key=lambda start: start.rank)  # under others since may be better
+
+    def _check(self, budget_bytes: int) -> None:
         least = self.least()
         if least.peak_bytes > budget_bytes:
             raise self._infeasible(budget_bytes, least)
-        starts = [found for found in (least, *self._found.values()) if found.peak_bytes <= budget_bytes]
-        for planner in self.alone.values():
-            if planner.least().peak_bytes <= budget_bytes:
-                starts.append(planner.best(budget_bytes))
-        starts = [_without_excess(start) for start in starts]
-        if budget_bytes in self._found:  # what was found under others since may be better
-            return min(starts, key=lambda start: start.rank)
-        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
-        found = without_needless_moves(self.problem, found, budget_bytes)
-        self._found[budget_bytes] = found
-        return found
 
-    def plan(self, budget_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
+    def _alone_within(self, budget_bytes: int) -> list[JointPlanner]:
+        return [planner for planner in self.alone.values() if planner.least().peak_bytes <= budget_bytes]
+
+    def _search(self, budget_bytes: int, starts: list[Simulated]) -> Simulated:
+        starts = [_without_excess(start) for start in (self.least(), *starts)]
+        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
+        return without_needless_moves(self.problem, found, budget_bytes)
+
+    def steady(self, budget_bytes: int) -> Simulated:
+        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: it is never slower
+        than that for a smaller budget, whatever was asked before.
+
+        Searches are not monotone. So what is found for a budget counts for all larger ones, and all smaller ones would have to
+        be searched. The bound says below which of them no plan can be faster. Without it few are looked at, and a plan may be
+        slower by what they have missed.
+
+        Raises:
+            BudgetInfeasible: none was found.
+        """
+        problem = self.problem
+        if budget_bytes >= problem.plain_peak_bytes:
+            return simulate(problem, problem.plain, budget_bytes)
+        self._check(budget_bytes)
+        least_bytes = self.least().peak_bytes
+        shares = [problem.plain_peak_bytes * number // _NUM_RUNGS - _PAGE_BYTES for number in range(_NUM_RUNGS, 0, -1)]
+        rungs = [*(rung for rung in shares if least_bytes < rung <= budget_bytes), least_bytes]
+        best, bound = self._rung(rungs[0]), self.bound(budget_bytes)
+        for number, rung in enumerate(rungs[1:], 1):
+            if bound is None and number >= _FEW_RUNGS:
+                break
+            if bound is not None and bound.under(rung) < best.seconds and number % _FEW_RUNGS == 0:
+                bound = self.bound(rung) or bound
+            if bound is not None and bound.under(rung) >= best.seconds:
+                break
+            best = min(best, self._rung(rung), key=lambda found: (found.seconds, found.moved_bytes))
+        return best
+
+    def bound(self, budget_bytes: int) -> Bound | None:
+        """Return what no plan for a budget can beat; None where that can't be told."""
+        if budget_bytes not in self._bounds:
+            self._bounds[budget_bytes] = find_bound(self.problem, budget_bytes, allowed=self.actions)
+        return self._bounds[budget_bytes]
+
+    def _rung(self, budget_bytes: int) -> Simulated:
+        if budget_bytes not in self._rungs:
+            starts = [planner._rung(budget_bytes) for planner in self._alone_within(budget_bytes)]
+            self._rungs[budget_bytes] = _without_excess(self._search(budget_bytes, starts))
+        return self._rungs[budget_bytes]
+
+    def plan(self, budget_bytes: int, *, with_bound: bool = False, is_steady: bool = False) -> MemoryPlan:
         """Return the plan for a budget.
 
         Args:
             budget_bytes: what the step may take, with all that is counted as there before.
             with_bound: compute the lower bound as well, where scipy is there.
+            is_steady: choose it as `steady` does, and not by what was found for other budgets before.
 
         Raises:
             BudgetInfeasible: none was found. It names the least budget that one was found for, what no plan goes below, and
                 what is there where most is.
         """
-        found = self.best(budget_bytes)
-        return self.told(found, budget_bytes, self.least().peak_bytes, with_bound=with_bound)
+        found = self.steady(budget_bytes) if is_steady else self.best(budget_bytes)
+        plan = self.told(found, budget_bytes, self.least().peak_bytes)
+        if not with_bound:
+            return plan
+        bound = self.bound(budget_bytes)
+        missing = () if bound is not None else (why_no_bound() or "no lower bound: its solver gave up",)
+        return replace(plan, bound_s=None if bound is None else bound.seconds, notes=(*plan.notes, *missing))
 
-    def told(self, found: Simulated, budget_bytes: int, least_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
+    def told(self, found: Simulated, budget_bytes: int, least_bytes: int) -> MemoryPlan:
         """Return a simulated step as a plan; `least_bytes` is the least budget that one was found for."""
         problem, gpu = self.problem, self.problem.gpu
         moves = {move.index: move for move in found.moves}
@@ -126,8 +191,6 @@ class JointPlanner:
             )
             for replay in found.replays
         )
-        least_s = bound_s(problem, budget_bytes, allowed=self.actions) if with_bound else None
-        missing = (why_no_bound() or "no lower bound: its solver gave up",) if with_bound and least_s is None else ()
         return MemoryPlan(
             budget_bytes=budget_bytes,
             predicted_s=found.seconds,
@@ -143,8 +206,7 @@ class JointPlanner:
             step=PlannedStep.of(problem.trace),
             values=values,
             replays=replays,
-            bound_s=least_s,
-            notes=(*unsure(problem), *missing),
+            notes=tuple(unsure(problem)),
         )
 
     def _planned(self, held: HeldValue, action: Action, move: Move | None, cost_s: float, found: Simulated) -> PlannedValue:
@@ -232,18 +294,19 @@ def plan_budget_jointly(
 ) -> MemoryPlan:
     """Return the best mix of keep, offload and recompute that was found for a budget of the whole device.
 
-    It is never slower than the best plan of one of `actions` alone.
+    It is never slower than the best plan of one of `actions` alone, or than that for a smaller budget: see
+    `JointPlanner.steady`.
 
     Args:
         problem: the step.
         budget_bytes: what the step may take, with all that is counted as there before.
         actions: what may be done with values beside keeping them.
-        with_bound: compute the lower bound as well, where scipy is there.
+        with_bound: tell the lower bound as well, where scipy is there.
 
     Raises:
         BudgetInfeasible: none was found; see `JointPlanner.plan`.
     """
-    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound)
+    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
 
 
 def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:

@@ -3,22 +3,27 @@
 import itertools
 import json
 import math
+import random
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import memkit
 from memkit.errors import BudgetInfeasible, PlanFormatError
-from memkit.plan import Action, GrowingLineage
+from memkit.plan import Action, GrowingLineage, find_gpu
 from memkit.plan.budget import (
     JointPlanner,
     MemoryPlan,
     Problem,
     Simulated,
-    bound_s,
+    find_bound,
     floor_bytes,
     least_budget,
     make_problem,
@@ -134,6 +139,87 @@ def test_larger_budget_is_never_slower(seed: int) -> None:
     assert math.isfinite(found_s[-1])
 
 
+def check_each_larger_budget_is_no_slower(problem: Problem, shares: list[float]) -> None:
+    """Each plan is made by itself, as if no other had been asked for."""
+    found_s = [seconds_of(problem, int(share * problem.plain_peak_bytes), OFFLOAD, RECOMPUTE) for share in sorted(shares)]
+
+    assert found_s == sorted(found_s, reverse=True)
+    assert math.isfinite(found_s[-1])
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))])
+def test_larger_budget_is_never_slower_whatever_else_was_asked(seed: int) -> None:
+    pytest.importorskip("scipy")
+    chance = random.Random(seed)
+    problem = problem_of(seed, chance.randint(4, 30))
+
+    check_each_larger_budget_is_no_slower(problem, [0.999, *(chance.uniform(0.2, 1) for _ in range(8))])
+
+
+def _dense(num_layers: int = 10) -> tuple[nn.Module, torch.Tensor]:
+    """Each layer reads what all before it have made, as in a DenseNet."""
+
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.BatchNorm2d(16 + 8 * n), nn.ReLU(), nn.Conv2d(16 + 8 * n, 8, 3, padding=1))
+                for n in range(num_layers)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.cat([x, layer(x)], 1)
+            return x.mean()
+
+    return Dense(), torch.empty(64, 16, 56, 56, device="meta")
+
+
+def _vision(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torchvision = pytest.importorskip("torchvision")
+    return getattr(torchvision.models, name)(), torch.empty(64, 3, 224, 224, device="meta")
+
+
+def _llama() -> tuple[nn.Module, torch.Tensor]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=704, num_hidden_layers=8, use_cache=False
+    )
+    return transformers.LlamaForCausalLM(config).bfloat16(), torch.zeros(16, 512, dtype=torch.long, device="meta")
+
+
+STEPS = {
+    "dense": _dense,
+    "Llama": _llama,
+    "ResNet-50": partial(_vision, "resnet50"),
+    "DenseNet-169": partial(_vision, "densenet169"),
+}
+SLOW = {name: [] if name == "dense" else [pytest.mark.full] for name in STEPS}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[name]) for name in STEPS])
+def test_larger_budget_is_never_slower_for_a_model(name: str) -> None:
+    pytest.importorskip("scipy")
+    with torch.device("meta"):
+        model, x = STEPS[name]()
+    report = memkit.profile_memory(model, x, device="meta", backward=True, trace=True, print_table=False)
+    assert report.trace is not None
+    problem = make_problem(report.trace, find_gpu("H200"))
+
+    check_each_larger_budget_is_no_slower(
+        problem, [0.5, 0.6, 0.7] if name == "dense" else [0.4, 0.5, 0.58, 0.6, 0.68, 0.7, 0.8, 0.9]
+    )
+
+
+def test_without_a_bound_a_few_smaller_budgets_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(2, 20)
+    budget_bytes = int(0.7 * problem.plain_peak_bytes)
+    with_bound = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
+    monkeypatch.setattr("memkit.plan.budget.bound.find_spec", lambda name: None)
+
+    assert with_bound <= seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE) < math.inf
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     pytest.importorskip("scipy")
@@ -142,11 +228,15 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
         budget_bytes = round(share * problem.plain_peak_bytes)
         steps = [step.seconds for step in all_steps(problem, budget_bytes) if not step.over_bytes]
 
-        bound = bound_s(problem, budget_bytes)
+        bound = find_bound(problem, budget_bytes)
 
         assert bound is not None
-        assert problem.plain_s <= bound
-        assert bound <= min(steps, default=math.inf)
+        assert problem.plain_s <= bound.seconds <= min(steps, default=math.inf)
+        for less in SHARES:
+            if less < share:
+                smaller_bytes = round(less * problem.plain_peak_bytes)
+                within = [step.seconds for step in all_steps(problem, smaller_bytes) if not step.over_bytes]
+                assert bound.under(smaller_bytes) <= min(within, default=math.inf)
 
 
 def test_bound_is_near_the_plan() -> None:
@@ -183,7 +273,9 @@ def test_bound_is_none_where_the_solver_fails(monkeypatch: pytest.MonkeyPatch, s
     problem = problem_of(0)
     monkeypatch.setattr(optimize, "linprog", lambda *_, **__: SimpleNamespace(status=status, fun=None))
 
-    assert bound_s(problem, problem.plain_peak_bytes // 2) == expected
+    found = find_bound(problem, problem.plain_peak_bytes // 2)
+
+    assert (None if found is None else found.seconds) == expected
 
 
 def test_budget_that_keeps_all_changes_nothing() -> None:
