@@ -61,6 +61,7 @@ LINES = (
 """What memkit is for, word for word."""
 
 
+@pytest.mark.full
 @ON_THE_CPU
 def test_readme_begins_with_what_memkit_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     readme = ROOT / "README.md"
