@@ -94,33 +94,6 @@ def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Pa
     assert "... activations (MiB)" in out
 
 
-def test_readme_answers_each_question() -> None:
-    """Each command of the table is one that the parser takes."""
-    from memkit.cli import _parser
-
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    answers = re.findall(r"^\| .+\? \| `(.+?)`", readme, re.M)
-    commands = [answer.split()[1:] for answer in answers if answer.startswith("memkit ")]
-    names = {_parser().parse_args(arguments).command for arguments in commands}
-
-    assert (len(answers), len(commands)) == (6, 5)
-    assert names == {"profile", "plan", "show"}
-
-
-@pytest.mark.full
-def test_readme_answers_are_those_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the table of the README asks for runs, and answers."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    answers = dict(re.findall(r"^\| (.+\?) \| `memkit (profile .+?)`", readme, re.M))
-
-    said = {question: run_command(capsys, *command.split()) for question, command in answers.items()}
-
-    assert {status for status, _, _ in said.values()} == {0}
-    assert 'This would fit in 12 GiB with memkit.MemoryBudget("12GiB"), about' in said["Does it fit in 12 GiB?"][1]
-    assert said["What fills the peak?"][1].startswith("alive at the peak of the step")
-    assert 'This would fit in 8 GiB with memkit.MemoryBudget("8GiB"), about' in said["Which feature do I need?"][1]
-
-
 # Width
 
 

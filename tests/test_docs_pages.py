@@ -225,6 +225,7 @@ def test_reference_shows_attributes_with_their_texts_whole(tmp_path: Path) -> No
 _OF_OTHERS = {
     "assign", "cache_enabled", "create_graph", "device_placement", "dtype", "enabled", "error_if_nonfinite", "fused",
     "inplace", "is_grads_batched", "lr", "memory", "mmap", "peak", "use_cache", "use_reentrant", "vectorize",
+    "gradient_checkpointing",
     "DTYPE", "KEY", "LimitMEMLOCK", "amsgrad", "foreach", "differentiable", "weights_only", "pin_memory", "T_max",
 }  # fmt: skip
 """Arguments on the pages that are not memkit's. Recipes are full of those."""

@@ -143,6 +143,7 @@ class CPUOffload(ForwardContext):
     def _open(self, entry: Entry, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> HookPair | None:
         """Set what an entry does; return the hooks that it needs, None for its own."""
         state = offload_states.open(self.tag)
+        entry.unasked = state.unasked
         with state.lock:
             state.report = self.profile or find_report(self.tag)
             ratio = self._ratio_of(state)

@@ -182,6 +182,7 @@ class MemoryBudget(RecordedContext):
         pair = open_budget(entry, self._options, self._limits, self.shapes)
         assert entry.recording is not None
         state = budget_states[self.tag]
+        entry.unasked = state.unasked
         if not state.is_recorded:
             self._compiling = state.inside.for_all()
             self._compiling.__enter__()

@@ -151,6 +151,7 @@ class Rematerialize(RecordedContext):
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
             entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settling=NEXT_STEPS)
             entry.recording.model = None if self._model is None else self._model()
+            entry.unasked = remat_states[self.tag].unasked
             entry.begin(None if steady is None else steady.pair)
 
     @property

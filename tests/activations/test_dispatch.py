@@ -75,7 +75,7 @@ def test_flags_around_other_modes_are_set_back() -> None:
         assert hooks_around() == before
 
 
-@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*saved tensors for a backward, and none came")
 def test_context_that_was_interrupted_in_torchs_own_lines_breaks_no_other() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     before = hooks_around()

@@ -13,5 +13,6 @@
 - `seen`: what of a save is compared when a forward follows a schedule
 - `settled`: steps that are not recorded any more
 - `trial`: which of two ways to keep to a budget is faster, measured
+- `unasked`: the warning where no backward asks for what is saved
 - `small`: the warning where no saved tensor is large enough
 """

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.activations.saved.unasked import Unasked
 from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
 from memkit.interrupts import Block
 from memkit.kept import ForwardedHandle, KeptHandle, ScheduledHandle, modified_error
@@ -104,6 +105,8 @@ class Entry:
         """The stage that moves to host memory."""
         self.around: Entry | None = None
         """That of the same context which the stages here leave to what they do nothing with, if they are two."""
+        self.unasked: Unasked | None = None
+        """What notices that no backward asks for what is saved."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
         self.name = f'{name} (tag "{tag}")'
@@ -124,8 +127,10 @@ class Entry:
             if pair is NO_PAIR:
                 _bare.entries.append((len(stacked_owners()), self))
             else:
-                pack, unpack_ = pair or (self.pack, unpack)
-                self._hooks = SavedTensorHooks(pack, unpack_, owner=self, name=self.name, block=self.block)
+                pair = pair or (self.pack, unpack)
+                if self.unasked is not None and not self.unasked.is_over:
+                    pair = self.unasked.watching(pair)
+                self._hooks = SavedTensorHooks(*pair, owner=self, name=self.name, block=self.block)
                 self._hooks.__enter__()
             for stage in reversed(self.stages):
                 stage.begin()

@@ -15,6 +15,7 @@ from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import Trace, Traces, trace_of
 from memkit.activations.saved.trial import Trial
+from memkit.activations.saved.unasked import Unasked
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
@@ -48,6 +49,7 @@ class TagState(ABC):
         """Those of the last iteration."""
         self.looks_for_large = True
         """Whether all that was saved so far was smaller than `min_bytes`, and the user was not told."""
+        self.unasked = Unasked(f'{self.name} (tag "{tag}")')
         self._windows: dict[Device, OffloadWindow] = {}
         self._warned = set[str]()
 
@@ -249,7 +251,8 @@ class States(dict[str, _State]):
         """Return what is remembered under a tag, which may be new."""
         _settle_retired()
         with self._lock:
-            return self.setdefault(tag, self._make(tag))
+            found = self.get(tag)
+            return self.setdefault(tag, self._make(tag)) if found is None else found
 
     def forget(self, tag: str) -> None:
         """Forget what is kept under a tag. Unknown tags are fine; graphs that are alive keep working."""

@@ -178,6 +178,7 @@ def failing(x: Tensor, make: Callable[[], Any]) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*saved tensors for a backward, and none came")  # dropped
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("run", [plain, retained, dropped, doubly, of_a_part, failing], ids=lambda run: run.__name__)
 @pytest.mark.parametrize("budget", [1.0, 0.5, "2KiB"])
