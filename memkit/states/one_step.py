@@ -19,6 +19,7 @@ from memkit.states.shells import (
     Watched,
     changes_of_group,
     changes_of_shell,
+    hollow_shell,
     hooks_of,
     shell_of,
     step_of,
@@ -194,6 +195,13 @@ class OneStep:
         if self._of_optimizer is None and not self.awaited:
             vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
         self._is_over = True
+
+    def write_all(self) -> None:
+        """The step ends without the optimizer's own: write to groups what both write there."""
+        self.write_changes()
+        hollow = hollow_shell(self._optimizer)
+        self._step(hollow)
+        self.write_of_others(hollow)
 
 
 def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
