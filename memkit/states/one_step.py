@@ -66,26 +66,22 @@ class OneStep:
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
         self._copies = copies
-        self._own: list[Group] = []
+        self._own: list[Group] = [*optimizer.param_groups]
         """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
-        self._groups: list[Group] = []
+        self._groups: list[Group] = [*self._own]
         """What they had ahead of the step."""
-        self._note_groups()
-        self._attributes = _with_copies(vars(optimizer)) if copies else {}
+        self._attributes: dict[str, Any] = {}
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         """Which tensors are in a group, by its number."""
+        if copies:
+            self.keep_options()
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self._is_over = False
         """Whether what it writes to groups of which nothing was due was written."""
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
-
-    def _note_groups(self) -> None:
-        added = self._optimizer.param_groups[len(self._own) :]
-        self._own += added
-        self._groups += [{**group, **_copied(group)} for group in added] if self._copies else added
 
     def keep_options(self) -> None:
         """Go on with what groups and attributes have now, whatever is set meanwhile."""
@@ -115,7 +111,9 @@ class OneStep:
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
             if number >= len(self._groups):  # it was added since the backward has begun to step
-                self._note_groups()
+                added = self._optimizer.param_groups[len(self._own) :]
+                self._own += added
+                self._groups += [{**group, **_copied(group)} for group in added] if self._copies else added
             group = self._groups[number]
             if number not in self._tensors:
                 self._tensors[number] = tensors_in(group)
@@ -188,7 +186,7 @@ class OneStep:
         does nothing."""
         if self._is_over:
             return
-        stepped = {id(self._own[number]) for number in (*self._of_groups, *self.awaited)}
+        stepped = {*map(id, map(self._own.__getitem__, (*self._of_groups, *self.awaited)))}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
             if id(group) not in stepped:
                 group.update(changes_of_group(group, cut).entries)
