@@ -11,6 +11,7 @@
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
     ├── StateOffloadError          a step of streamed optimizer states can't be made exactly
+    ├── ForkedError                a forked process uses what the process that it was forked from has made
     ├── ShardError                 a process of the group could not shard the model, or has another model
     ├── ReplayMismatchError        an op that was run again has made something else
     ├── MissingTorchNameError      torch is newer than this memkit, and has not what a feature needs of it
@@ -89,6 +90,10 @@ class LayerOffloadError(MemkitError):
 
 class StateOffloadError(MemkitError):
     """Raised when a step of an optimizer whose states `StateOffload` streams can't be made exactly, or states are lost."""
+
+
+class ForkedError(MemkitError):
+    """Raised in a forked process by what the process that it was forked from has made. That one goes on."""
 
 
 class ShardError(MemkitError):

@@ -24,6 +24,7 @@ RANKS = {
     "extras": 0,
     "agreement": 1,
     "interrupts": 0,
+    "forks": 1,
     "sizes": 0,
     "terminal": 0,
     "schemas": 1,

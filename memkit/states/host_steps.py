@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError
+from memkit.forks import OwnThreads, forked
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan.chunks import Residency
@@ -81,7 +82,7 @@ class HostSteps:
         """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
         self._lost = dict[Piece, str]()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
         """Steps that the thread is to make, in this order."""
         self._begun = dict[Piece, Event]()
@@ -147,7 +148,7 @@ class HostSteps:
         if lost is not None:
             raise StateOffloadError(lost)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "memkit-step", self._device.enter_thread)
+            self._thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         given, prepared = self._given[piece], None
         with torch.inference_mode(False), torch.no_grad():
             given.take(piece.layout, piece.states_in(self._optimizer))
@@ -185,8 +186,7 @@ class HostSteps:
         first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
         return self._begun[second] if first is piece and second is not None else None
 
-    @staticmethod
-    def _await(steps: list[Future[None]], begun: Event | None = None) -> None:
+    def _await(self, steps: list[Future[None]], begun: Event | None = None) -> None:
         """Wait until the thread is through with some steps, also where an interrupt comes meanwhile.
 
         Args:
@@ -194,6 +194,8 @@ class HostSteps:
         """
         interrupt: BaseException | None = None
         while not all(running.done() for running in steps):
+            if self._thread is not None and not self._thread.are_here:
+                raise forked("StateOffload")
             try:
                 wait(steps) if begun is None else begun.wait()
             except BaseException as error:

@@ -79,6 +79,9 @@ class BackwardSteps:
         self._end: backwards.BackwardEnd | None = None
         self._ends = set[backwards.BackwardEnd]()
         """Those that are yet to come."""
+        self._behind_failure = HookSet()
+        """Sees that a forward begins behind a backward that has failed."""
+        self._has_failed = False
         self._rest = rest
         self._follow_groups = follow_groups
         self._stepping = stepping
@@ -154,6 +157,8 @@ class BackwardSteps:
             return
         if self._end is None or self._end.is_over:
             self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
+            if self._has_failed and not self._leaving and self._are_zeroed():
+                self._end_step()
             self.check_options()
             self._follow_groups()
         if record.group < 0:
@@ -218,20 +223,22 @@ class BackwardSteps:
         self._held_bytes += gradient.nbytes
         return stepped
 
+    # What a device that looks for races is told
+
     def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Tell the device that its current stream has brought a gradient of a parameter."""
         self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
 
     def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Tell the device that its current stream begins to step a parameter."""
         self._device.note_read(parameter.untyped_storage())
 
     def _note_stepped(self, parameter: Tensor) -> None:
-        """Tell the device that its current stream has stepped a parameter."""
         self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
 
     def _let_go(self, has_failed: bool = False) -> None:
         """Let the current stream, and those that gradients come from, wait for all that is stepped."""
+        if has_failed and not self.is_whole_step:
+            self._has_failed = True
+            self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
         device, current = self._device, self._device.current_stream()
         held, self._held = self._held, deque()  # a backward that has failed may end in its own thread, beside a step
         for stream, stepped, _ in held:
@@ -241,6 +248,24 @@ class BackwardSteps:
         if device.takes_notes:
             for piece in self._met:
                 device.note_read(piece.records[0].parameter.untyped_storage())
+
+    def _before_forward(self, *_: object) -> None:
+        """A forward begins: the backward that has failed is a step of its own."""
+        if torch_private.backward_task() == -1:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """End a step without the optimizer's own."""
+        if self._stepping.is_broken:
+            self.mend(self._pieces)
+        run = self._stepping.unfinished
+        if self.end() and run is not None:
+            run.write_all()
+        self.forget_done()
+        self._stepping.unfinished = None
+
+    def _are_zeroed(self) -> bool:
+        return not any(type(piece.records[0].parameter.grad) is ConsumedGradient for piece in self._met)
 
     def _forget_held(self) -> None:
         self._held.clear()
@@ -294,7 +319,6 @@ class BackwardSteps:
         self._on_device.drop(piece)
 
     def drop_ahead(self) -> None:
-        """Have nothing be on its way that the backward has not come to."""
         with self._device.on_stream(self._stream):
             for piece in list(self._begun):
                 self._drop(piece)
@@ -311,7 +335,6 @@ class BackwardSteps:
         return [other for other in coming[:_AHEAD] if other.may_come_early and other.plan.update is Update.DEVICE]
 
     def _fetch_ahead(self, coming: Sequence[Piece]) -> None:
-        """Have parts come to their slots that are free, where nobody has to wait for a disk."""
         for other in coming:
             if other not in self._begun and self._on_device.is_free_for(other):
                 self._begin(other)
@@ -320,6 +343,8 @@ class BackwardSteps:
         """The optimizer's step begins: return which pieces were stepped already. Nothing is on its way any more."""
         self.drop_ahead()
         self.join()
+        self._behind_failure.remove()
+        self._has_failed = False
         met = list(self._met)
         if met and met != self._order:
             self._follow(met)
@@ -329,11 +354,6 @@ class BackwardSteps:
         return met
 
     def check_options(self) -> None:
-        """Raise if a learning rate, or another entry of a group, was set behind the backward: what was stepped has not had it.
-
-        Raises:
-            StateOffloadError: it was.
-        """
         self._options.check()
 
     def close(self) -> None:
@@ -344,12 +364,9 @@ class BackwardSteps:
             warn_user(f"StateOffload: {error}")
         let_go_of_consumed(piece.records[0] for piece in self._pieces)
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context whose backwards step nothing."""
-        return self._accumulating()
-
     @contextmanager
-    def _accumulating(self) -> Iterator[None]:
+    def accumulate(self) -> Iterator[None]:
+        """Return a context whose backwards step nothing."""
         self._num_accumulating += 1
         try:
             yield
@@ -380,5 +397,4 @@ class BackwardSteps:
         return nullcontext()
 
     def _consume(self, record: StateRecord) -> None:
-        """A parameter was stepped: its gradient is used up."""
         record.parameter.grad = ConsumedGradient.of(record.parameter)

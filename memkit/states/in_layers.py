@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
-from memkit.optimizers.shells import hollow_shell, step_of
 from memkit.owners import owner_of
 from memkit.plan.chunks import Residency
 from memkit.stand_ins import GradientStandIn
@@ -32,7 +31,6 @@ from memkit.steppers import LayerStepper, stepper_of
 if TYPE_CHECKING:
     from memkit.device.base import Event, Stream
     from memkit.hooks import HookSet
-    from memkit.states.one_step import OneStep
 
 
 class LayeredSteps(BackwardSteps):
@@ -64,8 +62,6 @@ class LayeredSteps(BackwardSteps):
             self._layers.have_stepped_by(self)
 
     def begin_backward(self) -> None:
-        if self._stepping.is_broken:
-            self.mend(self._pieces)
         self._end_step()
         self._follow_groups()
 
@@ -94,25 +90,10 @@ class LayeredSteps(BackwardSteps):
             piece.leave_parameters()
         run = self._stepping.unfinished
         if run is not None and self._met:
-            self._write(run)
+            run.write_all()
             setattr(self._optimizer, torch_private.STEPPED_MARK, True)
             self._options.note()
             self._stepping.num_steps += 1
-
-    def _end_step(self) -> None:
-        """End the step of an earlier backward, unless `optimizer.step()` has done so."""
-        run = self._stepping.unfinished
-        if self.end() and run is not None:
-            self._write(run)
-        self.forget_done()
-        self._stepping.unfinished = None
-
-    def _write(self, run: OneStep) -> None:
-        """Write to groups what a step writes there, while they are what it was made with."""
-        run.write_changes()
-        hollow = hollow_shell(self._optimizer)
-        step_of(self._optimizer)(hollow)
-        run.write_of_others(hollow)
 
     def leave(self) -> None:
         self._layers = None
@@ -132,7 +113,7 @@ class LayeredSteps(BackwardSteps):
                     "steps within the backward alone. Set the gradient to None"
                 )
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    def accumulate(self) -> NoReturn:
         raise StateOffloadError(
             'StateOffload: each backward is a step beside a LayerOffload(train="fused"), and nothing is accumulated. Use '
             'train="host", which accumulates'

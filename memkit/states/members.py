@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from memkit.forks import forked
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
@@ -37,6 +39,7 @@ class Members:
         self._master = master
         self._torch_device = torch_device
         self._where = where
+        self._process = os.getpid()
         self.kept: dict[int, list[KeptState]] = {}
         """The states that the optimizer keeps for each parameter, by its id, as the trial has found them."""
         self.draws = False
@@ -107,8 +110,19 @@ class Members:
         self.pieces = [*self.pieces, *added]
         return added
 
+    def refuse_fork(self) -> None:
+        """Raise in a process that was forked from the one in which states lie.
+
+        Raises:
+            ForkedError: this one was.
+        """
+        if os.getpid() != self._process:
+            raise forked(self._where)
+
     def have_changed(self) -> bool:
         """Tell whether the optimizer's groups have other parameters than when `place` was called last."""
+        if os.getpid() != self._process:
+            self.refuse_fork()
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
 
     def are_as_many(self) -> bool:

@@ -18,6 +18,7 @@ from memkit.optimizers.shells import (
     Watched,
     changes_of_group,
     changes_of_shell,
+    hollow_shell,
     hooks_of,
     shell_of,
     step_of,
@@ -65,26 +66,22 @@ class OneStep:
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
         self._copies = copies
-        self._own: list[Group] = []
+        self._own: list[Group] = [*optimizer.param_groups]
         """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
-        self._groups: list[Group] = []
+        self._groups: list[Group] = [*self._own]
         """What they had ahead of the step."""
-        self._note_groups()
-        self._attributes = _with_copies(vars(optimizer)) if copies else {}
+        self._attributes: dict[str, Any] = {}
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         """Which tensors are in a group, by its number."""
+        if copies:
+            self.keep_options()
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self._is_over = False
         """Whether what it writes to groups of which nothing was due was written."""
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
-
-    def _note_groups(self) -> None:
-        added = self._optimizer.param_groups[len(self._own) :]
-        self._own += added
-        self._groups += [{**group, **_copied(group)} for group in added] if self._copies else added
 
     def keep_options(self) -> None:
         """Go on with what groups and attributes have now, whatever is set meanwhile."""
@@ -114,7 +111,9 @@ class OneStep:
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
             if number >= len(self._groups):  # it was added since the backward has begun to step
-                self._note_groups()
+                added = self._optimizer.param_groups[len(self._own) :]
+                self._own += added
+                self._groups += [{**group, **_copied(group)} for group in added] if self._copies else added
             group = self._groups[number]
             if number not in self._tensors:
                 self._tensors[number] = tensors_in(group)
@@ -187,13 +186,20 @@ class OneStep:
         does nothing."""
         if self._is_over:
             return
-        stepped = {id(self._own[number]) for number in (*self._of_groups, *self.awaited)}
+        stepped = {*map(id, map(self._own.__getitem__, (*self._of_groups, *self.awaited)))}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
             if id(group) not in stepped:
                 group.update(changes_of_group(group, cut).entries)
         if self._of_optimizer is None and not self.awaited:
             vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
         self._is_over = True
+
+    def write_all(self) -> None:
+        """The step ends without the optimizer's own: write to groups what both write there."""
+        self.write_changes()
+        hollow = hollow_shell(self._optimizer)
+        self._step(hollow)
+        self.write_of_others(hollow)
 
 
 def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,14 @@ class Saving:
         hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self._members.refuse_fork()
         self._settle(is_loading=False)
 
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return with_host_copies(state_dict, self._rest.read(self._members.pieces))
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._members.refuse_fork()
         self._settle(is_loading=True)
         self._loading = Loading(state_dict)
         return Loading.without_states(state_dict)

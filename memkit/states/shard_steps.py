@@ -232,6 +232,7 @@ class ShardSteps:
         if run is not None:
             run.write_changes()
         self._put_in_order()
+        self._options.forget()
         self._unfinished = run or OneStep(optimizer)
         self._hollow = hollow_shell(optimizer)
         do_at_once(partial(met.clear), partial(setattr, self, "num_steps", self.num_steps + 1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError
+from memkit.forks import OwnThreads
 from memkit.interrupts import do_at_once
 from memkit.states.one_step import OneStep
 from memkit.states.records import StateRecord, version_of
@@ -52,7 +52,7 @@ class ShardThread:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: OwnThreads | None = None
         self._batches: list[_Batch] = []
         """What the thread was given and nobody has waited for."""
         self._failed: list[_Batch] = []
@@ -70,7 +70,7 @@ class ShardThread:
         Raises:
             RuntimeError: the system starts no more threads.
         """
-        thread = ThreadPoolExecutor(1, "memkit-step", self._device.enter_thread)
+        thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
 

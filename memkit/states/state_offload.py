@@ -123,8 +123,7 @@ class StateOffload(NotCopied, EnteredOnce):
         check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
-        self.optimizer = optimizer
-        self._master = master
+        self.optimizer, self._master = optimizer, master
         self._is_beside = when == "backward" or overlap_forward
         given = {"device_budget": budget_bytes, "host_budget": limit_bytes, "master": master, "disk": disk, "device": device}
         gathers = device_of_host_layers(optimizer, update=update, **given) if when == "backward" else None
@@ -374,6 +373,7 @@ class StateOffload(NotCopied, EnteredOnce):
         """
         if self._is_closed:
             return
+        self._members.refuse_fork()
         self._hooks.remove()
         if self._on_shards is not None:
             self._on_shards.close()

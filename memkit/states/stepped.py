@@ -34,7 +34,6 @@ def refuse_another(record: StateRecord) -> NoReturn:
     """
     raise StateOffloadError(
         f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
-        "accumulate, put `with states.accumulate():` around all backwards but the last one; after a backward that has "
-        "failed, or whose gradients you have zeroed to leave a step out, call optimizer.step() first. A backward inside of "
-        "another one can't be stepped"
+        "accumulate, put `with states.accumulate():` around all backwards but the last one; after one whose gradients you have "
+        "zeroed to leave a step out, call optimizer.step() first. A backward inside of another one can't be stepped"
     )

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from memkit.forks import forked
 from memkit.transfer.blocks import Block
 
 
@@ -117,17 +118,23 @@ class DiskThreads(DiskQueue):
 
     def put(self, transfer: DiskTransfer) -> None:
         assert not self._is_closed
+        if os.getpid() != self._process:
+            raise forked("a feature of memkit")
         with self._lock:
             self._waiting.append(transfer)
             self._changed.notify_all()
 
     def wait(self, transfer: DiskTransfer) -> None:
+        if os.getpid() != self._process:
+            raise forked("a feature of memkit")
         with self._lock:
             self._changed.notify_all()  # an interrupt may have kept `put` from it
             while not transfer.is_over:
                 self._changed.wait()
 
     def cancel(self, transfer: DiskTransfer) -> None:
+        if os.getpid() != self._process:
+            raise forked("a feature of memkit")
         with self._lock:
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:

@@ -11,13 +11,14 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from memkit.device.base import Device, Event, Stream
+from memkit.forks import OwnThreads, forked
 from memkit.sizes import format_bytes
 from memkit.storages import byte_view
 
@@ -31,14 +32,17 @@ class PromisedEvent(Event):
     """An event that a thread has yet to record. If the thread fails, no part of the copy is under way, and waiting raises
     why."""
 
-    __slots__ = ("_recording", "_which")
+    __slots__ = ("_recording", "_thread", "_which")
 
-    def __init__(self, recording: Future[tuple[Event, Event]], which: int) -> None:
+    def __init__(self, recording: Future[tuple[Event, Event]], which: int, thread: OwnThreads) -> None:
         self._recording = recording
+        self._thread = thread
         self._which = which
         """The first or the second of two."""
 
     def recorded(self) -> Event:
+        if not (self._thread.are_here or self._recording.done()):
+            raise forked("a feature of memkit")
         return self._recording.result()[self._which]
 
     def elapsed_s(self, end: Event) -> float:
@@ -89,8 +93,9 @@ class Staging:
         The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
         is the storage held here.
         """
-        recording = self._sides[is_out].ask(lane, storage, pieces, after, start)
-        return PromisedEvent(recording, 0), PromisedEvent(recording, 1)
+        side = self._sides[is_out]
+        recording = side.ask(lane, storage, pieces, after, start)
+        return PromisedEvent(recording, 0, side.thread), PromisedEvent(recording, 1, side.thread)
 
     def drain(self) -> None:
         """Make the host wait until each copy that was asked for is on a lane, or has failed."""
@@ -109,7 +114,7 @@ class _Side:
     def __init__(self, device: Device, *, is_out: bool) -> None:
         self._device = device
         self._is_out = is_out
-        self._thread = ThreadPoolExecutor(1, "memkit-staging", device.enter_thread)
+        self.thread = OwnThreads(1, "memkit-staging", device.enter_thread)
         self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
@@ -118,14 +123,14 @@ class _Side:
         self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event], start: int
     ) -> Future[tuple[Event, Event]]:
         # A weak reference, since a slot counts who holds its storage.
-        return self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after), start)
+        return self.thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after), start)
 
     def drain(self) -> None:
         if not self._is_closed:
-            self._thread.submit(int).result()  # behind all of them, also one whose asking was broken off
+            self.thread.submit(int).result()  # behind all of them, also one whose asking was broken off
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self.thread.shutdown()
         self._is_closed = True
         for _, last_use in self.buffers:
             if last_use is not None:

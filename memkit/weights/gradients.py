@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -22,6 +22,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
+from memkit.forks import OwnThreads, forked
 from memkit.storages import byte_view
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
@@ -73,7 +74,7 @@ class HostGradients(LayerAccumulation):
         """Where gradients were sent together the last time: of sets of parameters, those that came up last."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
-        self._threads = ThreadPoolExecutor(1, "memkit-grad", device.enter_thread)
+        self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
         self.d2h_bytes = 0
         self._spans: list[Span] = []
@@ -374,6 +375,8 @@ class HostGradients(LayerAccumulation):
             self._await_oldest()
         self._last, self._in_flight_bytes = None, 0
         for addition in self._additions:
+            if not (self._threads.are_here or addition.done()):
+                raise forked("LayerOffload")
             addition.result()
         self._additions.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from memkit.attached import NotCopied, note_attached, note_detached
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.entered import EnteredOnce
 from memkit.errors import warn_user
+from memkit.forks import forked
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.transfer.disk import Disk
@@ -151,6 +153,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         )
         self._chunks = self._streaming()
         self._placement, self._hooks = Placement(), HookSet()
+        self._process = os.getpid()
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
         self._gradients: HostGradients | FusedSteps | None = None
@@ -312,6 +315,8 @@ class LayerOffload(NotCopied, EnteredOnce):
     @property
     def _streams(self) -> Streamer:
         assert self._streamer is not None
+        if os.getpid() != self._process:
+            raise forked("LayerOffload")
         return self._streamer
 
     # At rest
@@ -331,6 +336,8 @@ class LayerOffload(NotCopied, EnteredOnce):
         """
         if self._is_closed:
             return
+        if os.getpid() != self._process:
+            raise forked("LayerOffload")
         self._forwards.close()
         self._hooks.remove()
         self._choice.timing = None

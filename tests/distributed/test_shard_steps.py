@@ -3,6 +3,7 @@ ranks see test_two_ranks."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from tests.distributed.stepping import (
 )
 from tests.engine import LateThread
 from tests.states.edits import Program
+from tests.test_forks import RAISED, in_fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
 
@@ -449,6 +451,18 @@ def test_model_of_which_no_layer_is_trained(one: None) -> None:
         return train(model, optimizer, numbers=range(2))
 
     assert_same(run(True), run(False))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("act", ["step", pytest.param("state_dict", marks=pytest.mark.full)])
+def test_fork_that_uses_the_optimizer_raises_by_name(one: None, act: str) -> None:
+    model = on_host(make())
+    optimizer = opened(model).optimizer
+    step(model, 0, 0)
+
+    assert in_fork(getattr(optimizer, act)) == RAISED
+    optimizer.step()
 
 
 def test_closing_gives_the_optimizer_back(one: None) -> None:

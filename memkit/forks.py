@@ -1,0 +1,59 @@
+"""A forked process has no threads, and zeros in memkit's host memory: what its parent has made is refused there by name."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+from memkit.errors import ForkedError
+
+
+class OwnThreads(ThreadPoolExecutor):
+    """Threads that a feature keeps. Whoever waits for what they are to do asks `are_here` first, unless it is done."""
+
+    are_here = True
+    """Whether this is the process that they are in."""
+
+    def __init__(self, num_threads: int, name: str, begin: Callable[[], object]) -> None:
+        super().__init__(num_threads, name, begin)
+        _all.add(self)
+
+
+class _Elsewhere(OwnThreads):
+    """The same, in a fork: found by their class, so that no call of a steady step has to ask."""
+
+    are_here = False
+
+    def submit(self, *_: Any, **__: Any) -> NoReturn:
+        raise forked("a feature of memkit")
+
+    def shutdown(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def forked(what: str) -> ForkedError:
+    """Return the error of a process that uses what the one that it was forked from has made.
+
+    Args:
+        what: that, such as "StateOffload".
+    """
+    return ForkedError(
+        f"{what} is used in process {os.getpid()}, which was forked from the one that has made it. A fork has none of its "
+        'threads, and finds zeros in its host memory. Use it in that process alone; start others by "spawn", or fork them '
+        "ahead of making it"
+    )
+
+
+_all = weakref.WeakSet[OwnThreads]()
+
+
+def _note_fork() -> None:
+    for threads in _all:
+        threads.__class__ = _Elsewhere
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
