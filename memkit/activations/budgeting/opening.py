@@ -73,7 +73,7 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
                 return stage.pair if isinstance(stage, IdleStage) else None
         state.regions_tag = state.copies_tag = None
         if state.is_recorded and state.counts.num_replayed_ops > _MOST_REPLAYED * state.counts.num_ops:
-            state.note_in_vain(counts_for_all=True)
+            state.note_in_vain(had_plan=False, is_enough=True)
         if state.gives_up_plans and limits.plan is None:
             layers = open_layers(state, None, takes_less=state.learning.takes_less)
             if layers is not None:

@@ -139,8 +139,8 @@ class RematState(TagState):
         self.traces = Traces()
         self.plan: Plan | None = None
         """The one that was followed last."""
-        self.in_vain: deque[int] = deque(maxlen=_NUM_VAIN)
-        """The numbers of the last iterations in which plans did not help."""
+        self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
+        """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
         """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
@@ -181,22 +181,25 @@ class RematState(TagState):
             return
         has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
         if trace.ops.num_seen == 1 or has_no_plan:
-            self.note_in_vain()
+            self.note_in_vain(had_plan=False)
 
-    def note_in_vain(self, *, counts_for_all: bool = False) -> None:
+    def note_in_vain(self, *, had_plan: bool, is_enough: bool = False) -> None:
         """Note that plans do not help in this iteration.
 
         Args:
-            counts_for_all: whether that alone is reason enough to give up plans.
+            had_plan: whether it had a plan, which took more than the budget.
+            is_enough: whether that alone is reason to give up plans.
         """
-        if counts_for_all or self.num_iterations not in self.in_vain:
-            self.in_vain.extend([self.num_iterations] * (_NUM_VAIN if counts_for_all else 1))
+        numbers = self._in_vain[had_plan]
+        if is_enough or self.num_iterations not in numbers:
+            numbers.extend([self.num_iterations] * (_NUM_VAIN if is_enough else 1))
 
     @property
     def gives_up_plans(self) -> bool:
         """Whether recording takes more than plans bring, since iterations don't repeat."""
-        numbers = self.in_vain
-        return self.layers is not None or (len(numbers) == _NUM_VAIN and numbers[-1] - numbers[0] < _VAIN_AMONG)
+        if self.layers is not None:
+            return True
+        return any(len(found) == _NUM_VAIN and found[-1] - found[0] < _VAIN_AMONG for found in self._in_vain.values())
 
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""
