@@ -6,7 +6,7 @@ python examples/fine_tune_trainer.py --tiny                           # a small 
 
 The weights are made on the CPU, in bfloat16, and trained there by AdamW; each layer is copied to the GPU just ahead of its use,
 and its gradients come back. What the step takes on the GPU beside that is kept to the budget. Nothing is downloaded: the
-data counts upward, so that there is something to learn. Needs: pip install "torch-memkit[integrations]"
+data counts upward, so that there is something to learn. Needs: pip install "transformers>=4.50" accelerate
 """
 
 import argparse

@@ -217,7 +217,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME|FILE",
-        help="H200, H100, A100-80, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`",
+        help="H200, H100, A100-80, A100-40, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`",
     )
     budgets = parser.add_mutually_exclusive_group()
     budgets.add_argument(

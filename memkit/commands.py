@@ -17,6 +17,7 @@ from memkit.bench.engines import checkpointing, torch_baselines
 from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
 from memkit.errors import ProfileError
+from memkit.extras import how_to_install
 from memkit.fronts import command
 from memkit.plan.gpus import find_gpu
 from memkit.profile import MemoryReport, profile_memory
@@ -192,16 +193,20 @@ def _may_have_grad(tensor: Tensor) -> bool:
 def _check_output(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         check_writable(path)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib; install it with pip install matplotlib")
+    if options.plot is not None:
+        _check_library("matplotlib", "--plot")
 
 
 def _check_html(options: argparse.Namespace) -> None:
     if options.html is None:
         return
     check_writable(options.html)
-    if importlib.util.find_spec("plotly") is None:
-        raise UsageError('--html needs plotly; install it with pip install "torch-memkit[page]"')
+    _check_library("plotly", "--html")
+
+
+def _check_library(name: str, option: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(f"{option} needs {name}; install it with {how_to_install(name)}")
 
 
 def _check_cuda(without_one: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from memkit.arguments import nearest_spec
 from memkit.errors import MemkitError, note_on
+from memkit.extras import how_to_install
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("memkit.cli")
@@ -102,7 +103,7 @@ def _factory(place: str, name: str) -> Any:
 
 
 def _torchvision_factory(name: str) -> Callable[[], Any]:
-    _import("torchvision", hint="; install it with pip install torchvision")
+    _import("torchvision", hint=f"; install it with {how_to_install('torchvision')}")
     *packages, builder_name = name.split(".")
     where = ".".join(["torchvision.models", *packages])
     builder = getattr(_import(where), builder_name, None)
@@ -117,7 +118,7 @@ def _torchvision_factory(name: str) -> Callable[[], Any]:
 
 
 def _timm_factory(name: str) -> Callable[[], Any]:
-    timm = _import("timm", hint='; install it with pip install "torch-memkit[models]"')
+    timm = _import("timm", hint=f"; install it with {how_to_install('timm')}")
     if not timm.is_model(name):
         raise UsageError(f"timm has no model {name!r}{_near(name, timm.list_models(), 'timm')}")
     return lambda: timm.create_model(name, pretrained=False)
@@ -142,7 +143,7 @@ def _transformers_factory(name: str) -> Callable[[], Any]:
         raise UsageError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UsageError(f"{path} is no configuration of transformers: it has no model_type")
-    transformers = _import("transformers", hint='; install it with pip install "torch-memkit[models]"')
+    transformers = _import("transformers", hint=f"; install it with {how_to_install('transformers')}")
     try:
         config = transformers.AutoConfig.for_model(**content)
     except ValueError as error:
@@ -202,6 +203,8 @@ def make_inputs(
         dtype_name = str(model.dtype).removeprefix("torch.")
 
     def made(name: str, shape: tuple[int, ...], dtype: str | None) -> Tensor:
+        if name.endswith("input_ids") and _is_of_transformers(model) and len(shape) != 2:
+            raise UsageError(f"--input: {name} needs (batch, length), such as 8x2048; found {'x'.join(map(str, shape))}")
         default = "int64" if _is_integer(model, name) else dtype_name
         if name == "attention_mask" and _is_of_transformers(model):  # nothing is hidden, which it looks at
             return torch.ones(shape, dtype=getattr(torch, dtype or default), device="cpu" if device.type == "meta" else device)

@@ -330,6 +330,7 @@ NAMES: dict[str, PrivateName] = {
     "cdist_forward": _of(f"{_ATEN}._cdist_forward.default", "an op with arguments of one dtype"),
     "index_put_impl": _of(f"{_ATEN}._index_put_impl_.default", "an op with arguments of one dtype"),
     "unsafe_index_put": _of(f"{_ATEN}._unsafe_index_put.default", "an op with arguments of one dtype"),
+    "grouped_mm": _of(f"{_ATEN}._grouped_mm.default", "to take the dtypes that it takes with data"),
     "flash_attention_cpu": _of(f"{_ATEN}._scaled_dot_product_flash_attention_for_cpu", "to save what the CPU's does", _META),
     "flash_attention": _of(f"{_ATEN}._scaled_dot_product_flash_attention", "to save what CUDA's attention does", _META),
     "efficient_attention": _of(f"{_ATEN}._scaled_dot_product_efficient_attention", "to save what CUDA's attention does", _META),

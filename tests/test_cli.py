@@ -183,7 +183,10 @@ def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str]
     [
         (["profile", "torch.nn:Linear", "--input", "2x3", "--device", "cpu"], "TypeError: Linear.__init__() missing"),
         (["profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"], "memkit: raised in conv1 (Conv2d)"),
-        (["profile", "torchvision:resnet18", "--input", "2x3", "--device", "cpu"], "raised in conv1 (Conv2d)"),
+        (
+            ["profile", "torchvision:resnet18", "--input", "2x3", "--device", "cpu"],
+            "raised in conv1 (Conv2d) | memkit: it needs (batch, 3, height, width), and was given (2, 3)",
+        ),
         (
             ["profile", "torch.nn:ReLU", "--input", "99999999x99999x999", "--device", "cpu"],
             'needs none (device="meta", --device meta)',

@@ -287,8 +287,9 @@ def test_show_fits_a_report_that_has_a_trace(capsys: pytest.CaptureFixture[str],
         (["profile", *SMALL, "--gpu", "RTX 3060", "--fit", "12GiB"], "--fit: the RTX 3060 has 11.6 GiB that can be allocated"),
         (["profile", *SMALL, "--gpu", "RTX 4080"], "--gpu: memkit knows H200"),
         (
-            ["profile", *SMALL, "--optimizer", "adamww"],
-            "--optimizer: optimizer is one made on the model's parameters, or",
+            ["profile", *SMALL, "--optimizer", "adamw8bit"],
+            "found 'adamw8bit'. Any other optimizer, such as one of another library, can be counted in Python: "
+            "memkit.profile_memory(model, x, optimizer=instance), made on the model's parameters",
         ),
         (["profile", *SMALL, "--input", "3x=2"], "needs the name of an argument ahead of ="),
         (["show", "nothing.json", "--fit", "x"], "needs shares above 0 and up to 1, or bytes"),

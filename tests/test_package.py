@@ -21,6 +21,7 @@ PACKAGE = Path(memkit.__file__).parent
 RANKS = {
     "_version": 0,
     "errors": 0,
+    "extras": 0,
     "agreement": 1,
     "interrupts": 0,
     "sizes": 0,
@@ -46,6 +47,7 @@ RANKS = {
     "compiled": 5,
     "sequentials": 5,
     "owners": 4,
+    "optimizers": 5,
     "steppers": 5,
     "stand_ins": 3,
     "profiled": 4,

@@ -124,13 +124,6 @@ def test_name_of_the_hub_says_where_the_file_is() -> None:
         build_model("hf:meta-llama/Llama-3", META)
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "timm", None)
-
-    with pytest.raises(UsageError, match=r'there is no module .timm.; install it with pip install "torch-memkit\[models\]"'):
-        build_model("timm:resnet50", META)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -179,6 +172,16 @@ def test_inputs_of_transformers_are_integers_where_they_are_named_so(tmp_path: P
     assert keywords["inputs_embeds"].dtype == torch.bfloat16
     assert loss_of(model, keywords) is not None
     assert loss_of(model, {}) is None
+
+
+@pytest.mark.parametrize(("shape", "found"), [((8,), "8"), ((8, 8, 8), "8x8x8")])
+def test_tokens_of_transformers_have_a_batch_and_a_length(tmp_path: Path, shape: tuple[int, ...], found: str) -> None:
+    pytest.importorskip("transformers")
+    model = build_model(f"hf:{config(tmp_path, **LLAMA)}", META)
+
+    for given in ([(shape, None)], []), ([], [("input_ids", shape, None)]):
+        with pytest.raises(UsageError, match=rf"input_ids needs \(batch, length\), such as 8x2048; found {found}$"):
+            make_inputs(model, *given, dtype_name="float32", device=META)
 
 
 def test_inputs_of_other_models_are_as_they_are_asked_for() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from setting import GIB, Setting, say
 from shared import Line
-from states_steps import LR, Loop, PlainAdamW, Trained, plain_line, timed, told
+from states_steps import LR, Loop, PlainAdamW, Trained, plain_line, timed, told, trained_llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit
@@ -38,7 +38,7 @@ def streamed(setting: Setting) -> Iterator[Line]:
     link, both = measure_link(setting.device, num_bytes=num_bytes), measure_both_ways(setting.device, num_bytes=num_bytes)
     machine = {"d2h_bytes_per_s": link.d2h_bytes_per_s, "h2d_bytes_per_s": link.h2d_bytes_per_s, "both_bytes_per_s": both}
     say(f"link: {machine}")
-    trained = Trained(setting)
+    trained = trained_llama(setting)
     about = {"bench": "states_streamed", "model": trained.workload.name, "numel": trained.numel, **machine}
     plain = setting.attempt(partial(plain_line, trained, setting, clips=False))
     yield {**about, "row": "plain", **told("plain", plain)}
@@ -71,18 +71,18 @@ def _least(plain: Line, found: Line, machine: Line, numel: int) -> Line:
 
 
 @contextmanager
-def _all_streams(
-    trained: Trained, setting: Setting, *, lr: float = LR
+def all_streams(
+    trained: Trained, setting: Setting, *, lr: float = LR, master: torch.dtype | None = torch.float32
 ) -> Iterator[tuple[memkit.LayerOffload, memkit.StateOffload]]:
-    """Have weights, gradients and states stream. In the end the states are dropped: as tensors of their own they would take as
-    much host memory again."""
+    """Have weights, gradients and states stream, and copies of the parameters in the dtype `master`. In the end the states
+    are dropped: as tensors of their own they would take as much host memory again."""
     trained.model.to("cpu")
     setting.clean()
     make = partial(torch.optim.AdamW, lr=lr, fused=True)
     with memkit.LayerOffload(trained.model, offload_ratio=1.0, optimizer=make, device=setting.device) as layers:
         optimizer = layers.optimizer
         assert optimizer is not None
-        with memkit.StateOffload(optimizer, when="backward", master=torch.float32, device=setting.device) as states:
+        with memkit.StateOffload(optimizer, when="backward", master=master, device=setting.device) as states:
             try:
                 yield layers, states
             finally:
@@ -90,14 +90,15 @@ def _all_streams(
 
 
 def _stepped_in_backward(trained: Trained, setting: Setting, num_steps: int = 6) -> Line:
-    with _all_streams(trained, setting) as (layers, states):
+    with all_streams(trained, setting) as (layers, states):
         found = timed(trained, Loop(update=states.optimizer.step), setting, num_steps=num_steps)
-        about = _about(layers, states)
+        about = about_streams(layers, states)
     trained.clear()
     return {**found, **about}
 
 
-def _about(layers: memkit.LayerOffload, states: memkit.StateOffload) -> Line:
+def about_streams(layers: memkit.LayerOffload, states: memkit.StateOffload) -> Line:
+    """Return what streams."""
     moved, stepped = layers.stats(), states.stats()
     return {
         "num_streamed": moved.num_streamed,
@@ -143,7 +144,7 @@ def _cap(setting: Setting) -> Line:
 def capped(setting: Setting) -> Iterator[Line]:
     """6.7 billion parameters, of which every layer streams with its states, under a cap: as many steps as there is time for."""
     start_s = time.perf_counter()
-    trained = Trained(setting, **CAPPED)
+    trained = trained_llama(setting, **CAPPED)
     trained.model.to("cpu")
     setting.clean()
     about = {"bench": "states_capped", "numel": trained.numel, **_cap(setting), "built_s": time.perf_counter() - start_s}
@@ -152,14 +153,14 @@ def capped(setting: Setting) -> Iterator[Line]:
 
 
 def _steps_in_time(trained: Trained, setting: Setting) -> Line:
-    with _all_streams(trained, setting) as (layers, states):
+    with all_streams(trained, setting) as (layers, states):
         loop = Loop(update=states.optimizer.step)
         first = timed(trained, loop, setting, num_steps=2, num_warm=1)
         say(f"capped: {first['step_s']:.2f} s a step, {setting.time_left_s():.0f} s are left")
         most = int((setting.time_left_s() - END_S) / first["step_s"])
         num_before = states.stats().num_steps
         found = timed(trained, loop, setting, num_steps=max(2, min(NUM_CAPPED_STEPS - num_before, most)), num_warm=0)
-        about = {**_about(layers, states), "num_steps_in_all": states.stats().num_steps}
+        about = {**about_streams(layers, states), "num_steps_in_all": states.stats().num_steps}
     trained.clear()
     return {**found, **about}
 
@@ -177,7 +178,7 @@ def compared(setting: Setting) -> Iterator[Line]:
 
 
 def _compared(setting: Setting) -> Iterator[Line]:
-    trained = Trained(setting, **{**CAPPED, "num_layers": NUM_COMPARED_LAYERS})
+    trained = trained_llama(setting, **{**CAPPED, "num_layers": NUM_COMPARED_LAYERS})
     begin = {name: value.detach().cpu().clone() for name, value in trained.model.state_dict().items()}
     about = {"bench": "states_compared", "numel": trained.numel}
     plain: Line = {}
@@ -196,7 +197,7 @@ def _compared(setting: Setting) -> Iterator[Line]:
 
 
 def _losses_streamed(trained: Trained, setting: Setting) -> Line:
-    with _all_streams(trained, setting, lr=COMPARED_LR) as (_, states):
+    with all_streams(trained, setting, lr=COMPARED_LR) as (_, states):
         return _losses(trained, setting, states.optimizer)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from setting import Setting
 from shared import Line
-from states_steps import LR, Loop, Trained, memkit_line, timed, told
+from states_steps import LR, Loop, Trained, memkit_line, timed, told, trained_llama
 from torch import Tensor, nn
 
 NUM_STEPS = 4
@@ -64,7 +64,7 @@ class ByHand:
 
 def by_hand(setting: Setting) -> Iterator[Line]:
     """All states to the device, step, back; beside memkit's step on the device."""
-    trained = Trained(setting)
+    trained = trained_llama(setting)
 
     def run() -> Line:
         made = ByHand(trained.parameters, setting)
@@ -78,7 +78,7 @@ def by_hand(setting: Setting) -> Iterator[Line]:
 
 def torchao(setting: Setting) -> Iterator[Line]:
     """Torchao's `CPUOffloadOptimizer`: bfloat16 states on the host, no clipping; beside memkit with the same states."""
-    trained = Trained(setting)
+    trained = trained_llama(setting)
 
     def run() -> Line:
         from torchao.optim import CPUOffloadOptimizer
@@ -138,7 +138,7 @@ def fsdp(setting: Setting) -> Iterator[Line]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    trained = Trained(setting)
+    trained = trained_llama(setting)
     is_cuda = setting.device.torch_device.type == "cuda"
 
     def run() -> Line:
@@ -166,7 +166,7 @@ def fsdp(setting: Setting) -> Iterator[Line]:
 
 def deepspeed(setting: Setting) -> Iterator[Line]:
     """DeepSpeed's ZeRO-2 with the optimizer on the host, clipping; ahead of it memkit on both sides: it changes the model."""
-    trained = Trained(setting)
+    trained = trained_llama(setting)
     for row, overlaps in (("both", False), ("both, beside the next forward", True)):
         ours = partial(memkit_line, trained, setting, clips=True, num_steps=NUM_STEPS, update="both", overlap_forward=overlaps)
         yield {**_about(trained), "row": f"memkit, {row}", **told(f"memkit, {row}", setting.attempt(ours))}

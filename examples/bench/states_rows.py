@@ -8,7 +8,17 @@ from functools import partial
 import torch
 from setting import Setting, say
 from shared import Line
-from states_steps import BYTES_PER_ELEMENT, LR, Loop, Trained, memkit_line, plain_line, states_offloaded, timed, told
+from states_steps import (
+    BYTES_PER_ELEMENT,
+    LR,
+    Loop,
+    memkit_line,
+    plain_line,
+    states_offloaded,
+    timed,
+    told,
+    trained_llama,
+)
 
 import memkit
 from memkit.bench.host import REHEARSAL, WHOLE, HostUpdates
@@ -53,7 +63,7 @@ def states(setting: Setting) -> Iterator[Line]:
     """All states out, some of them, on the device, on the host and on both."""
     machine = rates(setting)
     yield {"bench": "states_machine", **machine}
-    trained = Trained(setting)
+    trained = trained_llama(setting)
     about = {"bench": "states", "model": trained.workload.name, "numel": trained.numel}
     for clips in (True, False):
         name = "plain" if clips else "plain, without clipping"
@@ -69,7 +79,7 @@ def states(setting: Setting) -> Iterator[Line]:
 
 def micro(setting: Setting) -> Iterator[Line]:
     """Eight micro-batches for each step, with clipping."""
-    trained = Trained(setting, num_micro=2 if setting.tiny else NUM_MICRO)
+    trained = trained_llama(setting, num_micro=2 if setting.tiny else NUM_MICRO)
     about = {"bench": "states_micro", "model": trained.workload.name, "numel": trained.numel, "num_micro": trained.num_micro}
     steps = {"clips": True, "num_steps": NUM_MICRO_STEPS}
     yield {**about, "row": "plain", **told("plain", setting.attempt(partial(plain_line, trained, setting, **steps)))}
@@ -83,7 +93,7 @@ def micro(setting: Setting) -> Iterator[Line]:
 
 def nothing(setting: Setting) -> Iterator[Line]:
     """A budget that all states fit in: the optimizer steps by itself."""
-    trained = Trained(setting, num_layers=8)
+    trained = trained_llama(setting, num_layers=8)
     about = {"bench": "states_nothing", "model": trained.workload.name, "numel": trained.numel}
 
     def plain() -> Line:
@@ -109,7 +119,7 @@ def on_disk(setting: Setting) -> Iterator[Line]:
 
     folder = os.environ.get("MEMKIT_BENCH_DISK") or tempfile.gettempdir()
     disk = memkit.Disk(folder)
-    trained = Trained(setting, num_layers=13)
+    trained = trained_llama(setting, num_layers=13)
     about = {"bench": "states_disk", "numel": trained.numel, "state_bytes": BYTES_PER_ELEMENT * trained.numel}
     read, written = measure_disk(disk, setting.device, REHEARSAL if setting.tiny else WHOLE)
     plain = setting.attempt(partial(plain_line, trained, setting, clips=True))

@@ -30,15 +30,11 @@ BYTES_PER_ELEMENT = 12
 
 
 class Trained:
-    """A Llama with a checkpoint around each layer, bfloat16, and what trains it."""
+    """A model whose steps are timed."""
 
-    def __init__(self, setting: Setting, *, num_micro: int = 1, **options: Any) -> None:
-        if not setting.tiny:
-            torch.set_num_threads(len(os.sched_getaffinity(0)))  # by itself torch takes half of the hardware's threads
-        small = {"num_layers": 3, "width": 64, "inner": 128, "num_heads": 4} if setting.tiny else {}
-        sizes = (2, 32) if setting.tiny else ()
-        self.workload: Workload = setting.make(partial(llama_3b, *sizes, checkpoint=True, **{**options, **small}))
-        self.model: nn.Module = self.workload.model
+    def __init__(self, workload: Workload, *, num_micro: int = 1) -> None:
+        self.workload = workload
+        self.model = workload.model
         self.parameters = list(self.model.parameters())
         self.num_micro = num_micro
 
@@ -52,6 +48,16 @@ class Trained:
 
     def clip(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+
+
+def trained_llama(setting: Setting, *, num_micro: int = 1, **options: Any) -> Trained:
+    """Return a Llama with a checkpoint around each layer, bfloat16."""
+    if not setting.tiny:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # by itself torch takes half of the hardware's threads
+    small = {"num_layers": 3, "width": 64, "inner": 128, "num_heads": 4} if setting.tiny else {}
+    sizes = (2, 32) if setting.tiny else ()
+    workload = setting.make(partial(llama_3b, *sizes, checkpoint=True, **{**options, **small}))
+    return Trained(workload, num_micro=num_micro)
 
 
 class PlainAdamW:

@@ -14,6 +14,7 @@ import torch
 from memkit._version import __version__
 from memkit.bench.measure import Measurement
 from memkit.device import Device
+from memkit.extras import library
 from memkit.sizes import format_mib
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ def picture(path: Path, title: str) -> Iterator[Axes]:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     yield axes
     axes.set(xlabel="peak allocated (GiB)", ylabel="step (ms)", title=title)
@@ -80,9 +79,7 @@ def pictures_by_ratio(path: Path, title: str) -> Iterator[tuple[Axes, Axes]]:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 7), layout="constrained")
+    figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 7), layout="constrained")
     times, peaks = figure.subplots(2, 1, sharex=True)
     yield times, peaks
     times.set(ylabel="step (ms)", title=title)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
     """Return the largest batch that fits in a budget, and whether one more was found not to.
 
-    Bytes rise with the batch, and almost in proportion: batches are guessed by a line through the two that enclose the answer,
-    and halved where that does not help. Where the first does not fit, smaller ones are tried, down to none.
+    Bytes rise with the batch, and almost in proportion: batches are guessed by a line through two that were tried, those that
+    enclose the answer if there are such, and halved where that does not help. Where the first does not fit, smaller ones are
+    tried, down to none.
 
     Args:
         num_bytes: what a batch of so many samples takes.
@@ -33,21 +34,22 @@ def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, m
         guess = _guess(low, high, tried, budget_bytes)
         if fits(guess):
             low = guess
-            if high is None and len(tried) <= most and not fits(low + 1):  # a line through two is often right at once
-                high = low + 1
         else:
             high = guess
     return low, high is not None and high - low <= 1
 
 
 def _guess(low: int, high: int | None, tried: dict[int, int], budget_bytes: int) -> int:
-    below = sorted(batch for batch in tried if 0 < batch <= low)
+    known = sorted(tried)
     if high is None:
-        if len(below) < 2:
+        if len(known) == 2:  # none, and the first
             return 2 * low
-        return max(low + 1, min(_on_line(below[-2], below[-1], tried, budget_bytes), 16 * low))
-    ends = (low, high) if low > 0 else None
-    guess = (low + high) // 2 if ends is None or len(tried) % 4 == 0 else _on_line(*ends, tried, budget_bytes)
+        return max(low + 1, min(_on_line(known[-2], known[-1], tried, budget_bytes), 16 * low))
+    if low > 0 and len(tried) % 4 == 0:
+        return (low + high) // 2
+    # Through the least two that don't fit, where none is known to; and in proportion to the only one.
+    first, second = (low, high) if low > 0 or len(known) == 2 else (known[1], known[2])
+    guess = _on_line(first, second, tried, budget_bytes)
     return max(low + 1, min(guess, high - 1))
 
 

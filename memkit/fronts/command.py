@@ -88,7 +88,13 @@ def plan(options: argparse.Namespace) -> None:
     problem = problem_in(report)
     limits = said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
     _logger.info("planning for the %s", gpu.name)
-    front, plans = make_front(problem, limits or None, num_budgets=options.steps or _NUM_BUDGETS, optimizer=options.optimizer)
+    front, plans = make_front(
+        problem,
+        limits or None,
+        num_budgets=options.steps or _NUM_BUDGETS,
+        optimizer=options.optimizer,
+        needs_plan=not options.batch_search,  # another batch may fit
+    )
     front = replace(front, ranks=shards)
     if options.batch_search:
         limit = max(limits) if limits else gpu.memory_bytes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memkit.extras import library
 from memkit.fronts.front import Front
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ def draw(front: Front, path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     _draw_line(axes, "o-", "best mix", [(row.peak_bytes, row.step_s) for row in front.rows], front.plain_s)
     _draw_line(axes, "_:", "lower bound", [(row.budget_bytes, row.bound_s) for row in front.rows], front.plain_s)
@@ -37,7 +36,8 @@ def draw(front: Front, path: Path) -> None:
     # what takes more than twice the plain step, as offload alone, would flatten all others
     most = max([share for share in shares if share <= 2] or shares, default=1.0)
     axes.set_ylim(0.98, max(1.3, 1.15 * most))
-    axes.legend(fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
     figure.savefig(path)
 
 

@@ -43,19 +43,27 @@ def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> lis
 
 
 def make_front(
-    problem: Problem, limits: Sequence[int] | None, *, num_budgets: int, optimizer: str | None
+    problem: Problem,
+    limits: Sequence[int] | None,
+    *,
+    num_budgets: int,
+    optimizer: str | None,
+    needs_plan: bool = True,
 ) -> tuple[Front, dict[int, MemoryPlan]]:
     """Return the front of a step, and its plans by their budgets in bytes.
 
     Args:
         limits: budgets in bytes; None for `num_budgets` from the plain step's peak down to the least.
         optimizer: whose states are in the problem, for people.
+        needs_plan: without it, a step that keeps to no budget has rows without figures.
 
     Raises:
-        BudgetInfeasible: no budget can be kept to.
+        BudgetInfeasible: no budget can be kept to, and a plan is needed.
     """
     planner = JointPlanner(problem)
     least = planner.least()
+    if limits is None and least.peak_bytes > problem.gpu.memory_bytes and not needs_plan:
+        limits = [problem.gpu.memory_bytes]
     asked = limits if limits is not None else default_budgets(problem, least.peak_bytes, num_budgets)
     plans, refused = dict[int, MemoryPlan](), list[BudgetInfeasible]()
     for limit in sorted(set(asked)):
@@ -63,7 +71,7 @@ def make_front(
             plans[limit] = planner.plan(limit, with_bound=True)
         except BudgetInfeasible as error:
             refused.append(error)
-    if refused and not plans:
+    if refused and not plans and needs_plan:
         raise refused[-1]
     offload, recompute = (_alone(planner, only, plans) for only in (Action.OFFLOAD, Action.RECOMPUTE))
     curve = checkpoint_curve(problem)

@@ -9,7 +9,6 @@ a model where it is although the loop moves it, and `refusals` checks the loop's
 - `optimizer_states`: the `StateOffload` of each optimizer
 - `in_place`: keeps a streaming model where it is
 - `refusals`: combinations that are refused or warned of
-- `extra`: what to install where a library is missing
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from memkit.extras import library
 from memkit.page.contents import contents_of
 from memkit.page.sources import Report
 from memkit.plan import MemoryPlan
@@ -78,13 +79,7 @@ def _plotly_script() -> str:
     Raises:
         ModuleNotFoundError: plotly is not installed.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            'the page needs plotly, which is not installed. Run: pip install "torch-memkit[page]"', name="plotly"
-        ) from error
-    return str(get_plotlyjs())
+    return str(library("plotly.offline", "the page").get_plotlyjs())
 
 
 @functools.cache

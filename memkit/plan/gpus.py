@@ -103,6 +103,14 @@ GPUS: Mapping[str, GpuSpec] = {
             source="NVIDIA A100 datasheet (SXM4, 80 GB); link: PCIe 4 x16",
         ),
         _from_datasheet(
+            "A100-40",
+            memory_gib=39,
+            memory_gb_per_s=1555,
+            tflops=(312.0, 156.0, 19.5),
+            link_gb_per_s=_PCIE4,
+            source="NVIDIA A100 datasheet (SXM4, 40 GB); link: PCIe 4 x16",
+        ),
+        _from_datasheet(
             "L40S",
             memory_gib=44,
             memory_gb_per_s=864,
@@ -151,12 +159,12 @@ def find_gpu(gpu: str | os.PathLike[str] | GpuSpec) -> GpuSpec:
     """Return the spec of a GPU.
 
     Args:
-        gpu: the spec itself; a name such as "RTX 4090", whatever the case, blanks and hyphens in it ("rtx-4090", "a100"); or a
+        gpu: the spec itself; a name such as "RTX 4090", whatever the case, blanks and hyphens in it ("rtx-4090", "4090"); or a
             file that `memkit bench machine --save` wrote (a `pathlib.Path`, or text that ends in ".json" or names a file).
 
     Raises:
         TypeError: it is none of these.
-        ValueError: memkit knows no such GPU, or several that the name may mean.
+        ValueError: memkit knows no such GPU, or several of that name ("A100").
         ReportFormatError: the file holds no spec.
         OSError: the file cannot be read.
 
@@ -171,13 +179,13 @@ def find_gpu(gpu: str | os.PathLike[str] | GpuSpec) -> GpuSpec:
     if not isinstance(gpu, str):
         raise TypeError(f'gpu is a name such as "RTX 4090", a file with a spec, or a memkit.plan.GpuSpec; found {gpu!r}')
     asked, known = _plain(gpu), {_plain(name): name for name in GPUS}
-    found = [asked] if asked in known else [name for name in known if asked and asked in name]
-    if len(found) == 1:
-        return GPUS[known[found[0]]]
-    if not found and (gpu.endswith(".json") or os.path.isfile(gpu)):
+    if asked in known:
+        return GPUS[known[asked]]
+    if gpu.endswith(".json") or os.path.isfile(gpu):
         return GpuSpec.from_json(Path(gpu))
-    near = found or difflib.get_close_matches(asked, known, n=2, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(known[name] for name in near)}?" if near else ""
+    variants = [name for name in GPUS if asked == _plain(name.partition("-")[0])]
+    near = variants or [known[name] for name in difflib.get_close_matches(asked, known, n=2, cutoff=0.5)]
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(
         f"memkit knows {', '.join(GPUS)}; found {gpu!r}.{hint} For another GPU, run `memkit bench machine --save FILE` on it "
         "and give FILE"
@@ -186,5 +194,5 @@ def find_gpu(gpu: str | os.PathLike[str] | GpuSpec) -> GpuSpec:
 
 def _plain(name: str) -> str:
     """Return a name as it is compared: no case, blanks or hyphens, and without the words that change nothing."""
-    words = re.sub(r"\b(nvidia|geforce|sxm\d?|tensor core|gpu)\b", "", name.casefold())
+    words = re.sub(r"\b(nvidia|geforce|rtx|sxm\d?|tensor core|gpu)(?![a-z])", "", name.casefold())
     return re.sub(r"[^a-z0-9]", "", words).removesuffix("gb").removesuffix("gib")

@@ -15,6 +15,7 @@ What is watched:
 - `tree`: the model's modules
 - `calls`: which module is running
 - `gauges`: memory and time at the ends of a module's call
+- `misfits`: the shapes that modules of torch need
 - `signatures`: shapes and dtypes of inputs and outputs
 - `saves`: what autograd saves
 - `watch`: storages, casts and checkpoints, seen below autograd

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.hooks import HookSet
 from memkit.profile.gauges import Gauge
+from memkit.profile.misfits import misfit
 from memkit.profile.tree import ModuleTree
 
 
@@ -28,7 +29,8 @@ class CallStack:
         self._gauge = gauge
         self._open: list[int] = []
         self._hooked: set[int] = set()
-        self._raised: tuple[BaseException, int] | None = None
+        self._raised: tuple[BaseException, int, tuple[Any, ...]] | None = None
+        """An exception, the module that raised it, and what that was given."""
         self._backward_of: int | None = None
         self.in_backward = False
         self.num_calls: Counter[int] = Counter()
@@ -59,6 +61,13 @@ class CallStack:
             name = f"{self._tree.fqn(raised_in)} ({type(self._tree.nodes[raised_in].module).__name__})"
         return f"the backward of {name}" if self.in_backward else name
 
+    def misfit(self, error: BaseException) -> str:
+        """Return in words which shape the module that raised an exception needs, if it was given another; else ""."""
+        if self._raised is None or self._raised[0] is not error:
+            return ""
+        _, index, args = self._raised
+        return "" if index == self.outside else misfit(self._tree.nodes[index].module, args)
+
     def hook(self, hooks: HookSet) -> None:
         """Hook every module whose calls can be seen."""
         for index, node in self._tree.hookable():
@@ -73,7 +82,7 @@ class CallStack:
         try:
             return function(*args, **kwargs)
         finally:
-            self._leave(index)
+            self._leave(index, args)
 
     def backward(self, hooks: HookSet, graph: BackwardGraph, run: Callable[[], None]) -> None:
         """Run a backward, telling the gauge which module's operations it has reached. Module calls are ignored from here on:
@@ -111,7 +120,7 @@ class CallStack:
     def _after(self, index: int) -> Callable[..., None]:
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not self.in_backward:
-                self._leave(index)
+                self._leave(index, args)
 
         return after
 
@@ -121,10 +130,10 @@ class CallStack:
         self._gauge.open(index)
         self._note_owner()
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, index: int, args: tuple[Any, ...]) -> None:
         error = sys.exc_info()[1]
         if error is not None and (self._raised is None or self._raised[0] is not error):
-            self._raised = (error, index)
+            self._raised = (error, index, args)
         self._open.pop()
         self._gauge.close(index)
         self._note_owner()

@@ -252,7 +252,7 @@ class MemoryReport:
     def to_html(self, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
         """Write a page to look at: the step's timeline, its modules as boxes and as a table, and plans, before and after.
 
-        It is one file of about 5 MiB that needs no network. It is drawn by plotly: `pip install "torch-memkit[page]"`.
+        It is one file of about 5 MiB that needs no network. It is drawn by plotly: `pip install "plotly>=5"`.
 
         Args:
             path: the file to write.

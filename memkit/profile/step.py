@@ -221,4 +221,6 @@ def _explained(stack: CallStack, explain: Callable[[Exception, str], None]) -> I
         yield
     except Exception as error:
         explain(error, stack.where(error))
+        if misfit := stack.misfit(error):
+            note_on(error, f"memkit: {misfit}")
         raise

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.recording.recorded import Call, CallNotes, OpKind, Source, covers, crosses, tensors_in, written_by
+from memkit.recording.recorded import Call, CallNotes, OpClass, OpKind, Source, covers, crosses, tensors_in, written_by
 
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder
@@ -39,6 +39,21 @@ def _run_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
             value = recording.add_root(target, storage, is_inside=False)
         recording.hidden.discard(value)  # no statistics, though they may be as small
     recording.add_roots(results, recorder.kind_of(func).why_kept)
+    return results
+
+
+def run_in_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op of a backward within the forward: nothing is recorded but that it writes to tensors."""
+    kind, recording = recorder.kind_of(func), recorder.recording
+    recording.see_versions()
+    recording.note_effect()
+    targets = [] if kind.op_class is OpClass.UNKNOWN else written_by(kind, args, kwargs)  # FSDP2 gathers parameters again
+    if kind.statistics and args[kind.training_at]:
+        targets += [args[position] for position in kind.statistics if args[position] is not None]
+    targets = [target for target in targets if recording.is_known(target)]
+    are_inside = [recording.before_write_to(target) for target in targets]
+    results = func(*args, **kwargs) if kwargs else func(*args)
+    recording.add_written(targets, are_inside)
     return results
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.recording.borders import run_border
 from memkit.recording.dispatch import QuietMode
-from memkit.recording.effects import record_batch_norm, record_in_place, run_on_strangers, run_unknown, run_writer
+from memkit.recording.effects import (
+    record_batch_norm,
+    record_in_place,
+    run_in_backward,
+    run_on_strangers,
+    run_unknown,
+    run_writer,
+)
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
     Call,
@@ -79,8 +86,7 @@ class Recorder(QuietMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _is_in_backward() != -1:
-            self.recording.note_effect()
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return run_in_backward(self, func, args, kwargs)
         recording = self.recording
         if recording.is_gathering:
             if self.kind_of(func).op_class is OpClass.BORDER:

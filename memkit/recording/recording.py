@@ -6,7 +6,8 @@ A recording holds no tensor of the forward but the roots of dropped values. `rec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,12 @@ from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.plan import GrowingLineage
 from memkit.recording.recorded import Call, CostKey, tensors_in
-from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, written_error
+from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, may_be_statistics, written_error
 from memkit.recording.settings import current_settings
 from memkit.storages import Geometry, byte_view, is_range_of_bytes
 
 if TYPE_CHECKING:
     from memkit.recording.expected import Expected
-
-
-_MOST_STATISTICS = 2**16
-"""Statistics have at most this many channels."""
 
 
 class Recording:
@@ -37,6 +34,7 @@ class Recording:
         device: the device of its values.
         known_s: seconds of each op, if they are known from another forward.
         retained: roots and other values that a plan needs: they are held from when they are made.
+        rewritten: roots that are expected to be written to before the backward.
         is_timed: whether to measure the seconds of each op.
         is_verified: whether to copy all values to host memory, to compare replays with them.
     """
@@ -47,6 +45,7 @@ class Recording:
         *,
         known_s: Sequence[float] = (),
         retained: frozenset[int] = frozenset(),
+        rewritten: Iterable[int] = (),
         is_timed: bool = False,
         is_verified: bool = False,
     ) -> None:
@@ -69,16 +68,19 @@ class Recording:
         self.roots: dict[int, Root] = {}
         self.is_gathering = False
         """Whether parameters are being gathered, during which nothing is recorded."""
+        self.is_over = False
+        """Whether nothing more is recorded, so that not all writes are seen."""
         self.holder: Holder | None = None
         """Holds values made here that a plan needs and that autograd did not save."""
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that can't be recomputed, and from which others are."""
-        self.hidden = set[int]()
-        """Roots that may be written to without raising a version counter, such as batch norm statistics."""
+        self.hidden = set(rewritten)
+        """Roots that are copied to be held: the rewritten ones, and those that may be written to without raising a version
+        counter, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
         """Why values made by an op are roots, for users who wonder."""
-        self.unversioned: list[Held] = []
-        """What is held since an op that wrote to it: the version counter is raised after the op."""
+        self.unversioned: list[Root | Held] = []
+        """What an op has just written to: the version counter is raised after the op."""
         self.overwritten = set[int]()
         """Values over which an op has written. A saved tensor of such a value may still be valid: the parts of `unsafe_chunk`
         have version counters of their own."""
@@ -180,7 +182,9 @@ class Recording:
         base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         whole = tensor if base is None else base
         root = self.roots[value] = Root(whole, storage, version, is_inside=is_inside)
-        if is_hidden or (not is_inside and type(whole) is Tensor and _may_be_statistics(whole)):
+        if is_written:
+            self.unversioned.append(root)
+        if is_hidden or (not is_inside and type(whole) is Tensor and may_be_statistics(whole)):
             self.hidden.add(value)
         if root.lent is None:
             self.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
@@ -228,25 +232,30 @@ class Recording:
             is_in_dispatch: whether an op is just being recorded.
         """
         root = self.roots[value]
-        if root.alias is not None or root.lent is not None:
+        if root.lent is not None:
             return not root.is_lost
+        if self.unversioned and not is_in_dispatch:
+            self.see_versions()
         tensor = root.living()
-        if tensor is None:
-            return False
+        if tensor is None or root.alias is not None:
+            return tensor is not None
+        if self.is_over and (value in self.hidden or tensor.is_inference()):
+            return False  # no counter shows whether it was written to
         if value in self.hidden:
             if tensor.untyped_storage().nbytes() < root.num_bytes:  # emptied meanwhile: there is nothing to copy
                 return False
             self._copy_root(root, tensor)
             return True
         root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
-        if root.version is None and not tensor.is_inference():
-            if is_in_dispatch:
-                self.unversioned.append(root)
-            else:
-                root.version = torch_private.version_of(tensor)
         if root.is_inside and counts:
             self.held_bytes += root.num_bytes
         return True
+
+    def _hold_hidden(self) -> None:
+        """Hold copies of the roots that may be written to unseen once nothing more is recorded, if an op has read them."""
+        self.sync()
+        for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
+            self.hold(value)
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         """Hold a copy of a root's current contents."""
@@ -258,8 +267,9 @@ class Recording:
         """Note the version counters that were raised after the op that wrote."""
         while self.unversioned:
             held = self.unversioned.pop()
-            if held.alias is not None and held.version is None and not held.alias.is_inference():
-                held.version = torch_private.version_of(held.alias)
+            tensor = held.living() if isinstance(held, Root) else held.alias
+            if tensor is not None and held.version is None and not tensor.is_inference():
+                held.version = torch_private.version_of(tensor)
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
         """Hold a value that an op has just made, unless later writes to it could not be noticed."""
@@ -309,12 +319,12 @@ class Recording:
         if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
             root.is_lost = True
             return
-        assert root.alias is not None
-        if value in self.hidden:
-            return  # it is a copy
+        alias = root.living()
+        if alias is None or value in self.hidden:
+            return  # it was written to unseen, or is a copy
         if root.is_inside:
             self.held_bytes -= root.num_bytes
-        self._copy_root(root, root.alias)
+        self._copy_root(root, alias)
 
     def lose(self, value: int) -> None:
         """Note that a value may have been overwritten, too late to copy it."""
@@ -322,21 +332,8 @@ class Recording:
         if self.holder is not None and value in self.retained:
             self.holder.release(value)
         root = self.roots.get(value)
-        if root is not None and value not in self.hidden:
+        if root is not None and (root.alias is None or value not in self.hidden):
             root.is_lost = True
-
-    def retained_bytes(self) -> dict[int, int]:
-        """Return the bytes of the roots that are gone unless they are held.
-
-        These are roots made here, overwritten, or gone by now. If the storage is the caller's, holding them takes no bytes.
-        """
-        found = {}
-        for value, root in self.roots.items():
-            if root.is_inside or root.is_lost:
-                found[value] = root.num_bytes
-            elif root.alias is None and root.lent is None and root.living() is None:
-                found[value] = 0 if root.storage() is not None else root.num_bytes
-        return found
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
         """Return the storage of a root that is held: see `Root.held_storage`."""
@@ -387,14 +384,15 @@ class Recording:
         recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
         return recording
 
-    def close(self) -> None:
-        """Called at the end of the forward: nothing more is recorded."""
+    def close(self, *, may_drop: bool = False) -> None:
+        """Called at the end of the forward: nothing more is recorded.
+
+        Args:
+            may_drop: whether more values may be dropped later.
+        """
         self.see_versions()
+        if may_drop:
+            self._hold_hidden()
+        self.is_over = True
         self.current.clear()
         self.lent.clear()
-
-
-def _may_be_statistics(tensor: Tensor) -> bool:
-    """Tell whether a tensor from before the forward may be statistics of a norm, whose writes raise no version counter."""
-    is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
-    return is_vector and tensor.is_floating_point() and not tensor.requires_grad

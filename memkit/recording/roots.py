@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.owners import owner_of
 from memkit.torch_state import sharing_counters
+
+_MOST_STATISTICS = 2**16
+"""Statistics have at most this many channels."""
 
 
 class Root:
@@ -26,7 +30,7 @@ class Root:
         self.storage = weakref.ref(storage)
         self.num_bytes = storage.nbytes()
         self.version = version
-        """The tensor's version when it was seen; None if it is not known, as just after a write."""
+        """The tensor's version when it was seen; None between a write and the next op, and if the tensor counts no writes."""
         self.is_inside = is_inside
         """Whether it was made here by an op that can't run again, so that nothing else may hold it."""
         self.is_lost = False
@@ -34,9 +38,18 @@ class Root:
         self.alias: Tensor | None = None
 
     def living(self) -> Tensor | None:
-        """Return the tensor, if it is alive, has the same storage, and was not overwritten; else None."""
-        tensor = None if self.is_lost else self.tensor()
-        return tensor if tensor is not None and tensor.untyped_storage() is self.storage() else None
+        """Return the tensor, or the alias that is held, if it has the same storage and contents; else None."""
+        tensor = self.tensor() if self.alias is None else self.alias
+        if tensor is None or (self.alias is None and tensor.untyped_storage() is not self.storage()):
+            return None
+        is_as_seen = not self.is_lost and (self.version is None or torch_private.version_of(tensor) == self.version)
+        return tensor if is_as_seen else None
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the tensor is alive and was written to since it was seen."""
+        tensor = self.tensor()
+        return tensor is not None and self.version is not None and torch_private.version_of(tensor) != self.version
 
     def held_storage(self) -> torch.UntypedStorage:
         """Return the storage of a root that is held, after checking that it is unchanged.
@@ -75,10 +88,12 @@ class Root:
 class Held(Protocol):
     """A value that is held so that others can be recomputed from it."""
 
-    alias: Any
-    """A tensor that shares its bytes and its version counter; None if it is not held any more."""
     version: Any
     """The version when it was held, None while an op is writing to it."""
+
+    @property
+    def alias(self) -> Any:
+        """A tensor that shares its bytes and its version counter."""
 
 
 class Holder(Protocol):
@@ -108,3 +123,28 @@ def written_error() -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
         "which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
     )
+
+
+def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
+    """Return the bytes of the roots that are gone unless they are held.
+
+    These are roots made here, overwritten, or gone by now. If the storage is the caller's, holding them takes no bytes.
+    """
+    found = {}
+    for value, root in roots.items():
+        if root.is_inside or root.is_lost:
+            found[value] = root.num_bytes
+        elif root.alias is None and root.lent is None and root.living() is None:
+            found[value] = 0 if root.storage() is not None else root.num_bytes
+    return found
+
+
+def rewritten_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
+    """Return the bytes of the roots that are alive and were written to since they were seen."""
+    return {value: root.num_bytes for value, root in roots.items() if root.is_rewritten}
+
+
+def may_be_statistics(tensor: Tensor) -> bool:
+    """Tell whether a tensor from before the forward may be statistics of a norm, whose writes raise no version counter."""
+    is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
+    return is_vector and tensor.is_floating_point() and not tensor.requires_grad

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from memkit.plan import NO_OP, Action, Step, ends_of
 from memkit.recording.recording import Recording
+from memkit.recording.roots import retained_bytes
 
 
 def step_of(
@@ -32,7 +33,7 @@ def step_of(
         fixed=unmade | {value for value, mark in asked.items() if mark is Action.KEEP},
         dropped=frozenset(value for value, mark in asked.items() if mark is Action.RECOMPUTE),
         moved=frozenset(value for value, mark in asked.items() if mark is Action.OFFLOAD),
-        retained_bytes=recording.retained_bytes(),
+        retained_bytes=retained_bytes(recording.roots),
         why_kept=recording.why_kept,
     )
 

@@ -14,8 +14,6 @@ Whether an optimizer can be stepped in pieces:
 
 - `trial`: steps small tensors together and one by one, and compares: are parameters independent, which states are there
 - `cut_trial`: the same for a tensor and for windows of it: is the step elementwise
-- `kept_states`: what a trial has found of the states: bytes per element, and dtype
-- `own_copies`: copies of an optimizer's attributes and groups for a trial, and whether two are equal
 - `generators`: random number generators: a step that draws from one must keep its order
 - `measured`: speed of the step on the host beside copies, for the split of `update="both"`
 
@@ -42,7 +40,6 @@ A step:
 
 - `stepping`: `Stepping`: one step over all pieces: prefetch, order, and recovery of a step that failed
 - `one_step`: one call of the optimizer's `step` made of several: what each writes to the groups is written once
-- `shells`: an object of the optimizer's class over some of its parameters, on which the class's `step` runs
 - `device_steps`: stepping a piece in its slot, with undo if that fails
 - `host_steps`: stepping a piece on the host, in a thread
 - `host_routes`: where gradients and parameters lie while they are copied to the host and back

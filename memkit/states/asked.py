@@ -11,10 +11,11 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
+from memkit.optimizers import needs_master
 from memkit.owners import owners
 from memkit.states.records import StateRecord
 from memkit.states.shards import described, lie_alike
-from memkit.states.trial import needs_master, refuse_by_kind
+from memkit.states.trial import refuse_by_kind
 from memkit.steppers import ReducedLayer, layers_of, stepper_of, steppers
 from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk import Disk

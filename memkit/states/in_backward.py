@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -54,6 +54,7 @@ class BackwardSteps:
         on_device: steps pieces there.
         on_host: steps pieces on the host.
         rest: what `optimizer.state` has of pieces between steps.
+        follow_groups: takes note of parameters that have come to the optimizer, left it, or are in another group.
     """
 
     is_whole_step = False
@@ -67,6 +68,7 @@ class BackwardSteps:
         on_device: DeviceSteps,
         on_host: HostSteps,
         rest: StatesAtRest,
+        follow_groups: Callable[[], object],
     ) -> None:
         self._optimizer = optimizer
         self._device = device
@@ -78,6 +80,7 @@ class BackwardSteps:
         self._ends = set[backwards.BackwardEnd]()
         """Those that are yet to come."""
         self._rest = rest
+        self._follow_groups = follow_groups
         self._stepping = stepping
         self._on_device = on_device
         self._on_host = on_host
@@ -147,12 +150,16 @@ class BackwardSteps:
         piece = ref()
         assert piece is not None  # it is held here
         (record,) = piece.records
-        if self._num_accumulating or record.group < 0:
+        if self._num_accumulating:
+            return
+        if self._end is None or self._end.is_over:
+            self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
+            self.check_options()
+            self._follow_groups()
+        if record.group < 0:
             return
         if piece in self._met:
             refuse_another(record)
-        if self._end is None or self._end.is_over:
-            self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
         self._step_whole(piece)
         self._consume(record)
         for part in piece.parts:

@@ -10,7 +10,7 @@ Each backward that is within no other is a step. It may be ended by `optimizer.s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
+from memkit.optimizers.shells import hollow_shell, step_of
 from memkit.owners import owner_of
 from memkit.plan.chunks import Residency
 from memkit.stand_ins import GradientStandIn
@@ -26,12 +27,12 @@ from memkit.states.asked import refuse_gradients
 from memkit.states.in_backward import BackwardSteps
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
-from memkit.states.shells import hollow_shell, step_of
 from memkit.steppers import LayerStepper, stepper_of
 
 if TYPE_CHECKING:
     from memkit.device.base import Event, Stream
     from memkit.hooks import HookSet
+    from memkit.states.one_step import OneStep
 
 
 class LayeredSteps(BackwardSteps):
@@ -40,16 +41,14 @@ class LayeredSteps(BackwardSteps):
     Args:
         given: what `BackwardSteps` is given.
         layers: who hands them over.
-        follow_groups: takes note of parameters that have come to the optimizer or left it.
     """
 
     is_whole_step = True
 
-    def __init__(self, *given: Any, layers: LayerStepper, follow_groups: Callable[[], object]) -> None:
+    def __init__(self, *given: Any, layers: LayerStepper) -> None:
         super().__init__(*given)
         self._layers: LayerStepper | None = layers
         """None once it is closed."""
-        self._follow_groups = follow_groups
         self._piece_of: dict[int, Piece] = {}
         """The pieces, by the ids of their parameters."""
 
@@ -95,21 +94,25 @@ class LayeredSteps(BackwardSteps):
             piece.leave_parameters()
         run = self._stepping.unfinished
         if run is not None and self._met:
-            run.write_changes()
+            self._write(run)
             setattr(self._optimizer, torch_private.STEPPED_MARK, True)
             self._options.note()
             self._stepping.num_steps += 1
 
     def _end_step(self) -> None:
         """End the step of an earlier backward, unless `optimizer.step()` has done so."""
-        run, optimizer = self._stepping.unfinished, self._optimizer
+        run = self._stepping.unfinished
         if self.end() and run is not None:
-            run.write_changes()
-            hollow = hollow_shell(optimizer)
-            step_of(optimizer)(hollow)
-            run.write_of_others(hollow)
+            self._write(run)
         self.forget_done()
         self._stepping.unfinished = None
+
+    def _write(self, run: OneStep) -> None:
+        """Write to groups what a step writes there, while they are what it was made with."""
+        run.write_changes()
+        hollow = hollow_shell(self._optimizer)
+        step_of(self._optimizer)(hollow)
+        run.write_of_others(hollow)
 
     def leave(self) -> None:
         self._layers = None
@@ -176,17 +179,14 @@ class LayeredSteps(BackwardSteps):
             super()._note_stepped(parameter)
 
 
-def steps_in_backward(
-    optimizer: torch.optim.Optimizer, *given: Any, follow_groups: Callable[[], object]
-) -> BackwardSteps | LayeredSteps:
+def steps_in_backward(optimizer: torch.optim.Optimizer, *given: Any) -> BackwardSteps:
     """Return what steps an optimizer's parameters within the backward: those that a `LayerStepper` hands over, if it has one.
 
     Args:
         optimizer: whose step it is.
         given: what `BackwardSteps` is given beside that.
-        follow_groups: takes note of parameters that have come to the optimizer or left it.
     """
     layers = stepper_of(optimizer)
     if layers is None:
         return BackwardSteps(optimizer, *given)
-    return LayeredSteps(optimizer, *given, layers=layers, follow_groups=follow_groups)
+    return LayeredSteps(optimizer, *given, layers=layers)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device.base import Device
+from memkit.optimizers.shells import cut_group, put_in_train_mode, shell_of, step_of
 from memkit.plan import StateRates
 from memkit.states.packing import copy_state, may_leave, pack
-from memkit.states.shells import cut_group, shell_of, step_of
 from memkit.transfer.arena import Arena
 from memkit.transfer.link import measure_beside_copies
 
@@ -50,6 +50,7 @@ class _Block:
         group = {**cut_group(optimizer.param_groups[0], []), "params": [self.parameter]}
         group.pop("param_names", None)
         self._shell = shell_of(optimizer, [group], type(optimizer.state)(dict))
+        put_in_train_mode(self._shell)
         self._step = step_of(optimizer)
         self.step()
         entries = self._shell.state[self.parameter]

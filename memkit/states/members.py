@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
-from memkit.states.kept_states import Kept, KeptState
 from memkit.states.packing import MASTER, bytes_of, may_leave
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
 from memkit.states.stepped import ConsumedGradient
-from memkit.states.trial import needs_master, try_out
+from memkit.states.trial import try_out
 from memkit.states.windows import piece_of
 from memkit.torch_state import local_of
 
@@ -37,7 +37,8 @@ class Members:
         self._master = master
         self._torch_device = torch_device
         self._where = where
-        self._kept: list[Kept] = []
+        self.kept: dict[int, list[KeptState]] = {}
+        """The states that the optimizer keeps for each parameter, by its id, as the trial has found them."""
         self.draws = False
         """Whether steps draw random numbers, so that parameters must be stepped in the order of the groups."""
         self._known: list[list[int]] = []
@@ -50,14 +51,13 @@ class Members:
             ValueError: it can't be, or it has shards and is not elementwise.
         """
         optimizer, where, torch_device, master = self._optimizer, self._where, self._torch_device, self._master
-        self._kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
+        self.kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
         refuse_mixed_shards(optimizer, where=where, torch_device=torch_device, master=master)
 
     def costs(self) -> list[ParameterCosts]:
         """Return bytes and elements of each parameter and its states: of the states that it has, or else as the trial tells."""
-        kept = self.kept()
         records = list(self.records())
-        costs = [self._cost(record, kept[id(record.parameter)]) for record in records]
+        costs = [self._cost(record) for record in records]
         return list(self._with_elementwise(costs, records))
 
     def _with_elementwise(self, costs: list[ParameterCosts], records: list[StateRecord]) -> Iterator[ParameterCosts]:
@@ -75,12 +75,12 @@ class Members:
         for cost, record in zip(costs, records, strict=True):
             yield replace(cost, is_elementwise=True) if id(record.parameter) in elementwise else cost
 
-    def _cost(self, record: StateRecord, kept: list[KeptState]) -> ParameterCosts:
+    def _cost(self, record: StateRecord) -> ParameterCosts:
         parameter = local_of(record.parameter)
         entries = self._optimizer.state.get(record.parameter) or {}
         sizes = [bytes_of(value) for value in entries.values() if may_leave(value)]
         if not sizes:
-            sizes = [round(item.bytes_per_element * parameter.numel()) for item in kept]
+            sizes = [state.num_bytes for state in self.kept[id(record.parameter)] if not state.is_number]
         if record.has_master and MASTER not in entries:
             sizes.append(4 * parameter.numel())
         return ParameterCosts(
@@ -90,14 +90,6 @@ class Members:
             state_bytes=sum(map(aligned, sizes)),
             has_master=record.has_master,
         )
-
-    def kept(self) -> dict[int, list[KeptState]]:
-        """Return the states that the optimizer keeps for each parameter, by its id."""
-        return {
-            id(parameter): found[parameter.dtype].of(local_of(parameter).numel()) if parameter.dtype in found else []
-            for found, group in zip(self._kept, self._optimizer.param_groups, strict=True)
-            for parameter in group["params"]
-        }
 
     def records(self) -> Iterator[StateRecord]:
         """Yield a record of each parameter, in the order of the groups."""

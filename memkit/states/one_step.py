@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.errors import StateOffloadError
-from memkit.states.shards import LocalStep
-from memkit.states.shells import (
+from memkit.optimizers.shells import (
     Changes,
     Group,
     StateDict,
@@ -24,6 +23,7 @@ from memkit.states.shells import (
     step_of,
     tensors_in,
 )
+from memkit.states.shards import LocalStep
 
 if TYPE_CHECKING:
     from memkit.states.records import StateRecord
@@ -64,21 +64,31 @@ class OneStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
-        self._groups: list[Group] = optimizer.param_groups
-        self._attributes: dict[str, Any] = {}
-        if copies:
-            self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
-            self._attributes = _with_copies(vars(optimizer))
+        self._copies = copies
+        self._own: list[Group] = []
+        """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
+        self._groups: list[Group] = []
+        """What they had ahead of the step."""
+        self._note_groups()
+        self._attributes = _with_copies(vars(optimizer)) if copies else {}
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         """Which tensors are in a group, by its number."""
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
+        self._is_over = False
+        """Whether what it writes to groups of which nothing was due was written."""
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
 
+    def _note_groups(self) -> None:
+        added = self._optimizer.param_groups[len(self._own) :]
+        self._own += added
+        self._groups += [{**group, **_copied(group)} for group in added] if self._copies else added
+
     def keep_options(self) -> None:
         """Go on with what groups and attributes have now, whatever is set meanwhile."""
+        self._copies = True
         self._groups = [{**group, **_copied(group)} for group in self._groups]
         self._attributes = _with_copies({**vars(self._optimizer), **self._attributes})
         self._tensors.clear()
@@ -104,7 +114,7 @@ class OneStep:
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
             if number >= len(self._groups):  # it was added since the backward has begun to step
-                self._groups += [{**added, **_copied(added)} for added in self._optimizer.param_groups[len(self._groups) :]]
+                self._note_groups()
             group = self._groups[number]
             if number not in self._tensors:
                 self._tensors[number] = tensors_in(group)
@@ -160,17 +170,30 @@ class OneStep:
         """All parts are done: write what they have written to the groups and the attributes of the user's optimizer."""
         for number, changes in self._of_groups.items():
             if changes.entries:
-                self._optimizer.param_groups[number].update(changes.entries)
+                self._now(self._own[number]).update(changes.entries)
         if self._of_optimizer is not None:
             vars(self._optimizer).update(self._of_optimizer.entries)
 
+    def _now(self, own: Group) -> Group:
+        """Return one of the user's groups, or the copy that has taken its place in `param_groups`."""
+        groups = self._optimizer.param_groups
+        if any(group is own for group in groups):
+            return own
+        members = [*map(id, own["params"])]
+        return next((group for group in groups if [*map(id, group["params"])] == members), own)
+
     def write_of_others(self, hollow: torch.optim.Optimizer) -> None:
-        """Write what a step has written to groups of which nothing was due, in a shell without parameters."""
-        for number, (group, cut) in enumerate(zip(self._optimizer.param_groups, hollow.param_groups, strict=True)):
-            if number not in self._of_groups and number not in self.awaited:
+        """Write what a step has written to groups of which nothing was due, in a shell without parameters. Calling it again
+        does nothing."""
+        if self._is_over:
+            return
+        stepped = {id(self._own[number]) for number in (*self._of_groups, *self.awaited)}
+        for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
+            if id(group) not in stepped:
                 group.update(changes_of_group(group, cut).entries)
         if self._of_optimizer is None and not self.awaited:
             vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
+        self._is_over = True
 
 
 def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.hooks import HookSet
-from memkit.states.kept_states import KeptState
+from memkit.optimizers import KeptState
 from memkit.states.packing import OnDisk, may_leave
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Saving:
         loading, self._loading = self._loading, None
         assert loading is not None
         self._follow_groups()
-        loading.finish(optimizer, self._members.kept(), self._members.masters(), self._rest.torch_device)
+        loading.finish(optimizer, self._members.kept, self._members.masters(), self._rest.torch_device)
         self._forget_step()
         self._rest.separate(self._members.pieces)
         for piece in self._members.pieces:

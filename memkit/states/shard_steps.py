@@ -24,13 +24,13 @@ from memkit import backwards, torch_private
 from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.interrupts import do_at_once
+from memkit.optimizers.shells import hollow_shell
 from memkit.states.asked import host_layers_of, refuse_captured, refuse_gradients
 from memkit.states.noted_options import NotedOptions
 from memkit.states.one_step import OneStep, run_closure
 from memkit.states.opened import weakly
 from memkit.states.records import StateRecord, mark_of, version_of
 from memkit.states.shard_thread import ShardThread
-from memkit.states.shells import hollow_shell
 from memkit.states.stepped import ConsumedGradient, let_go_of_consumed, refuse_another
 from memkit.step_hooks import put_last
 from memkit.steppers import ReducedLayer

@@ -16,8 +16,8 @@ from memkit.errors import StateOffloadError
 from memkit.torch_state import is_dtensor, local_of
 
 if TYPE_CHECKING:
+    from memkit.optimizers.shells import StateDict
     from memkit.states.records import StateRecord
-    from memkit.states.shells import StateDict
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from memkit.device import Device
 from memkit.entered import EnteredOnce
 from memkit.errors import HostMemoryError, StateOffloadError, warn_user
 from memkit.hooks import HookSet
+from memkit.optimizers.shells import hollow_shell
 from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.sizes import check_budget_bytes
 from memkit.states.asked import (
@@ -42,7 +43,6 @@ from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
 from memkit.states.saving import Saving
 from memkit.states.shard_steps import ShardSteps
-from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
 from memkit.states.stats import StateStats, in_words, stats_of
 from memkit.states.stepping import Stepping
@@ -186,8 +186,8 @@ class StateOffload(NotCopied, EnteredOnce):
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
-            given = optimizer, device, self._stepping, self._on_device, self._on_host, self._rest
-            self._in_backward = steps_in_backward(*given, follow_groups=weakly(self._follow_groups))
+            given = self._stepping, self._on_device, self._on_host, self._rest, weakly(self._follow_groups)
+            self._in_backward = steps_in_backward(optimizer, device, *given)
         self._is_open = True
         self._open(pieces)
         self._members.place()

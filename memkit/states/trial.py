@@ -1,11 +1,10 @@
-"""Finding out by small steps of an optimizer's class what it keeps, and whether its parameters can be stepped apart.
+"""Finding out by small steps of an optimizer's class whether its parameters can be stepped apart.
 
 No list of classes decides that: a step of two small tensors per group, made whole, is compared with one of each by itself.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
@@ -13,31 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.states.generators import are_in_states, generators_of, has_generators, seed_all, states_of
-from memkit.states.kept_states import Kept, KeptState, Sampled
-from memkit.states.own_copies import are_alike, may_be_written, own_attributes, own_group
-from memkit.states.packing import may_leave
-from memkit.states.shells import (
+from memkit.optimizers import KeptState, kept_states, needs_master
+from memkit.optimizers.own_copies import are_alike, may_be_written, own_attributes, own_group, told_apart
+from memkit.optimizers.shells import (
     Changes,
     Group,
     changes_of_group,
     changes_of_shell,
     cut_group,
     needs_closure,
+    put_in_train_mode,
     shell_of,
     step_of,
     versions_in,
 )
+from memkit.states.generators import are_in_states, generators_of, has_generators, seed_all, states_of
 from memkit.torch_state import local_of
-from memkit.wrappers import parts_of
 
 _MOST_GROUPS = 8
 _NUM_STEPS = 4
 _LARGEST_SIDE = 24
-_LARGER_SIDE = 256
-_LARGER_NUMEL = 2**16
-_LARGER_ROW = 2**12
-"""So large is a sample at most: what is kept in 8 bits is so from some thousand elements on, by blocks of some hundred."""
 
 
 def refuse_by_kind(optimizer: object, where: str) -> None:
@@ -68,15 +62,15 @@ def refuse_by_kind(optimizer: object, where: str) -> None:
 
 def try_out(
     optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
-) -> tuple[list[Kept], bool]:
-    """Return what an optimizer keeps for parameters of each of its groups, and whether its steps draw random numbers.
+) -> tuple[dict[int, list[KeptState]], bool]:
+    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers.
 
     Raises:
         ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
     """
     groups = groups_to_try(optimizer)
     if not groups:
-        return [{} for _ in optimizer.param_groups], False
+        return {}, False
     name = type(optimizer).__name__
     generators = generators_of(torch_device)
     before, draws = states_of(generators), has_generators(optimizer)
@@ -101,9 +95,7 @@ def try_out(
                 if differing is not None:
                     raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
             whole.step_none()
-            drawn = states_of(generators)
-            larger = larger_than(whole, optimizer, groups, torch_device, master, has_states=not is_lazy)
-            draws = draws or not are_in_states(generators, drawn)
+        kept = kept_states(optimizer, master=master)
     except _WithoutGradientError as error:
         raise ValueError(
             f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
@@ -122,10 +114,7 @@ def try_out(
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-    kept = whole.kept(larger)
-    known = {id(group): found for group, found in zip(groups, kept, strict=True)}
-    of_all = {dtype: states for found in reversed(kept) for dtype, states in found.items()}
-    return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups], draws
+    return kept.of, draws or kept.draws
 
 
 def makes_states_in_steps(
@@ -194,7 +183,7 @@ class Trial:
                             name: _part(value, local_of(first), small[-1], start) for name, value in entries.items()
                         }
                     start += values.numel()
-            trial = own_group(optimizer, group)
+            trial = {name: told_apart(value, len(group["params"])) for name, value in own_group(optimizer, group).items()}
             if "param_names" in group:
                 trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
             if torch_device.type == "cpu" and trial.get("capturable"):
@@ -203,6 +192,9 @@ class Trial:
         self.parameters = [parameter for group in self.groups for parameter in group["params"]]
         self.generator = generator
         self.attributes = own_attributes(optimizer)
+        shell = self._shell(self.groups, self.state)
+        put_in_train_mode(shell)
+        self.attributes.update(changes_of_shell(vars(optimizer), shell).entries)
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         """Return what stands for the largest parameter of a group."""
@@ -293,66 +285,9 @@ class Trial:
                 return f'attribute ("{name}")'
         return None
 
-    def kept(self, larger: Trial) -> list[Kept]:
-        """Return what is kept for parameters of each group, by this trial and by one of larger ones."""
-        return [
-            {
-                kind: Sampled(one.numel(), self._kept_for(one), other.numel(), larger._kept_for(other))
-                for kind, one, other in zip(kinds, group["params"][1::2], others["params"][1::2], strict=True)
-            }
-            for kinds, group, others in zip(self._kinds, self.groups, larger.groups, strict=True)
-        ]
-
-    def _kept_for(self, parameter: Tensor) -> list[KeptState]:
-        return [
-            KeptState(
-                str(name),
-                sum(part.nbytes for part in parts_of(value)) / max(1, parameter.numel()),
-                None if torch_private.is_wrapper(value) else value.dtype,
-            )
-            for name, value in self.state.get(parameter, {}).items()
-            if may_leave(value)
-        ]
-
-
-class Sample(Trial):
-    """A trial of larger parameters."""
-
-    def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-        size = list(parameter.size())
-        size = [min(length, _LARGER_ROW if len(size) == 1 else _LARGER_SIDE) for length in size]
-        for index in range(len(size)):
-            others = max(1, math.prod(size[:index] + size[index + 1 :]))
-            size[index] = min(size[index], max(1, _LARGER_NUMEL // others))
-        return [values_of(size, dtype, generator) for _ in range(2)]
-
-
-def larger_than(
-    trial: Trial,
-    optimizer: torch.optim.Optimizer,
-    groups: list[Group],
-    torch_device: torch.device,
-    master: torch.dtype | None,
-    *,
-    has_states: bool,
-) -> Trial:
-    """Return a trial of larger parameters, stepped once; the one of small ones where the class doesn't take these, or there is
-    no room: they say more of what is kept, and nothing of what can be stepped."""
-    try:
-        sample = Sample(optimizer, groups, torch_device, master, has_states=has_states)
-        sample.step_all(leaves_out=False)
-    except Exception:
-        return trial
-    return sample
-
 
 def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
     return list(dict.fromkeys(parameter.dtype for parameter in group["params"]))
-
-
-def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
-    """Tell whether a parameter is of a lower precision than its copy would be."""
-    return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
 
 
 def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:

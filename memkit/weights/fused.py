@@ -74,8 +74,12 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._due: dict[int, nn.Parameter] = {}
         """The parameters, by their ids, whose `grad` is, or is about to be, what they are stepped with."""
         self.d2h_bytes = 0
+        self._outermost = 0
+        """The id of the whole model."""
         self._group_of: dict[int, int] = {}
         """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
+        self._alone: dict[int, nn.Parameter] = {}
+        """The parameters, by their ids, that are stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
         """What is in the groups, does not stream, and does not require grad yet."""
         self._groups: list[dict[str, Any]] | None = None
@@ -94,18 +98,20 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         super().unwatch(chunk)
         for streamed in chunk.parameters:
             if streamed in self._layers:
-                if id(streamed.parameter) in self._group_of:
-                    self._frozen.append(streamed.parameter)
                 del self._layers[streamed]
         self._watch_groups()
 
-    def _watch_groups(self) -> None:
-        """Step also what has come to the optimizer's groups since, or has come to require grad."""
+    def _watch_groups(self, *, are_same: bool = False) -> None:
+        """Step also what has come to the optimizer's groups since, or has come to require grad.
+
+        Args:
+            are_same: whether it is enough to look at how many parameters they have: to ask for each is slow.
+        """
         groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._group_of):
-            known = {*self._group_of, *(id(item.parameter) for item in self._layers)}
-            self._frozen += [item for group in groups for item in group["params"] if id(item) not in known]
+        if not are_same or sum(len(group["params"]) for group in groups) != len(self._group_of):
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+            known = {*self._alone, *(id(item.parameter) for item in self._layers)}
+            self._frozen = [item for group in groups for item in group["params"] if id(item) not in known]
         if self._frozen:
             for parameter in self._frozen:
                 if parameter.requires_grad:
@@ -157,6 +163,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         """Step a parameter that does not stream."""
+        self._alone[id(parameter)] = parameter
 
         def before(_: Tensor) -> None:
             self._enter_backward()
@@ -188,16 +195,17 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def watch_recomputes(self, model: nn.Module) -> None:
         if self._names:
             return
+        self._outermost = id(model)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
             if any(parameter.requires_grad for parameter in module.parameters()):
                 self._hooks.after_forward(module, self._after_forward)
 
-    def _after_forward(self, *_: Any) -> None:
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
         """A module's forward is over. Dynamo, which compiles it as well, is told that there is nothing to do."""
         if torch.compiler.is_compiling():
             return
-        self._watch_groups()
+        self._watch_groups(are_same=id(module) != self._outermost)
         if torch_private.backward_task() != -1:
             self._enter_backward()
 
@@ -211,13 +219,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
         """A gradient is complete: step the parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
-        if id(parameter) not in self._group_of:
-            raise LayerOffloadError(
-                f'"{streamed.name}" has a gradient, and the optimizer does not know it: was it left out when that was made, '
-                "has it come to require grad since, or was it put in the place of another "
-                "(`load_state_dict(assign=True)`)? Use offload.optimizer.add_param_group, load without assign=True, or make a "
-                "new LayerOffload"
-            )
         with self.streamer.lock:
             slot, beside = self.streamer.use(chunk), self._beside
             slot.claim(self.device.current_stream() if beside is None else beside.stream)
@@ -327,8 +328,17 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         Returns:
             What is reached once that is done; None if it is done on the current stream.
         """
+        name = self._names.get(id(parameter), "a parameter")
+        if not self._stepped:
+            self._watch_groups()
+        if id(parameter) not in self._group_of:
+            raise LayerOffloadError(
+                f'"{name}" has a gradient, and the optimizer does not know it: was it left out when that was made, has it come '
+                "to require grad since, was it taken out of the groups, or was it put in the place of another "
+                "(`load_state_dict(assign=True)`)? Use offload.optimizer.add_param_group, set requires_grad to False, load "
+                "without assign=True, or make a new LayerOffload"
+            )
         if id(parameter) in self._stepped:
-            name = self._names.get(id(parameter), "a parameter")
             raise LayerOffloadError(
                 f'"{name}" was stepped already, with a part of its gradient, when a backward brings another part: it is used '
                 "more than once, in checkpoints that run a backward of their own each. Give these use_reentrant=False, or "

@@ -28,7 +28,7 @@ from memkit.weights.from_files import FileWeights, Path
 from memkit.weights.fused import FusedSteps
 from memkit.weights.gradients import HostGradients
 from memkit.weights.host_copies import HostCopies
-from memkit.weights.optimizers import MakeOptimizer, bring_state, state_bytes_per_byte
+from memkit.weights.optimizers import MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.placement import Placement
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
@@ -69,7 +69,7 @@ class LayerOffload(NotCopied, EnteredOnce):
             there is an `optimizer`, else "host" if most of the layers' bytes require grad, else "frozen";
             `LayerOffload.train` says which.
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
-            called with a small matrix first, whose step shows how much state it keeps, and then with all parameters that
+            called with parameters on the meta device first, to see how much state it keeps, and then with all parameters that
             require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
             the device, and counts towards `budget`.
         weights: safetensors files with the model's weights, as `load_state_dict` would load them: one, or a directory, with an
@@ -131,13 +131,15 @@ class LayerOffload(NotCopied, EnteredOnce):
         refuse_scripted(model, self._layers, steps_all=self.train == "fused")
         chunks = chunks_of(model, self._layers, is_trained=self.train != "frozen")
         self._candidates = {name: chunks.get(name) for name in self._layers}
+        in_layers = [item.parameter for chunk in chunks.values() for item in chunk.parameters]
+        trained = [parameter for parameter in in_layers if parameter.requires_grad]
         self.plan = plan_layers(
             self._candidates,
             offload_ratio=offload_ratio,
             budget=budget,
             num_resident=num_resident,
             num_slots=num_slots,
-            state_ratio=0.0 if optimizer is None else state_bytes_per_byte(optimizer),
+            state_bytes=0 if optimizer is None else state_bytes_of(optimizer, trained),
         )
         message = why_nothing_is_freed(
             self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots, is_asked_for=device is not None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.storages import storage_bytes
+from memkit.optimizers import kept_states
+from memkit.optimizers.shells import needs_closure
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of parameters."""
@@ -39,29 +40,28 @@ def _version(value: object) -> int:
     return torch_private.version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def state_bytes_per_byte(make: MakeOptimizer) -> float:
-    """Return how many bytes of state an optimizer keeps for each byte of parameters.
+def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
+    """Return how many bytes of state an optimizer keeps for some parameters.
 
     Raises:
-        ValueError: it does not step a matrix by itself.
+        ValueError: it does not step them.
     """
-    parameter = nn.Parameter(torch.zeros(32, 32))
-    tried = "LayerOffload: optimizer= was called with one parameter, a matrix of 32 x 32, to see how much state it keeps"
+    twins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in trained]
+    tried = "LayerOffload: optimizer= was called with parameters on the meta device, to see how much state it keeps"
     try:
-        optimizer = make([parameter])
-        held = [item for group in optimizer.param_groups for item in group["params"]]
+        optimizer = make(twins)
+        held = {id(item) for group in optimizer.param_groups for item in group["params"]}
     except Exception as error:
         raise ValueError(f"{tried}. This failed: {type(error).__name__}: {error}") from error
-    if len(held) != 1 or held[0] is not parameter:
+    if held != set(map(id, twins)):
         raise ValueError(f"{tried}. It makes an optimizer of the parameters that it is given; what it returned holds others")
-    parameter.grad = torch.zeros_like(parameter)
+    if needs_closure(optimizer):
+        raise ValueError(f"{tried}. {type(optimizer).__name__} needs a closure. Use one whose step works without one")
     try:
-        optimizer.step()
+        kept = kept_states(optimizer).of
     except Exception as error:
-        raise ValueError(f"{tried}, and a step without a closure failed: {type(error).__name__}: {error}") from error
-    state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
-    num_bytes: int = parameter.nbytes
-    return storage_bytes(state) / num_bytes
+        raise ValueError(f"{tried}, and its step failed: {type(error).__name__}: {error}") from error
+    return sum(state.num_bytes for states in kept.values() for state in states if state.is_there)
 
 
 def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -109,7 +109,7 @@ def plan_layers(
     budget: int | str | None,
     num_resident: int | None,
     num_slots: int,
-    state_ratio: float,
+    state_bytes: int,
 ) -> ResidencyPlan:
     """Return which layers stream.
 
@@ -118,7 +118,7 @@ def plan_layers(
         offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None. Where the share is to be
             found out, all stream at first.
         num_slots: for layers of one size.
-        state_ratio: bytes of optimizer state that stay on the device, for each byte of layers that is trained.
+        state_bytes: of the optimizer's states of what is trained in layers, which stay on the device.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or nothing may stream.
@@ -145,7 +145,6 @@ def plan_layers(
         return plan_resident(costs, num_resident, num_slots=num_slots)
     assert budget is not None
     budget_bytes = check_budget_bytes("budget", budget)
-    state_bytes = round(state_ratio * sum(layer.grad_bytes for layer in costs))
     return plan_budget(costs, budget_bytes, num_slots=num_slots, state_bytes=state_bytes)
 
 

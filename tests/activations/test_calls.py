@@ -210,3 +210,12 @@ def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
 
     assert dropped[10] > 20
     assert found[100][0] - per_dropped * dropped[100] <= 12 * found[100][1].num_ops
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@pytest.mark.parametrize("sizes", [(4, 16), pytest.param((4, 8, 16, 32), marks=pytest.mark.full)])
+def test_a_chain_of_drops_costs_the_host_as_many_calls_per_block_whatever_its_length(sizes: tuple[int, ...]) -> None:
+    found = [_calls_of_budget(Action.RECOMPUTE, 1, num_blocks) for num_blocks in sizes]
+
+    assert [stats.num_dropped for _, stats in found] == [6 * num_blocks - 1 for num_blocks in sizes]
+    assert all(calls <= 1100 * num_blocks for num_blocks, (calls, _) in zip(sizes, found, strict=True))

@@ -3,6 +3,7 @@ ranks see test_two_ranks."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -39,6 +40,7 @@ from tests.distributed.stepping import (
     trained,
 )
 from tests.engine import LateThread
+from tests.states.edits import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
 
@@ -349,6 +351,23 @@ def test_parameter_that_leaves_is_left_alone(one: None) -> None:
 
     assert torch.equal(local(item), was)
     assert type(item.grad) is not ConsumedGradient
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
+def test_groups_that_are_edited_between_steps(one: None, seed: int) -> None:
+    def run(opens: bool) -> list[Tensor]:
+        model, choices = on_host(make()), random.Random(seed)
+        program = Program(model, lambda _: OPTIMIZERS["AdamW"](stepping.groups_by_decay(model)))
+        if opens:
+            memkit.StateOffload(program.optimizer, when="backward")
+        for number in range(6):
+            program.edit(choices)
+            step(model, 0, number)
+            program.optimizer.step()
+            model.zero_grad()
+        return outcome(model, program.optimizer)
+
+    assert_same(run(True), run(False))
 
 
 def test_option_that_is_set_behind_the_backward_raises(one: None) -> None:

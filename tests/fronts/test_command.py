@@ -159,6 +159,27 @@ def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixt
     assert plain_peak_mib(plain) <= 200 < plain_peak_mib(plain + 1)
 
 
+@pytest.mark.parametrize("budget", [["--budget", "200MiB"], pytest.param([], marks=pytest.mark.full)])
+def test_the_largest_batch_is_the_same_from_a_start_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], budget: list[str], tmp_path: Path
+) -> None:
+    paths = {"--json": tmp_path / "front.json", "--html": tmp_path / "front.html", "--plot": tmp_path / "front.svg"}
+    files = [str(part) for pair in paths.items() for part in pair]
+
+    def found(batch: int, *options: str) -> tuple[str, str]:
+        arguments = [*PLAN[:3], f"{batch}x256", *PLAN[4:], *budget, "--batch-search", *options]
+        status, out, _ = run_command(capsys, *arguments)
+        assert status == 0
+        return out, out.partition("the largest batch that fits in ")[2]
+
+    (_, answer), (table, from_above) = found(8), found(100_000_000, *files)
+
+    assert from_above == answer
+    assert re.search(r"plain [1-9]\d*, planned [1-9]\d*", answer)
+    assert rows_of(table)[0][1:] == ["-"] * 10
+    assert json.loads(paths["--json"].read_text())["plans"] == {}
+
+
 def test_a_measured_spec_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(find_gpu("H200").to_json().replace('"H200"', '"mine"'))
@@ -204,7 +225,7 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
         ([*PLAN, "--budget", "30MiB"], "a budget of 30.00 MiB cannot be kept to"),
         ([*PLAN, "--budget", "0.5", "--steps", "2"], "argument --steps: not allowed with argument --budget"),
         ([*PLAN, "--steps", "0"], "argument --steps: needs a whole number, 1 or more"),
-        ([*PLAN, "--optimizer", "lion"], "--optimizer: optimizer is one made on the model's parameters, or"),
+        ([*PLAN, "--optimizer", "lion"], "--optimizer: a name is one of adadelta, "),
         ([*PLAN, "--json", "/no/such/folder/x.json"], "No such file or directory"),
     ],
 )

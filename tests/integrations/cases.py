@@ -21,7 +21,7 @@ MARKS = [
     ),
 ]
 VOCABULARY, LENGTH = 64, 16
-MISSING = 'needs the libraries of the extra: pip install "torch-memkit[integrations]"'
+MISSING = 'needs the libraries of the extra: pip install -e ".[integrations]"'
 
 Make = Callable[[nn.Module], list[object]]
 """Makes the features for a model."""

@@ -1,4 +1,4 @@
-"""The example that fine-tunes a Llama under the Hugging Face Trainer, at a small scale."""
+"""What fine-tunes and measures under the Hugging Face Trainer, at a small scale: an example and a bench."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ pytest.importorskip("accelerate", reason=MISSING)
 
 pytestmark = [pytest.mark.integrations, pytest.mark.full]
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "fine_tune_trainer.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:__main__", str(SCRIPT), "--tiny", *arguments], capture_output=True, text=True
-    )
+def _run(*arguments: str, script: str = "fine_tune_trainer.py") -> str:
+    command = [sys.executable, "-W", "error::UserWarning:__main__", str(EXAMPLES / script), "--tiny", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,3 +51,11 @@ def test_example_takes_a_config_and_goes_on_from_a_checkpoint(tmp_path: Path) ->
 
     assert "streamed: 4 of 4 layers" in whole
     assert re.findall(r"^loss: .* to (.*)$", whole, re.MULTILINE) == re.findall(r"^loss: .* to (.*)$", resumed, re.MULTILINE)
+
+
+def test_bench_gives_a_budget_the_peak_with_checkpoints() -> None:
+    lines = [json.loads(line) for line in _run("--steps", "2", script="bench/bench_trainer.py").splitlines()]
+
+    assert [line.get("error") for line in lines] == [None] * 3
+    assert [(line["way"], line["budget"]) for line in lines] == [("plain", None), ("checkpointing", None), ("memkit", "2MiB")]
+    assert all(line["step_s"] > 0 and len(line["steps_s"]) == 4 for line in lines)

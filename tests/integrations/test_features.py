@@ -16,7 +16,7 @@ import memkit
 from memkit.attached import attached_to
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
-from memkit.integrations import extra, keep_in_place
+from memkit.integrations import keep_in_place
 from memkit.integrations.features import Features
 from memkit.integrations.refusals import Loop, refuse
 
@@ -260,13 +260,6 @@ def test_figures_of_layers_are_those_that_stream() -> None:
 
 
 # What is imported
-
-
-def test_missing_library_names_the_extra() -> None:
-    with pytest.raises(
-        ImportError, match=r'MemkitCallback needs no_such_library, .* Run: pip install "torch-memkit\[integrations\]"'
-    ):
-        extra.library("no_such_library", "MemkitCallback")
 
 
 def test_libraries_are_imported_by_their_callbacks_alone() -> None:

@@ -510,6 +510,17 @@ def test_states_of_what_is_trained_leave_beside_frozen_layers_that_stream(tmp_pa
     assert_has_worked(callback.figures())
 
 
+def test_states_of_a_schedule_free_optimizer_leave(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    settings = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 1}
+
+    plain, _ = _train(tmp_path / "plain", None, **settings)
+    model, callback = _train(tmp_path / "memkit", tiny_states, **settings)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
 class _Look(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
     """Notes the `StateOffload` of a callback at the beginning and the end of a training."""
 

@@ -62,7 +62,7 @@ def test_missing_plotly_is_told_before_anything_runs(
     assert main([*command, "--html", str(tmp_path / "step.html")]) != 0
 
     error = capsys.readouterr().err
-    assert 'error: --html needs plotly; install it with pip install "torch-memkit[page]"' in error
+    assert 'error: --html needs plotly; install it with pip install "plotly>=5"' in error
     assert not (tmp_path / "step.html").exists()
 
 

@@ -70,8 +70,9 @@ def test_known_gpus_are_found_by_their_names(name: str) -> None:
         ("rtx 4090", "RTX 4090"),
         ("RTX-3090", "RTX 3090"),
         ("4090", "RTX 4090"),
-        ("a100", "A100-80"),
         ("A100 80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("rtx4090", "RTX 4090"),
         ("NVIDIA H100 SXM5", "H100"),
         ("h200", "H200"),
         ("NVIDIA GeForce RTX 3060", "RTX 3060"),
@@ -81,8 +82,19 @@ def test_names_are_read_forgivingly(asked: str, name: str) -> None:
     assert find_gpu(asked).name == name
 
 
+def test_a_name_of_several_variants_lists_them() -> None:
+    with pytest.raises(ValueError, match=r"found 'a100'\. Did you mean A100-80 or A100-40\?"):
+        find_gpu("a100")
+
+
+@pytest.mark.parametrize("asked", ["A10", "L40", "H20", "80", "G", "30"])
+def test_a_part_of_a_name_is_another_gpu(asked: str) -> None:
+    with pytest.raises(ValueError, match=f"memkit knows H200.*found '{asked}'"):
+        find_gpu(asked)
+
+
 def test_an_unknown_gpu_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="H200, H100, A100-80, L40S, RTX 4090, RTX 3090, RTX 3060, GH200") as raised:
+    with pytest.raises(ValueError, match="H200, H100, A100-80, A100-40, L40S, RTX 4090, RTX 3090, RTX 3060, GH200") as raised:
         find_gpu("RTX 4080")
 
     assert "found 'RTX 4080'. Did you mean RTX 4090" in str(raised.value)

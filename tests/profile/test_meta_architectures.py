@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +15,26 @@ from tests.profile.calls import channels_last
 from tests.profile.cases import both, saved
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+EXPERTS = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LINEAR_ATTENTION = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
 VISION = {**SIZES, "image_size": 32, "patch_size": 8}
 CODER = {
     "vocab_size": 99,
@@ -57,6 +76,10 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Callable[[], Tensor
     "llama_eager": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2, "attn_implementation": "eager"}, TOKENS),
     "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2}, TOKENS),
     "mixtral": ("MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}, TOKENS),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "num_experts": 4}, TOKENS),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**EXPERTS, "num_experts": 4, **LINEAR_ATTENTION}, TOKENS),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, "n_routed_experts": 4, **LATENT_ATTENTION}, TOKENS),
+    "gpt_oss": ("GptOssForCausalLM", {**EXPERTS, "num_local_experts": 4}, TOKENS),
     "gemma2": ("Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, TOKENS),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, TOKENS),
     "phi": ("PhiForCausalLM", SIZES, TOKENS),
@@ -102,25 +125,11 @@ def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {key: make() for key, make in inputs.items()}
 
 
-@functools.cache
-def _reason_against_experts() -> str:
-    """Return why experts in float32 cannot run on meta: in torch 2.10 their grouped product takes bfloat16 alone there, as it
-    does not on the CPU."""
-    tokens, weights = torch.empty(8, 16, device="meta"), torch.empty(2, 16, 16, device="meta")
-    try:
-        torch._grouped_mm(tokens, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
-    except RuntimeError as error:
-        return f"torch {torch.__version__}: grouped products on meta: {error}"
-    return ""
-
-
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_save_what_they_save_on_the_cpu(name: str, mode: str) -> None:
-    if name == "mixtral" and mode != "bfloat16" and _reason_against_experts():
-        pytest.skip(_reason_against_experts())
     model, inputs = _transformer(name)
     if mode == "bfloat16":
         model = model.bfloat16()

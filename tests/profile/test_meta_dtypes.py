@@ -115,3 +115,40 @@ def test_integers_go_with_any_dtype() -> None:
     real, meta = both(Function(lambda x, i: x[i] * i), torch.randn(4, requires_grad=True), torch.zeros(4, dtype=torch.long))
 
     assert saved(meta) == saved(real)
+
+
+GROUPED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # the second with its last two dimensions exchanged
+    "rows": ((12, 16), (3, 6, 16)),
+    "odd rows": ((12, 16), (3, 9, 16)),
+    "columns": ((8, 12), (24, 12)),
+    "batches": ((3, 5, 16), (3, 8, 16)),
+    "columns of batches": ((3, 5, 16), (12, 16)),
+    "rows of a few bytes": ((12, 4), (3, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("other", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_are_those_of_the_cpu(name: str, dtype: torch.dtype, other: torch.dtype | None) -> None:
+    """Experts of a mixture: sizes, strides and refusals are the same for each dtype, in the backward as well."""
+    of_one, of_other = GROUPED[name]
+    ends = None if name == "batches" else torch.tensor([4, 8, 12], dtype=torch.int32)
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        product = functional.grouped_mm(x, w.mT, offs=ends if ends is None or not x.is_meta else ends.to("meta"))
+        strides.append((product.size(), product.stride(), product.dtype))
+        return product.exp().sum()
+
+    model, strides = Function(forward), list[object]()
+    x, w = torch.randn(of_one, dtype=dtype), torch.randn(of_other, dtype=other or dtype)
+    given = [x.requires_grad_(), w.requires_grad_()]
+    try:
+        model(*given).backward()
+    except RuntimeError:
+        with pytest.raises((ProfileError, RuntimeError)):
+            profile_memory(model, *given, device="meta", target="cpu", print_table=False, backward=True)
+    else:
+        real, meta = both(model, *given, backward=True)
+        assert saved(meta) == saved(real)
+        assert len(set(map(str, strides))) == 1

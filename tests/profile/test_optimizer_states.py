@@ -87,26 +87,6 @@ def test_history_of_lbfgs_is_counted_in_full() -> None:
     assert found.state_bytes == storage_bytes(tensors)
 
 
-OPTIONS: dict[str, Any] = {
-    "amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
-    "foreach": lambda groups: torch.optim.Adam(groups, foreach=True),
-    "centered": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.1),
-    "tensor lr": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(1e-3)),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_an_optimizer_count(name: str) -> None:
-    model = two_matrices()
-    optimizer = OPTIONS[name](model.parameters())
-
-    found = counted(model, optimizer).optimizer
-
-    assert found is not None
-    assert found.state_bytes == stepped(optimizer, model)
-
-
 def test_counters_of_a_fused_optimizer_are_on_the_device() -> None:
     model = two_matrices()
 
@@ -228,13 +208,22 @@ def test_parameters_of_another_model() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"or one of adadelta, adafactor, .*; found 'adamW2'"):
+    with pytest.raises(ValueError, match=r"a name is one of adadelta, adafactor, .*; found 'adamW2'"):
         counted(two_matrices(), "adamW2")
 
 
 def test_what_is_no_optimizer() -> None:
     with pytest.raises(TypeError, match='a name such as "adamw"; found int'):
         counted(two_matrices(), 3)
+
+
+def test_class_that_is_not_made_of_parameters_alone() -> None:
+    class Asking(torch.optim.SGD):
+        def __init__(self, params: Any, *, rate: float) -> None:
+            super().__init__(params, lr=rate)
+
+    with pytest.raises(TypeError, match=r"Asking is made of parameters alone, and takes more: .*'rate'. Pass one made"):
+        counted(two_matrices(), Asking)
 
 
 def test_optimizer_that_cannot_step_without_data() -> None:
@@ -244,7 +233,7 @@ def test_optimizer_that_cannot_step_without_data() -> None:
 
     model = two_matrices()
 
-    with pytest.raises(ProfileError, match=r"the states of Odd cannot be counted .* RuntimeError: no kernel for this"):
+    with pytest.raises(ProfileError, match=r"the states of Odd cannot be counted: .* RuntimeError: no kernel for this"):
         counted(model, Odd(model.parameters(), lr=0.1))
 
 

@@ -46,6 +46,36 @@ class ScheduleFree(torch.optim.Optimizer):
         return None
 
 
+class BeginsInEvalMode(ScheduleFree):
+    """Raises at a step in eval mode, in which it begins; its modes have other weights. It is not made of parameters alone."""
+
+    def __init__(self, params: Any, *, beta: float) -> None:
+        super().__init__(params)
+        self.beta = beta
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        self._swap(1 - self.beta, trains=True)
+
+    def eval(self) -> None:
+        self._swap(1 - 1 / self.beta, trains=False)
+
+    @torch.no_grad()
+    def _swap(self, weight: float, *, trains: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not trains:
+                group["train_mode"] = trains
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"].to(parameter.device), weight)
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            raise Exception("Optimizer was not in train mode when step is called")
+        return super().step(closure)
+
+
 class Early(torch.optim.Optimizer):
     """Makes its states with the optimizer, as `Adagrad` does in some releases of torch, and not in a step."""
 

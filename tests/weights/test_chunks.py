@@ -54,7 +54,7 @@ def test_layer_that_is_stepped_is_dirty_until_it_is_written_back() -> None:
     make = functools.partial(Noting, lr=0.1)
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("memkit.weights.layer_offload.state_bytes_per_byte", lambda _: 0.0)
+        patched.setattr("memkit.weights.layer_offload.state_bytes_of", lambda *_: 0)
         offload = memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, optimizer=make, device=device)
     with offload:
         model(torch.ones(2, 16)).sum().backward()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
+from memkit.optimizers import kept_states
 from memkit.owners import with_offloaded_states
-from memkit.storages import storage_bytes
 from memkit.torch_state import local_of
 
 UNKNOWN_STATE_BYTES = 8
@@ -22,9 +21,9 @@ UNKNOWN_STATE_BYTES = 8
 def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
     """Return the bytes of the states that the next step of an optimizer will make, for its parameters that have none yet.
 
-    The size is found by stepping an optimizer of the same class with its defaults on one small parameter. If that fails, 8
-    bytes per element are counted. Of a sharded parameter (`DTensor`), this rank's part counts. With a `StateOffload`, only
-    states that stay on the device count, since the memory for the others is already allocated.
+    A step of a copy tells their size (`kept_states`). If that fails, 8 bytes per element are counted. Of a sharded parameter
+    (`DTensor`), this rank's part counts. With a `StateOffload`, only states that stay on the device count, since the memory for
+    the others is already allocated.
 
     Args:
         kind: the type of device whose states count, such as "cuda"; None for all.
@@ -32,28 +31,16 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
     if optimizer in with_offloaded_states:
         return with_offloaded_states[optimizer]()
     waiting = [
-        local_of(parameter)
+        parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad and not optimizer.state.get(parameter) and kind in (None, parameter.device.type)
     ]
-    ratios = {dtype: _state_ratio(optimizer, dtype) for dtype in {parameter.dtype for parameter in waiting}}
-    return sum(round(ratios[parameter.dtype] * parameter.nbytes) for parameter in waiting)
-
-
-def _state_ratio(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
-    """Return the bytes of state that an optimizer keeps for each byte of a parameter."""
-    parameter = nn.Parameter(torch.zeros(32, 32, dtype=dtype))
-    parameter.grad = torch.zeros_like(parameter)
     try:
-        known = inspect.signature(type(optimizer)).parameters
-        told = {name: value for name, value in optimizer.defaults.items() if name in known}  # AdamW adds one of its own
-        tried = type(optimizer)([parameter], **told)
-        tried.step()
-    except Exception:  # one of another library, that wants to be made in another way
-        return UNKNOWN_STATE_BYTES / dtype.itemsize
-    state = [item for item in tried.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
-    return storage_bytes(state) / parameter.nbytes
+        kept = kept_states(optimizer).of if waiting else {}
+    except Exception:  # no copy of it can step by itself
+        return sum(UNKNOWN_STATE_BYTES * local_of(parameter).numel() for parameter in waiting)
+    return sum(state.num_bytes for parameter in waiting for state in kept[id(parameter)] if state.is_there)
 
 
 class ComingStates:

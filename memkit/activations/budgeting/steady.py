@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.offloading.schedule import Schedule
-    from memkit.activations.recomputing.sources import MadeFrom
     from memkit.plan import Lineage
     from memkit.recording.function_notes import FunctionNotes
     from memkit.recording.functions import FunctionCall, QuietFunctions
@@ -90,8 +89,6 @@ class SteadyStep:
     """Seconds of each recorded op."""
     calls: tuple[FunctionCall, ...] = ()
     """The functions that run the ops; empty if the recorder is on all the time."""
-    sources: dict[int, MadeFrom] = field(default_factory=dict)
-    """For each dropped value, what it is made from: filled in by the first steady step."""
 
 
 @dataclass(eq=False, slots=True)

@@ -159,7 +159,7 @@ class SteadyStage(BudgetStage):
             record.maker, record.value = forward, value
             forward.note_record(value, record)
             action = step.planned.schedule.actions.get(value)
-            if value not in expected.unmade and not (action is Action.RECOMPUTE and forward.drop(value, step.sources)):
+            if value not in expected.unmade and not (action is Action.RECOMPUTE and forward.drop(value)):
                 forward.walk.admit(value)
             if action is Action.OFFLOAD:
                 forward.leave(record, tensor, storage, node)

@@ -42,6 +42,12 @@ class Decider(ABC):
         return () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
 
     @property
+    def rewritten(self) -> Collection[int]:
+        """Roots that were written to before the backward of that forward had ended."""
+        trace = self.follower.trace
+        return () if trace is None or trace.ops is None else trace.ops.rewritten
+
+    @property
     def num_seen(self) -> int:
         """How many forwards were like the one that is followed."""
         trace = self.follower.trace

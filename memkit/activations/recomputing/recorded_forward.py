@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from memkit import backwards, torch_private
 from memkit.activations.recomputing.anchors import Anchors
-from memkit.activations.recomputing.sources import MadeFrom, Sources
+from memkit.activations.recomputing.sources import Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
 from memkit.activations.saved.ledger import Ledger
@@ -27,6 +26,7 @@ from memkit.kept import KeptHandle
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording
 from memkit.recording.replay import Replay
+from memkit.recording.roots import rewritten_bytes
 from memkit.sizes import format_mib
 from memkit.storages import counted_by
 
@@ -208,8 +208,7 @@ class RecordedForward(SavedValues):
         """Learn the order of requests from the first backward, if it was complete."""
         trace = self.trace
         if trace is not None and not trace.has_order and next(self.records(), None) is None:
-            trace.learn(replace(trace.step, uses=tuple(self.uses), use_ends=ends_of(self.use_nodes)))
-            trace.has_order = True
+            trace.learn_order(tuple(self.uses), ends_of(self.use_nodes), rewritten_bytes(self.recording.roots))
 
     # As the store of its walk: see `memkit.plan.eviction.ValueStore`
 
@@ -300,12 +299,12 @@ class RecordedForward(SavedValues):
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
         return self._sources.secure(value)
 
-    def drop(self, value: int, known: dict[int, MadeFrom] | None = None) -> bool:
+    def drop(self, value: int) -> bool:
         if (record := self.record_of(value)) is None or record.residency is SavedResidency.DROPPED:
             return False
-        if (handles := self._sources.handles_for(value, known)) is None:
+        if (origin := self._sources.origin_of(value)) is None:
             return False
-        record.hold(handles)
+        record.hold(origin)
         self.ledger.drop(record)
         if value not in self._dropped:
             self._dropped.add(value)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from memkit.kept import KeptHandle
 from memkit.plan import NO_OP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from memkit.activations.recomputing.anchors import Anchors
     from memkit.activations.recomputing.recorded_forward import RecordedForward
-    from memkit.recording.recorded import Call
     from memkit.recording.recording import Recording
 
 
-class MadeFrom(NamedTuple):
-    """What a dropped value was recomputed from in a forward with known ops."""
+class Origin(list["KeptHandle | Origin"]):
+    """What a dropped value is recomputed from: handles that must be held for it, and the origins of what ops make again."""
 
-    reads: tuple[tuple[int, tuple[int, ...]], ...]
-    """The ops that make it, and what each reads: in the next forward, the same op may read something else."""
-    leaves: tuple[int, ...]
-    """The values that they start from."""
+    __slots__ = ("__weakref__",)
 
 
 class Sources:
@@ -38,6 +32,9 @@ class Sources:
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
         self._secured: dict[int, bool] = {}
+        self._secured_in = -1
+        self._origins: weakref.WeakValueDictionary[int, Origin] = weakref.WeakValueDictionary()
+        """Where not all ops are recorded: the origins that dropped values hold."""
         self.only_held = set[int]()
         """Anchors that could not be recomputed if they were released."""
 
@@ -45,8 +42,11 @@ class Sources:
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
         recording, secured = self._recording, self._secured
         recording.sync()
+        if self._secured_in != self._forward.task:  # what was secured may have been written to before this backward
+            self._secured_in = self._forward.task
+            secured.clear()
         if recording.expected is not None:
-            return self._handles_where_unmade(value, {}) is not None
+            return self._origin_where_unmade(value) is not None
         lineage = recording.lineage
         found, pending = set[int](), [value]
         while pending:
@@ -65,63 +65,46 @@ class Sources:
                 secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
         return secured[value]
 
-    def handles_for(self, value: int, known: dict[int, MadeFrom] | None = None) -> list[KeptHandle] | None:
-        """Secure a value; return the handles that must be held for it, since their values can't be recomputed; None if it can't
-        be.
-
-        Args:
-            known: for values of an earlier forward with the same ops, what they were recomputed from.
-        """
+    def origin_of(self, value: int) -> Origin | None:
+        """Secure a value; return what must be held for it, since it can't be recomputed; None if the value can't be."""
         if self._recording.expected is None:
-            return [] if self.secure(value) else None
-        return self._handles_where_unmade(value, {} if known is None else known)
+            return Origin() if self.secure(value) else None
+        return self._origin_where_unmade(value)
 
-    def _handles_where_unmade(self, value: int, known: dict[int, MadeFrom]) -> list[KeptHandle] | None:
-        recording, expected = self._recording, self._recording.expected
-        assert expected is not None
-        before, calls = known.get(value), recording.calls
-        if before is not None and all(op < len(calls) and ins == _read_by(calls[op]) for op, ins in before.reads):
-            found = [(source, self._handle(source)) for source in before.leaves]
-            if all(handle is not None or s in recording.roots or s in expected.unmade for s, handle in found):
-                return self._handles_of(found)
-        recording.sync()
-        if recording.lineage.maker[value] == NO_OP:
+    def _origin_where_unmade(self, value: int) -> Origin | None:
+        self._recording.sync()
+        lineage, origins = self._recording.lineage, self._origins
+        if lineage.maker[value] == NO_OP:
             return None
-        ops: list[int] = []
-        found = list(self._leaves(value, ops))
-        known[value] = MadeFrom(tuple((op, _read_by(calls[op])) for op in ops), tuple(source for source, _ in found))
-        return self._handles_of(found)
+        made, pending = dict[int, Origin](), [value]
+        while pending:  # each op is looked at once for all values that are made from it
+            here, found, missing = pending[-1], Origin(), list[int]()
+            for source in () if here in made else lineage.ins[lineage.maker[here]]:
+                handle = self._handle(source)
+                origin = origins.get(source) if handle is None else None
+                if origin is not None:
+                    found.append(origin)
+                elif handle is None and lineage.maker[source] != NO_OP:
+                    missing.append(source)
+                elif not self._hold(source, handle, found):
+                    return None
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            made[here] = origins[here] = made.get(here, found)
+        return made[value]
 
-    def _handles_of(self, leaves: Iterable[tuple[int, KeptHandle | None]]) -> list[KeptHandle] | None:
+    def _hold(self, source: int, handle: KeptHandle | None, origin: Origin) -> bool:
+        """Hold a value that is not made again, by an origin if it has a handle; tell whether it is there."""
         recording, expected = self._recording, self._recording.expected
         assert expected is not None
-        unmade, sources = expected.unmade, expected.sources
-        handles: list[KeptHandle] = []
-        for source, handle in leaves:
-            if handle is not None or source in unmade:
-                sources.add(source)
-            if handle is not None:
-                handles.append(handle)
-            elif not (source in recording.roots and recording.hold(source)) and not self._pin(source):
-                return None
-        return handles
-
-    def _leaves(self, value: int, ops: list[int]) -> Iterator[tuple[int, KeptHandle | None]]:
-        """Yield what a value is made from: saved values that are not dropped, with a handle; held values; and values without a
-        recorded op. The ops in between are added to `ops`."""
-        lineage, found, pending = self._recording.lineage, {value}, [value]
-        while pending:
-            maker = lineage.maker[pending.pop()]
-            ops.append(maker)
-            for source in lineage.ins[maker]:
-                if source in found:
-                    continue
-                found.add(source)
-                handle = self._handle(source)
-                if handle is not None or lineage.maker[source] == NO_OP:
-                    yield source, handle
-                else:
-                    pending.append(source)
+        if handle is not None or source in expected.unmade:
+            expected.sources.add(source)
+        if handle is not None:
+            origin.append(handle)
+            return True
+        return (source in recording.roots and recording.hold(source)) or self._pin(source)
 
     def _is_anchor(self, value: int) -> bool:
         anchor = self._anchors.handle(value)
@@ -149,7 +132,3 @@ class Sources:
             return False
         recording.pinned[value] = handle
         return True
-
-
-def _read_by(call: Call) -> tuple[int, ...]:
-    return tuple(source[1] for source in call.sources)

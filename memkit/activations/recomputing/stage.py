@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
+from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
@@ -139,6 +139,7 @@ class RecordingStage(Stage):
             device,
             known_s=decider.known_s,
             retained=frozenset(decider.retained),
+            rewritten=decider.rewritten,
             is_timed=state.num_iterations == 1 if trace is None else not state.are_measured(),
             is_verified=options.verify,
         )
@@ -192,7 +193,7 @@ class RecordingStage(Stage):
             state.note_recorded(trace, follows_plan=self._decider.follows_plan)
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
-        recording.close()
+        recording.close(may_drop=bool(forward.walk.evictable) and forward.walk.limit_bytes < NO_BUDGET)
         if learn and self._small_bytes is not None:
             budget, sizes_bytes = self._options.budget, self._small_bytes.values()
             if exceeds := not counts.num_saved and sum(sizes_bytes) > (budget if isinstance(budget, int) else 0):
@@ -252,8 +253,7 @@ class RecordingStage(Stage):
         value = found[1] if found is not None and found[0]() is storage else self._add_unseen(tensor, storage)
         if value == NO_VALUE:
             return self._hand_on(tensor)  # it was there before
-        num_bytes = storage.nbytes()
-        root = recording.roots.get(value)
+        num_bytes, root = storage.nbytes(), recording.roots.get(value)
         if (root is not None and not root.is_inside) or is_parameter(tensor):
             return self._hand_on(tensor)  # it is the caller's
         if num_bytes < self._min_bytes:

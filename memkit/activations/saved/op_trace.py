@@ -41,6 +41,8 @@ class OpTrace:
     """Whether it is known what each op takes, and not only guessed."""
     has_order: bool = False
     """Whether a whole backward was seen."""
+    rewritten: frozenset[int] = frozenset()
+    """Roots that were written to before that backward had ended."""
     _planner: RematPlanner | None = None
     _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
     """By budget, and by the bytes that its plan by ops takes."""
@@ -100,6 +102,12 @@ class OpTrace:
             replace(call, device_s=medians_s.get(kind, call.device_s)) for call, kind in zip(self.calls, kinds, strict=True)
         )
         self._regions.clear()
+
+    def learn_order(self, uses: tuple[int, ...], use_ends: tuple[int, ...], rewritten_bytes: Mapping[int, int]) -> None:
+        """Take up what a whole backward has asked for, and which roots were written to by its end."""
+        retained_bytes = {**self.step.retained_bytes, **rewritten_bytes}
+        self.learn(replace(self.step, uses=uses, use_ends=use_ends, retained_bytes=retained_bytes))
+        self.has_order, self.rewritten = True, frozenset(rewritten_bytes)
 
     def learn(self, step: Step) -> None:
         """More is known of the step: plans are made anew."""

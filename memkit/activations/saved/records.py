@@ -99,7 +99,7 @@ class Handle(KeptHandle):
         self.node = node
         """The number of the node of the graph that saved it."""
         self.geometry: Geometry | None = None
-        self.sources: Sequence[KeptHandle] = ()
+        self.sources: Sequence[object] = ()
         """Of what its record is made from, where that is held for it since its maker cannot recompute it."""
         self.reference = HandleReference(self, record)
 
@@ -257,7 +257,7 @@ class Record:
         self.num_awaiting += 1
         return handle
 
-    def hold(self, sources: Sequence[KeptHandle]) -> None:
+    def hold(self, sources: Sequence[object]) -> None:
         """Hold what it is made from for as long as a graph may ask for it."""
         for handle in self.live_handles():
             handle.sources = sources

@@ -2,7 +2,7 @@
 
 Values may leave, stay and be dropped in part, copies flow without latency, replays run each op once and need no room of their
 own, and anchors are held only until something may be made from them first. Everything that `simulate` does takes at least as
-long. Solved by HiGHS, in scipy, which is an extra: `pip install torch-memkit[bound]`.
+long. Solved by HiGHS, in scipy, which is an extra.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from memkit.extras import how_to_install
 from memkit.plan.actions import Action
 from memkit.plan.lineage import NO_OP
 
@@ -33,7 +34,7 @@ def why_no_bound() -> str:
     """Return what to say where there is no bound, "" where there is one."""
     found = find_spec("scipy")
     if found is None or found.origin is None:  # a folder of that name is no package
-        return "no lower bound: it needs scipy (pip install torch-memkit[bound])"
+        return f"no lower bound: it needs scipy ({how_to_install('scipy')})"
     return ""
 
 

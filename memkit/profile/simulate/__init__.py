@@ -10,7 +10,6 @@ from private classes of torch.
 - `autocast`: autocast's casts
 - `dtypes`: dtypes that a kernel refuses, though the meta kernel takes them
 - `kernels`: ops whose meta kernel gives other dtypes or strides
-- `numbers`: `item()` of tensors without data
 - `twins`: tensors without data that stand in for real ones
 """
 

@@ -106,7 +106,7 @@ _ALIKE: dict[OpOverload, tuple[int, ...]] = {
     _aten.addbmm.default: (0, 1, 2),
     _aten.baddbmm.default: (0, 1, 2),
     _aten.convolution.default: (0, 1, 2),
-    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward"), (0, 1)),
+    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1)),
     _aten.linalg_cross.default: (0, 1),
     _aten.grid_sampler_2d.default: (0, 1),
     _aten.grid_sampler_3d.default: (0, 1),

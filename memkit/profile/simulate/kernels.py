@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.modes import Mode
 from memkit.profile.simulate.dtypes import check_dtypes, uses_onednn
 
@@ -39,7 +40,8 @@ class TargetKernels(Mode):
         place = _CLASSES_AT.get(op)
         if place is not None and args[place].dtype is torch.uint8:
             args = (*args[:place], args[place].long(), *args[place + 1 :])
-        outputs = op(*args, **(kwargs or {}))
+        kernel: Callable[..., Any] = _OWN_KERNELS.get(op, op)
+        outputs = kernel(*args, **(kwargs or {}))
         rule = self._rules.get(op)
         return outputs if rule is None else rule(outputs, *args)
 
@@ -171,6 +173,27 @@ def _with_statistics(outputs: Sequence[Tensor], dtype: torch.dtype, *, keep: boo
     output, *statistics = outputs
     return (output, *(tensor.new_empty(tensor.shape if keep else 0, dtype=dtype) for tensor in statistics))
 
+
+def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply groups, as experts do. Kernels take float32 and half precision, and the one of the meta device bfloat16 alone:
+    with that it is asked for the size, about tensors whose rows have as many bytes."""
+    (grouped_mm,) = torch_private.known("grouped_mm")
+    if mat_a.dtype not in (torch.float32, torch.float16):
+        made: Tensor = grouped_mm(mat_a, mat_b, *others, out_dtype=out_dtype)
+        return made
+    size = grouped_mm(*map(_as_bfloat16, (mat_a, mat_b)), *others).size()
+    alignment = 16 // mat_a.itemsize  # of rows
+    pitch = -(-size[-1] // alignment) * alignment
+    return mat_a.new_empty_strided(size, (size[-2] * pitch, pitch, 1)[-len(size) :])
+
+
+def _as_bfloat16(tensor: Tensor) -> Tensor:
+    stride = [step if step == 1 else step * tensor.itemsize // 2 for step in tensor.stride()]
+    return tensor.new_empty_strided(tensor.size(), stride, dtype=torch.bfloat16)
+
+
+_OWN_KERNELS: dict[OpOverload, Callable[..., Tensor]] = dict.fromkeys(torch_private.known("grouped_mm"), _grouped_mm)
+"""Operations whose meta kernel does not take what those with data take. Source: GroupedMMUtils.h in aten/src/ATen/native."""
 
 _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.nll_loss_backward.default: 2}
 """Which argument names classes, of operations that take them in uint8 as well, but for their meta kernel."""

@@ -90,7 +90,7 @@ def test_only_what_the_plan_needs_is_recorded(action: Action, device: Device, mo
     from memkit.recording.recording import Recording
 
     close = Recording.close
-    monkeypatch.setattr(Recording, "close", lambda self: (num_calls.append(len(self.calls)), close(self)))
+    monkeypatch.setattr(Recording, "close", lambda self, **_: (num_calls.append(len(self.calls)), close(self)))
     _train(blocks, make)
 
     stats = memkit.stats(TAG)

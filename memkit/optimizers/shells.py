@@ -39,6 +39,13 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
+def put_in_train_mode(shell: torch.optim.Optimizer) -> None:
+    """Let a shell of a schedule-free optimizer step: these are in eval mode at first, and raise there."""
+    train = getattr(type(shell), "train", None)
+    if callable(train):
+        train(shell)
+
+
 def shell_of(
     optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict, *, hooks: Iterable[str] | None = None
 ) -> torch.optim.Optimizer:

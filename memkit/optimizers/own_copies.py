@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.states.shells import Group
+from memkit.optimizers.shells import Group
 
 _SHARED = (FunctionType, MethodType, BuiltinFunctionType, type, nn.Module)
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
@@ -20,9 +20,13 @@ def may_be_written(name: str, value: object) -> bool:
     return name not in ("param_groups", "state", "defaults") and not name.endswith("_hooks") and not isinstance(value, _SHARED)
 
 
-def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return copies of an optimizer's attributes. What can't be copied is left out."""
-    memo = _memo(optimizer)
+def own_attributes(optimizer: torch.optim.Optimizer, memo: dict[int, Any] | None = None) -> dict[str, Any]:
+    """Return copies of an optimizer's attributes. What can't be copied is left out.
+
+    Args:
+        memo: by its id, what stands in a copy for a parameter, a group, or the optimizer; None for these themselves.
+    """
+    memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in vars(optimizer).items():
         if may_be_written(name, value):
@@ -33,19 +37,17 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def own_group(optimizer: torch.optim.Optimizer, group: Group) -> Group:
-    """Return copies of a group's entries but the parameters. In a list of as many entries as there are parameters, the first
-    two differ: they may be of a parameter each."""
-    memo = _memo(optimizer)
+def own_group(optimizer: torch.optim.Optimizer, group: Group, memo: dict[int, Any] | None = None) -> Group:
+    """Return copies of a group's entries but the parameters: see `own_attributes`."""
+    memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue
         try:
-            own = copy.deepcopy(value, memo)
+            found[name] = copy.deepcopy(value, memo)
         except Exception:
-            own = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-        found[name] = _told_apart(own) if type(own) in (list, tuple) and len(own) == len(group["params"]) else own
+            found[name] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
     return found
 
 
@@ -56,7 +58,10 @@ def _memo(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     return {id(value): value for value in kept}
 
 
-def _told_apart(entries: Any) -> Any:
+def told_apart(entries: Any, number: int) -> Any:
+    """Return the entries of a list of that many with the first two of them differing; any other value as it is."""
+    if type(entries) not in (list, tuple) or len(entries) != number:
+        return entries
     made = list(entries)
     if len(made) < 2 or not all(isinstance(entry, _VALUES) for entry in made):
         return entries

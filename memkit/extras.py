@@ -1,0 +1,46 @@
+"""Libraries that only some of memkit needs: imports them, and says how to install one that is missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_OLDEST = {
+    "lightning": "2.4",
+    "matplotlib": "3.8",
+    "plotly": "5",
+    "scipy": "1.9",
+    "timm": "1.0",
+    "torchvision": "0.25",
+    "transformers": "4.50",
+}
+"""The oldest version of each that is accepted, as in the extras."""
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs a library, wherever memkit itself was installed from.
+
+    Example:
+        >>> how_to_install("plotly")
+        'pip install "plotly>=5"'
+    """
+    return f'pip install "{package}>={_OLDEST[package]}"' if package in _OLDEST else f"pip install {package}"
+
+
+def library(module: str, needing: str) -> Any:
+    """Import a module of another library.
+
+    Args:
+        module: its name.
+        needing: what needs it, for the error.
+
+    Raises:
+        ImportError: it cannot be imported; a ModuleNotFoundError where it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        message = f"{needing} needs {package}, which cannot be imported ({error}). Run: {how_to_install(package)}"
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(message, name=package) from error

@@ -1,0 +1,226 @@
+"""The states that an optimizer keeps for its parameters, found by one step of a copy of it: no list of classes knows them.
+
+The copy shares the class and the attributes of the optimizer, and is never made anew by the class. It steps parameters of the
+same shapes without data. Where the class does not take these, it steps small ones with data, whose states are scaled.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.optimizers.own_copies import own_attributes, own_group
+from memkit.optimizers.shells import needs_closure, put_in_train_mode, shell_of, step_of
+from memkit.storages import unique_storages
+from memkit.torch_state import local_of
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_LARGEST_SIDES = (None, 256, 24)
+"""The sides of the parameters that are tried, one after the other: those that they have, without data; then smaller ones."""
+_LARGEST_NUMEL = 2**16
+_LONGER = 16
+"""A vector may be longer than a side of a matrix by this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """One tensor that an optimizer keeps for a parameter.
+
+    Attributes:
+        name: its key in `optimizer.state[parameter]`.
+        num_bytes: its bytes; 0 where it shares those of another one.
+        dtype: of its elements, None if it wraps others.
+        is_number: whether it has no dimensions, such as a count of steps.
+        is_there: whether it is on the device of the parameter; a count of steps mostly is in host memory.
+    """
+
+    name: str
+    num_bytes: int
+    dtype: torch.dtype | None
+    is_number: bool
+    is_there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one step of an optimizer has told.
+
+    Attributes:
+        of: the states that it keeps for each parameter, by the parameter's id.
+        draws: whether it has drawn random numbers.
+    """
+
+    of: dict[int, list[KeptState]]
+    draws: bool
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside of one that wraps it, as accelerate's does."""
+    inside = getattr(optimizer, "optimizer", None)
+    return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
+
+
+def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
+    """Tell whether a parameter is of a lower precision than its copy would be."""
+    return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
+
+
+def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = None) -> Kept:
+    """Return the states that a step keeps for each parameter of an optimizer, as if all had gradients.
+
+    Of a shard (`DTensor`), this rank's part counts.
+
+    Args:
+        optimizer: with states or without.
+        master: the dtype of copies that are stepped in the place of parameters of lower precision; None for none.
+
+    Raises:
+        Exception: what the step of the copy raised.
+    """
+    optimizer, raised = unwrapped(optimizer), list[Exception]()
+    places = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    drawn_from = [place for place in places if place.type not in ("cpu", "meta")]
+    with torch.random.fork_rng(drawn_from), torch.inference_mode(False), torch.no_grad(), _CPU, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for most in _LARGEST_SIDES:
+            for has_states in (False, True):  # Adagrad makes its states with the optimizer
+                try:
+                    return _Copy(optimizer, most, master, has_states=has_states).step()
+                except Exception as error:
+                    raised.append(error)
+    raise raised[0]
+
+
+class _Copy:
+    """A copy of an optimizer over twins of its parameters.
+
+    Args:
+        most: the longest side of a twin; None for twins without data, as large as the parameters.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, most: int | None, master: torch.dtype | None, *, has_states: bool
+    ) -> None:
+        self._most = most
+        self._twins: list[tuple[Tensor, nn.Parameter, bool]] = []
+        """Each parameter with its twin, and whether counts of steps are on the device."""
+        groups: list[dict[str, Any]] = []
+        state: dict[Any, Any] = defaultdict(dict)
+        self._shell = shell = shell_of(optimizer, groups, state)
+        memo: dict[int, Any] = {id(optimizer): shell, id(optimizer.param_groups): groups, id(optimizer.state): state}
+        for group in optimizer.param_groups:
+            memo[id(group)] = twin_group = {"params": self._twins_of(group, memo, master)}
+            groups.append(twin_group)
+            names = group.get("param_names")
+            twin_group |= {} if names is None else {"param_names": names[: len(twin_group["params"])]}
+        for group, twin_group in zip(optimizer.param_groups, groups, strict=True):
+            twin_group |= {name: _as_plain(name, value) for name, value in own_group(optimizer, group, memo).items()}
+        vars(shell).update(own_attributes(optimizer, memo))
+        for parameter, twin, _ in self._twins if has_states else ():
+            entries = optimizer.state.get(parameter) or {}
+            state[twin] = {name: _state_like(value, parameter, twin) for name, value in entries.items()}
+
+    def _twins_of(self, group: dict[str, Any], memo: dict[int, Any], master: torch.dtype | None) -> list[nn.Parameter]:
+        found: dict[Any, nn.Parameter] = {}
+        has_counts = any(bool(group.get(option)) for option in ("capturable", "fused"))
+        for parameter in group["params"]:
+            own = local_of(parameter)
+            dtype = master if master is not None and needs_master(own, master) else own.dtype
+            key = id(parameter) if self._most is None else (own.size(), dtype)  # of small ones, one of each kind
+            if key not in found:
+                found[key] = _twin_of(own, dtype, self._most)
+            memo[id(parameter)] = found[key]
+            self._twins.append((parameter, found[key], has_counts))
+        return list(found.values())
+
+    def step(self) -> Kept:
+        """Step once with gradients, and return what is kept then."""
+        from memkit.optimizers.numbers import NumbersWithoutData  # its base is a private class of torch
+
+        shell, twins = self._shell, list(dict.fromkeys(twin for _, twin, _ in self._twins))
+        put_in_train_mode(shell)
+        for twin in twins:
+            if twin.requires_grad and twin.numel():
+                grad = torch.rand_like(twin)
+                twin.grad = grad.to_sparse(1) if isinstance(shell, torch.optim.SparseAdam) else grad
+        closure = [lambda: torch.zeros(())] if needs_closure(shell) else []
+        with NumbersWithoutData() as numbers:  # type: ignore[no-untyped-call]  # torch does not annotate its base
+            step_of(shell)(shell, *closure)
+        seen = set(unique_storages(twins))
+        kept: dict[int, list[tuple[str, Tensor, int]]] = {id(twin): [] for twin in twins}
+        for key, entries in shell.state.items():
+            found = kept.get(id(key), kept[id(twins[0])])
+            for name, tensor in tensors_in(entries):
+                new = {key: storage for key, storage in unique_storages([tensor]).items() if key not in seen}
+                seen |= new.keys()
+                found.append((name, tensor, sum(storage.nbytes() for storage in new.values())))
+        if isinstance(shell, torch.optim.LBFGS):  # of which a first step makes none: of steps and of changes of the gradient
+            size = shell.param_groups[0]["history_size"]
+            for twin in twins:
+                kept[id(twin)] += [(name, twin, size * twin.nbytes) for name in ("old_dirs", "old_stps")]
+        of = {
+            id(parameter): [_kept(*item, local_of(parameter), twin, has_counts=has_counts) for item in kept[id(twin)]]
+            for parameter, twin, has_counts in self._twins
+        }
+        return Kept(of, numbers.draws)
+
+
+def _kept(name: str, tensor: Tensor, num_bytes: int, own: Tensor, twin: Tensor, *, has_counts: bool) -> KeptState:
+    is_number, is_beside = not tensor.dim(), tensor.device == twin.device
+    return KeptState(
+        name=name,
+        num_bytes=num_bytes if is_number or not twin.numel() else round(num_bytes * (own.numel() / twin.numel())),
+        dtype=None if torch_private.is_wrapper(tensor) else tensor.dtype,
+        is_number=is_number,
+        is_there=has_counts or (is_beside and twin.is_meta) if is_number else is_beside,
+    )
+
+
+def _twin_of(own: Tensor, dtype: torch.dtype, most: int | None) -> nn.Parameter:
+    takes_grad = dtype.is_floating_point or dtype.is_complex
+    if most is None:
+        return nn.Parameter(torch.empty_strided(own.size(), own.stride(), dtype=dtype, device=_META), requires_grad=takes_grad)
+    size = [min(length, most if own.dim() > 1 else _LONGER * most) for length in own.size()]
+    for index in range(len(size)):
+        others = max(1, math.prod(size[:index] + size[index + 1 :]))
+        size[index] = min(size[index], max(1, _LARGEST_NUMEL // others))
+    values = torch.rand(size).to(dtype=dtype, device=_CPU if own.is_meta else own.device)
+    return nn.Parameter(values, requires_grad=takes_grad)
+
+
+def _state_like(value: Any, parameter: Tensor, twin: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    own, value = local_of(parameter), local_of(value)
+    size = twin.size() if value.size() == own.size() else value.size()
+    dtype = twin.dtype if value.dtype == own.dtype else value.dtype
+    return torch.zeros(size, dtype=dtype, device=twin.device if value.dim() else _CPU)
+
+
+def _as_plain(name: str, value: Any) -> Any:
+    """Return an option by which the plainest step is taken: its states are the same, but for where counts of steps are."""
+    if name in ("foreach", "fused", "capturable"):
+        return False
+    if isinstance(value, Tensor):
+        return torch.ones(value.size(), dtype=value.dtype)
+    return type(value)(_as_plain("", each) for each in value) if type(value) in (list, tuple) else value
+
+
+def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in an entry of `optimizer.state`, each with the name of its state."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors_in(value, name or str(key))
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from tensors_in(value, name)

@@ -1,0 +1,206 @@
+"""A loop that edits `param_groups` between steps comes to the same parameters and states as without memkit, or to an error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import LayerOffloadError, StateOffloadError
+from memkit.transfer import ReferenceDisk
+from tests.states.cases import ScheduleFree, assert_same, offload, split_evenly
+from tests.states.edits import Program
+from tests.weights.cases import Stack, inputs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
+    pytest.mark.filterwarnings("ignore:LayerOffload frees no memory"),
+]
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    partial(torch.optim.AdamW, lr=1e-2, foreach=False),
+    partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    ScheduleFree,
+]
+NUM_STEPS = 6
+WAYS: dict[str, dict[str, Any]] = {
+    f"{when} {update}": {"when": when, "update": update}
+    for when in ("step", "backward")
+    for update in ("device", "host", "both")
+}
+WAYS |= {f"beside {update}": {"overlap_forward": True, "update": update} for update in ("device", "host", "both")}
+WAYS |= {f"{when} copies": {"when": when, "master": torch.float32} for when in ("step", "backward")}
+WAYS |= {f"{when} disk": {"when": when, "disk": ReferenceDisk()} for when in ("step", "backward")}
+LAYERED: dict[str, dict[str, Any] | None] = {"alone": None, "states": {}, "copies": {"master": torch.float32}}
+
+
+def in_two_groups(make: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
+    given = list(parameters)
+    return make([{"params": given[::2]}, {"params": given[1::2], "lr": 3e-3}]) if len(given) > 1 else make(given)
+
+
+def run(seed: int, device: Device, plain: Program, own: Program, wait: Callable[[], object], *, has_step: bool = True) -> None:
+    """Train both, and see that they are the same. Edits come ahead of a forward, or between it and the backward."""
+    when = random.Random(seed)
+    (batch,) = inputs(device, 1)
+    batch = batch.to(plain.parameters[0].dtype)
+    for step in range(NUM_STEPS):
+        is_late, number = when.random() < 0.3, when.choice([0, 1, 1, 2])
+        for program in (plain, own):
+            choices = random.Random(f"{seed} {step}")
+            for _ in range(0 if is_late else number):
+                program.edit(choices)
+            if program is own:
+                wait()  # behind the edits: what is stepped beside them is stepped as they were
+            loss = program.model(batch + step / 10).float().square().mean()
+            for _ in range(number if is_late else 0):
+                program.edit(choices)
+            loss.backward()
+            if program is plain or has_step:
+                program.optimizer.step()
+            program.model.zero_grad()
+        if when.random() < 0.5:
+            wait()
+            assert_same(plain.model.state_dict(), own.model.state_dict(), f"parameters after step {step}")
+            if has_step and own.has_all():
+                assert_same(plain.kept(), own.kept(), f"states after step {step}")
+    wait()
+    assert_same(plain.model.state_dict(), own.model.state_dict(), "parameters")
+
+
+SEEDS = [0, 3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40) if seed not in (0, 3))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_edits_between_steps(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_evenly(monkeypatch)
+    device, options = ReferenceDevice(), WAYS[way]
+    torch.manual_seed(seed)
+    model = Stack(2).to(torch.bfloat16 if "master" in options else torch.float32)
+    make = partial(in_two_groups, OPTIMIZERS[seed % len(OPTIMIZERS)])
+    plain, own = Program(copy.deepcopy(model), make), Program(model, make)
+    with contextlib.ExitStack() as stack:
+        if "master" in options:
+            stack.enter_context(offload(plain.optimizer, ReferenceDevice(), master=torch.float32, device_budget="1GiB"))
+        states = stack.enter_context(offload(own.optimizer, device, **options))
+        run(seed, device, plain, own, states.wait)
+    assert not device.races
+
+
+def streamed(model: nn.Module, make: Any, device: Device, **options: Any) -> memkit.LayerOffload:
+    return memkit.LayerOffload(model, train="fused", optimizer=make, device=device, **{"offload_ratio": 1.0, **options})
+
+
+@pytest.mark.parametrize("way", LAYERED)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_edits_between_steps_while_layers_stream(seed: int, way: str) -> None:
+    device, options = ReferenceDevice(), LAYERED[way]
+    torch.manual_seed(seed)
+    is_low = options is not None and "master" in options
+    model = Stack(3).to(torch.bfloat16 if is_low else torch.float32)
+    make = partial(in_two_groups, OPTIMIZERS[seed % (3 if options is None else 4)])  # alone, none may count in its groups
+    plain = Program(copy.deepcopy(model), make, freezes=True)
+    with contextlib.ExitStack() as stack:
+        ratio = random.Random(seed).choice([1.0, 0.5])
+        layers = stack.enter_context(streamed(model, make, device, offload_ratio=ratio, num_slots=2))
+        own = Program(model, lambda _: layers.optimizer, freezes=True)
+        if is_low:
+            stack.enter_context(offload(plain.optimizer, ReferenceDevice(), master=torch.float32, device_budget="1GiB"))
+        if options is not None:
+            stack.enter_context(offload(own.optimizer, device, when="backward", **options))
+        run(seed, device, plain, own, lambda: None, has_step=seed % 8 < 4)
+    assert not device.races
+
+
+def test_layer_that_leaves_the_optimizer_is_stepped_no_more() -> None:
+    model = Stack(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    (batch,) = inputs(ReferenceDevice(), 1)
+    with offload(optimizer, ReferenceDevice(), when="backward"):
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = copy.deepcopy(model.stem.state_dict())
+        del optimizer.param_groups[0]["params"][:2]
+        model(batch).square().mean().backward()
+
+    assert_same(model.stem.state_dict(), before)
+
+
+SEVERAL = range(10)
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("seed", [*SEVERAL[:4], *(pytest.param(seed, marks=pytest.mark.full) for seed in SEVERAL[4:])])
+def test_edit_behind_the_backward_is_as_without_memkit_or_refused(seed: int, layered: bool) -> None:
+    device = ReferenceDevice()
+    torch.manual_seed(seed)
+    model, (batch,) = Stack(2), inputs(device, 1)
+    make = partial(in_two_groups, OPTIMIZERS[0])
+    with contextlib.ExitStack() as stack:
+        plain = Program(copy.deepcopy(model), make)
+        if layered:
+            layers = stack.enter_context(streamed(model, make, device))
+        own = Program(model, (lambda _: layers.optimizer) if layered else make)
+        stack.enter_context(offload(own.optimizer, device, when="backward"))
+        refusal = None
+        for step in range(12):
+            for program in (plain, own):
+                choices = random.Random(f"{seed} {step}")
+                program.model(batch).square().mean().backward()
+                before = program.kept()[1]
+                program.edit(choices)
+                try:
+                    program.optimizer.step()
+                except StateOffloadError as error:
+                    refusal = program, str(error)
+                program.model.zero_grad()
+            if refusal is not None:
+                assert refusal[0] is own
+                assert "of a group was set between the backward and optimizer.step()" in refusal[1]
+                assert own.kept()[1] != before
+                return
+            assert_same(plain.model.state_dict(), own.model.state_dict())
+
+
+def test_edit_between_two_backwards_of_a_step_is_refused() -> None:
+    model, device = Stack(2), ReferenceDevice()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (batch,) = inputs(device, 1)
+    with offload(optimizer, device, when="backward"):
+        model.head(batch).sum().backward()
+        before = copy.deepcopy(model.stem.state_dict())
+        del optimizer.param_groups[0]["params"][:2]
+        with pytest.raises(StateOffloadError, match='"params" of a group was set between the backward and'):
+            model.stem(batch).sum().backward()
+        optimizer.step()
+
+    assert_same(model.stem.state_dict(), before)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+@pytest.mark.parametrize("has_states", [False, True])
+def test_streamed_model_of_which_a_parameter_leaves_and_is_trained_on_is_refused(ratio: float, has_states: bool) -> None:
+    device, model = ReferenceDevice(), Stack(2)
+    (batch,) = inputs(device, 1)
+    with contextlib.ExitStack() as stack:
+        layers = stack.enter_context(streamed(model, torch.optim.AdamW, device, offload_ratio=ratio))
+        assert layers.optimizer is not None
+        if has_states:
+            stack.enter_context(offload(layers.optimizer, device, when="backward"))
+        model(batch).square().mean().backward()
+        layers.optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(LayerOffloadError, match=r"has a gradient, and the optimizer does not know it.* set requires_grad"):
+            model(batch).square().mean().backward()
