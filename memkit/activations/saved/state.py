@@ -13,7 +13,7 @@ from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.settled import Settled
-from memkit.activations.saved.traces import Trace, Traces, trace_of
+from memkit.activations.saved.traces import Traces, trace_of
 from memkit.activations.saved.trial import Trial
 from memkit.device import Device
 from memkit.errors import warn_user
@@ -25,7 +25,11 @@ from memkit.recording.ops import OpKinds, op_kinds
 from memkit.recording.recording import Recording
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memkit.activations.recomputing.decider import Decider
     from memkit.activations.recomputing.layers import Layers
+    from memkit.recording.module_calls import NotedCall
 
 _MAX_RATIOS = 10_000
 _GIVEN_UP = 1_000
@@ -174,14 +178,22 @@ class RematState(TagState):
         """Record all steps from now on, since a recomputed module did not do the same as before."""
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
 
-    def note_recorded(self, trace: Trace, *, follows_plan: bool) -> None:
-        """Note that an iteration was recorded to its end. It was in vain if it was like none before, or if there is no plan for
-        such ones even after three."""
-        if follows_plan or trace.ops is None or trace.has_marks:
-            return
-        has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
-        if trace.ops.num_seen == 1 or has_no_plan:
-            self.note_in_vain(had_plan=False)
+    def learn(
+        self, decider: Decider, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
+    ) -> OpTrace | None:
+        """Return what is known of a recorded forward that is over. It was in vain if it was like none before, or if there is no
+        plan for such ones even after three.
+
+        Args:
+            decider: what has decided for its saves.
+            recording, saves, nodes, calls: see `Traces.learn`.
+        """
+        trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
+        if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
+            has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
+            if trace.ops.num_seen == 1 or has_no_plan:
+                self.note_in_vain(had_plan=False)
+        return trace.ops
 
     def note_in_vain(self, *, had_plan: bool, is_enough: bool = False) -> None:
         """Note that plans do not help in this iteration.
