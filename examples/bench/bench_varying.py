@@ -9,7 +9,8 @@ and loss in the context. The budget is 1.02 of the peak with all layers checkpoi
 plain peak.
 
     qwen3     0.62e9 parameters, 20 layers, 8 sequences of 448 to 1024 tokens, in steps of 8, drawn anew for each batch
-    t5        16 + 16 layers, width 1024, dropout, 8 x 512: each step is like the one before
+    t5        16 + 16 layers, width 1024, dropout, 8 x 512: each step is like the one before; at most 12 batches, since the
+              first takes a minute or more under the budget
     mixtral   8 layers, width 1024, 8 experts, 8 x 1024: other tokens in each step
 """
 
@@ -55,6 +56,8 @@ class Family:
     batch: int
     lengths: tuple[int, int]
     """The shortest and the longest, in steps of 8."""
+    most: int = 100
+    """At most so many batches."""
 
 
 def qwen3(is_tiny: bool) -> nn.Module:
@@ -102,7 +105,7 @@ def mixtral(is_tiny: bool) -> nn.Module:
 
 FAMILIES = {
     "qwen3": Family(build=qwen3, batch=8, lengths=(448, 1024)),
-    "t5": Family(build=t5, batch=8, lengths=(512, 512)),
+    "t5": Family(build=t5, batch=8, lengths=(512, 512), most=12),
     "mixtral": Family(build=mixtral, batch=8, lengths=(1024, 1024)),
 }
 
@@ -174,7 +177,8 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
     with torch.device(device.torch_device):
         model = family.build(is_tiny).to(dtype).train()
     vocab_size = model.config.vocab_size  # type: ignore[union-attr]  # transformers'
-    all_tokens = batches(family, int(vocab_size), arguments.steps, device.torch_device, is_tiny=is_tiny)
+    num_steps = min(arguments.steps, family.most)
+    all_tokens = batches(family, int(vocab_size), num_steps, device.torch_device, is_tiny=is_tiny)
     longest = max(all_tokens, key=Tensor.numel)
     if family.lengths[0] < family.lengths[1]:
         longest = torch.cat([longest, longest], 1)[:, : family.lengths[1] // (16 if is_tiny else 1)].contiguous()
@@ -205,7 +209,7 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
             print(name, tokens.shape[1], {way: round(1e3 * steps[-1][0], 1) for way, steps in found.items()}, file=sys.stderr)
     stats = memkit.stats(TAG)
     memkit.reset(TAG)
-    about = {"bench": "varying", "family": name, "device": device.name, **about_run(arguments.steps)}
+    about = {"bench": "varying", "family": name, "device": device.name, **about_run(num_steps)}
     lines = [{**about, "way": way, **figures(steps, all_tokens, budget, found["checkpointed"])} for way, steps in found.items()]
     lines[-1] |= {
         "num_recorded": recorded,

@@ -12,7 +12,6 @@ from memkit import torch_private
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.figures import remat_figures
-from memkit.activations.recomputing.layers import open_layers_again
 from memkit.activations.recomputing.opening import open_recording
 from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.stage import RecordingStage
@@ -147,7 +146,13 @@ class Rematerialize(RecordedContext):
             )
         if is_on:
             hooks = innermost_hooks()
-            steady = open_steady(self.tag, self._options, hooks) or open_layers_again(self.tag, self._options, hooks)
+            steady = open_steady(self.tag, self._options, hooks)
+            if steady is None:
+                from memkit.activations.recomputing.layers import (
+                    open_layers_again,
+                )  # only now: a long chain of imports
+
+                steady = open_layers_again(self.tag, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
             entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settling=NEXT_STEPS)
             entry.recording.model = None if self._model is None else self._model()

@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memkit
+from memkit.activations.budgeting import opening
+from memkit.activations.budgeting.learning import Learning
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import ForwardContext
 from memkit.activations.saved import state
 from memkit.device import Device, ReferenceDevice
@@ -36,8 +39,12 @@ Make = Callable[[], AbstractContextManager[object]]
 Contexts = Callable[[str, Device], ForwardContext]
 
 
-def _budget(tag: str, device: Device) -> ForwardContext:
-    return memkit.MemoryBudget(0.6, tag, min_bytes=0, device=device)
+_STATELESS = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+"""For whose states nothing is left free."""
+
+
+def _budget(tag: str, device: Device, budget: str | float = 0.6) -> ForwardContext:
+    return memkit.MemoryBudget(budget, tag, optimizer=_STATELESS, min_bytes=0, device=device)
 
 
 def _remat(tag: str, device: Device) -> ForwardContext:
@@ -346,6 +353,43 @@ def test_few_steps_in_vain_among_many_are_forgiven(context: Contexts, monkeypatc
         _of_rows(net, rows, device, make)
 
     assert memkit.stats("few").follows_plan
+
+
+def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:
+    """Return which steps of one size under a budget were recorded."""
+    device, found = ReferenceDevice(), []
+    for _ in range(num_steps):
+        _of_rows(net, 64, device, functools.partial(_budget, "tight", device, budget))
+        found.append(memkit.stats("tight").is_recorded)
+    return found
+
+
+def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _recorded(_Stack(6), "16KiB", 9) == [True] * 9  # single ops take less
+
+    memkit.reset("tight")
+    monkeypatch.setattr(Learning, "takes_less", lambda *_: True)
+    assert _recorded(_Stack(6), "16KiB", 9) == [True] * 5 + [False] * 4
+
+
+def test_plans_that_turn_out_too_small_are_counted_once_no_more_are_made() -> None:
+    net, device = _Stack(6), ReferenceDevice()
+    for _ in range(3):
+        _of_rows(net, 64, device, functools.partial(_budget, "judged", device, "64KiB"))
+    found = budget_states["judged"]
+    trace, limits, planned = found.traces.latest, found.limits, found.learning._last
+    assert trace is not None
+    assert limits is not None
+    assert planned is not None
+
+    assert [found.learning.judge(trace, planned, 2**20, limits) for _ in range(5)] == [False] * 3 + [True] * 2
+    assert not found.learning.judge(trace, planned, 1, limits)
+
+
+def test_step_that_runs_its_ops_again_many_times_is_the_last_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_MOST_REPLAYED", 0.5)
+
+    assert _recorded(_Stack(6), "16KiB", 4) == [True] + [False] * 3
 
 
 def test_reset_starts_over(context: Contexts) -> None:

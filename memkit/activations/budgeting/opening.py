@@ -10,7 +10,6 @@ from memkit import backwards
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
-from memkit.activations.recomputing.layers import open_layers
 from memkit.activations.recomputing.settling import choices_ahead, settle_ahead
 from memkit.activations.recomputing.steady import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
@@ -73,8 +72,10 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
                 return stage.pair if isinstance(stage, IdleStage) else None
         state.regions_tag = state.copies_tag = None
         if state.is_recorded and state.counts.num_replayed_ops > _MOST_REPLAYED * state.counts.num_ops:
-            state.note_in_vain(counts_for_all=True)
+            state.note_in_vain(had_plan=False, is_enough=True)
         if state.gives_up_plans and limits.plan is None:
+            from memkit.activations.recomputing.layers import open_layers  # only now: what it needs is a long way down
+
             layers = open_layers(state, None, takes_less=state.learning.takes_less)
             if layers is not None:
                 state.judged, entry.recording = None, layers

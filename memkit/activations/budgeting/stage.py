@@ -128,8 +128,6 @@ class BudgetStage(RecordingStage):
             self._allow(_FORESEEN if is_known else _UNPLANNED)
         decider = self._planned_decider = PlannedDecider(state.traces, self._plan_of, self._limit_now)
         self.counts.follows_plan = decider.follows_plan
-        if decider.planned is not None and decider.planned.exceeds_budget:
-            state.note_in_vain()
         return decider
 
     def _allow(self, share: float) -> None:
@@ -156,7 +154,7 @@ class BudgetStage(RecordingStage):
         learning, counts = self._state.learning, self._state.counts
         if judged is not None and learning.ended_peak_bytes is not None:
             if learning.judge(*judged, learning.ended_peak_bytes, self._limits):
-                self._state.note_in_vain()
+                self._state.note_in_vain(had_plan=True)
             learning.note_link(judged[0], counts.moved_out.rate(), counts.moved_in.rate())
 
     def _plan_of(self, trace: Trace) -> Planned | None:
@@ -282,6 +280,7 @@ class BudgetStage(RecordingStage):
         if opened is not None and opened.planned is not planned:
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
+            self._state.judged = None  # its peak says nothing of the plan that it has left
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
         """Scale the prediction, since the step differs from the predicted one."""
@@ -332,7 +331,9 @@ class BudgetStage(RecordingStage):
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)
-        self.__dict__.pop("_planned_decider", None)  # it asks this, and so holds it
+        decider = self.__dict__.pop("_planned_decider", None)  # it asks this, and so holds it
+        if not has_failed and decider is not None and decider.follows_plan and decider.planned.exceeds_budget:
+            self._state.note_in_vain(had_plan=True)
 
     def _note_plan(self) -> None:
         """Do nothing: `Learning` remembers the plan."""

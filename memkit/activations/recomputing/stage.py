@@ -188,9 +188,7 @@ class RecordingStage(Stage):
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
         if learn and follower.keys and self._options.policy != "dtr":
-            trace = state.traces.learn(follower, recording, forward.saves, forward.save_nodes, self._trail.calls)
-            forward.trace = trace.ops
-            state.note_recorded(trace, follows_plan=self._decider.follows_plan)
+            forward.trace = state.learn(self._decider, recording, forward.saves, forward.save_nodes, self._trail.calls)
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close(may_drop=bool(forward.walk.evictable) and forward.walk.limit_bytes < NO_BUDGET)

@@ -13,7 +13,7 @@ from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.settled import Settled
-from memkit.activations.saved.traces import Trace, Traces, trace_of
+from memkit.activations.saved.traces import Traces, trace_of
 from memkit.activations.saved.trial import Trial
 from memkit.activations.saved.unasked import Unasked
 from memkit.device import Device
@@ -26,7 +26,11 @@ from memkit.recording.ops import OpKinds, op_kinds
 from memkit.recording.recording import Recording
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memkit.activations.recomputing.decider import Decider
     from memkit.activations.recomputing.layers import Layers
+    from memkit.recording.module_calls import NotedCall
 
 _MAX_RATIOS = 10_000
 _GIVEN_UP = 1_000
@@ -141,8 +145,8 @@ class RematState(TagState):
         self.traces = Traces()
         self.plan: Plan | None = None
         """The one that was followed last."""
-        self.in_vain: deque[int] = deque(maxlen=_NUM_VAIN)
-        """The numbers of the last iterations in which plans did not help."""
+        self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
+        """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
         """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
@@ -176,29 +180,40 @@ class RematState(TagState):
         """Record all steps from now on, since a recomputed module did not do the same as before."""
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
 
-    def note_recorded(self, trace: Trace, *, follows_plan: bool) -> None:
-        """Note that an iteration was recorded to its end. It was in vain if it was like none before, or if there is no plan for
-        such ones even after three."""
-        if follows_plan or trace.ops is None or trace.has_marks:
-            return
-        has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
-        if trace.ops.num_seen == 1 or has_no_plan:
-            self.note_in_vain()
+    def learn(
+        self, decider: Decider, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
+    ) -> OpTrace | None:
+        """Return what is known of a recorded forward that is over. It was in vain if it was like none before, or if there is no
+        plan for such ones even after three.
 
-    def note_in_vain(self, *, counts_for_all: bool = False) -> None:
+        Args:
+            decider: what has decided for its saves.
+            recording, saves, nodes, calls: see `Traces.learn`.
+        """
+        trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
+        if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
+            has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
+            if trace.ops.num_seen == 1 or has_no_plan:
+                self.note_in_vain(had_plan=False)
+        return trace.ops
+
+    def note_in_vain(self, *, had_plan: bool, is_enough: bool = False) -> None:
         """Note that plans do not help in this iteration.
 
         Args:
-            counts_for_all: whether that alone is reason enough to give up plans.
+            had_plan: whether it had a plan, which took more than the budget.
+            is_enough: whether that alone is reason to give up plans.
         """
-        if counts_for_all or self.num_iterations not in self.in_vain:
-            self.in_vain.extend([self.num_iterations] * (_NUM_VAIN if counts_for_all else 1))
+        numbers = self._in_vain[had_plan]
+        if is_enough or self.num_iterations not in numbers:
+            numbers.extend([self.num_iterations] * (_NUM_VAIN if is_enough else 1))
 
     @property
     def gives_up_plans(self) -> bool:
         """Whether recording takes more than plans bring, since iterations don't repeat."""
-        numbers = self.in_vain
-        return self.layers is not None or (len(numbers) == _NUM_VAIN and numbers[-1] - numbers[0] < _VAIN_AMONG)
+        if self.layers is not None:
+            return True
+        return any(len(found) == _NUM_VAIN and found[-1] - found[0] < _VAIN_AMONG for found in self._in_vain.values())
 
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""
