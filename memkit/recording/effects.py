@@ -12,6 +12,7 @@ from memkit.recording.recorded import Call, CallNotes, OpClass, OpKind, Source, 
 
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder
+    from memkit.recording.recording import Recording
 
 _get_storage = Tensor.untyped_storage
 _address_of, _version_of = torch_private.storage_address, torch_private.version_of
@@ -50,7 +51,13 @@ def run_in_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
     targets = [] if kind.op_class is OpClass.UNKNOWN else written_by(kind, args, kwargs)  # FSDP2 gathers parameters again
     if kind.statistics and args[kind.training_at]:
         targets += [args[position] for position in kind.statistics if args[position] is not None]
-    targets = [target for target in targets if recording.is_known(target)]
+    return run_and_write(recording, func, args, kwargs, [target for target in targets if recording.is_known(target)])
+
+
+def run_and_write(
+    recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]
+) -> Any:
+    """Run an op that writes to some tensors, and isn't run again."""
     are_inside = [recording.before_write_to(target) for target in targets]
     results = func(*args, **kwargs) if kwargs else func(*args)
     recording.add_written(targets, are_inside)

@@ -19,6 +19,7 @@ from memkit.recording.dispatch import QuietMode
 from memkit.recording.effects import (
     record_batch_norm,
     record_in_place,
+    run_and_write,
     run_in_backward,
     run_on_strangers,
     run_unknown,
@@ -358,10 +359,7 @@ class Recorder(QuietMode):
             results = func(*args, **kwargs) if kwargs else func(*args)
             self.recording.add_roots(results)
             return results
-        targets = written_by(kind, args, kwargs)
-        are_inside = [self.recording.before_write_to(target) for target in targets]
-        results = func(*args, **kwargs) if kwargs else func(*args)
-        self.recording.add_written(targets, are_inside)
+        results = run_and_write(self.recording, func, args, kwargs, written_by(kind, args, kwargs))
         self.recording.add_roots(results)
         return results
 
