@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memkit.errors import StateOffloadError, warn_user
 from memkit.forks import forked
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
@@ -40,6 +42,8 @@ class Members:
         self._torch_device = torch_device
         self._where = where
         self._process = os.getpid()
+        self._replaced: Any = None
+        """While states are loaded: what `optimizer.state` was before."""
         self.kept: dict[int, list[KeptState]] = {}
         """The states that the optimizer keeps for each parameter, by its id, as the trial has found them."""
         self.draws = False
@@ -111,18 +115,50 @@ class Members:
         return added
 
     def refuse_fork(self) -> None:
-        """Raise in a process that was forked from the one in which states lie.
-
-        Raises:
-            ForkedError: this one was.
-        """
+        """Raise `ForkedError` in a process that was forked from the one in which states lie."""
         if os.getpid() != self._process:
             raise forked(self._where)
 
+    def refuse_use(self) -> None:
+        """Raise where states can't be used.
+
+        Raises:
+            ForkedError: they lie in another process.
+            StateOffloadError: `load_state_dict` was broken off.
+        """
+        self.refuse_fork()
+        if self.is_half_loaded:
+            raise StateOffloadError(f"{_HALF}. Load them again, and with them what the model had")
+        self._replaced = None
+
+    def check_before_close(self) -> None:
+        """Warn where the optimizer is about to get back a part of its states.
+
+        Raises:
+            ForkedError: they lie in another process.
+        """
+        self.refuse_fork()
+        if self.is_half_loaded:
+            warn_user(f"{self._where}: {_HALF}")
+
+    @property
+    def is_half_loaded(self) -> bool:
+        """Whether states were begun to be loaded, and some are not there."""
+        return self._replaced is not None and self._replaced is not self._optimizer.state
+
+    def begin_loading(self) -> None:
+        """From now on, until `end_loading`, the states are no longer the old ones once torch has put others in their place."""
+        if not self.is_half_loaded:
+            self._replaced = self._optimizer.state
+
+    def end_loading(self) -> None:
+        """All were loaded."""
+        self._replaced = None
+
     def have_changed(self) -> bool:
         """Tell whether the optimizer's groups have other parameters than when `place` was called last."""
-        if os.getpid() != self._process:
-            self.refuse_fork()
+        if os.getpid() != self._process or self._replaced is not None:
+            self.refuse_use()
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
 
     def are_as_many(self) -> bool:
@@ -163,6 +199,9 @@ class Members:
     def masters(self) -> set[int]:
         """Return the ids of parameters that have float32 copies."""
         return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
+
+
+_HALF = "optimizer.load_state_dict() was broken off: some parameters have the states that were loaded, others none"
 
 
 def _is_due(record: StateRecord) -> bool:

@@ -56,7 +56,7 @@ class Saving:
         hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        self._members.refuse_fork()
+        self._members.refuse_use()
         self._settle(is_loading=False)
 
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -65,18 +65,21 @@ class Saving:
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._members.refuse_fork()
         self._settle(is_loading=True)
+        if not self._members.is_half_loaded:
+            self._follow_groups()
+        self._members.begin_loading()
         self._loading = Loading(state_dict)
         return Loading.without_states(state_dict)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         loading, self._loading = self._loading, None
         assert loading is not None
-        self._follow_groups()
         loading.finish(optimizer, self._members.kept, self._members.masters(), self._rest.torch_device)
         self._forget_step()
         self._rest.separate(self._members.pieces)
         for piece in self._members.pieces:
             (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
+        self._members.end_loading()
 
 
 class Loading:

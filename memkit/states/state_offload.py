@@ -373,7 +373,7 @@ class StateOffload(NotCopied, EnteredOnce):
         """
         if self._is_closed:
             return
-        self._members.refuse_fork()
+        self._members.check_before_close()
         self._hooks.remove()
         if self._on_shards is not None:
             self._on_shards.close()

@@ -1,0 +1,111 @@
+"""`load_state_dict` that is broken off: states are the old ones or the loaded ones, or an error says that they are neither."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from memkit.device import ReferenceDevice
+from memkit.errors import StateOffloadError
+from memkit.transfer import ReferenceDisk
+from tests.interrupts import count_lines, interrupt, spread
+from tests.states.cases import assert_same, assert_same_training, make_net, offload, train, train_within_backwards
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "some stay": {"device_budget": 8192},
+    "host": {"update": "host"},
+    "backward": {"when": "backward"},
+    "disk": {"disk": ReferenceDisk()},
+}
+
+
+class Broken(dict[Any, Any]):
+    """States of a parameter; whoever reads them is interrupted."""
+
+    def items(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_states_that_are_half_loaded_are_used_by_nobody() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device):
+        train(model, optimizer, device, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        broken = {**saved, "state": {**saved["state"], 5: Broken()}}
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(broken)
+        for use in (optimizer.step, optimizer.state_dict, optimizer.step):
+            with pytest.raises(StateOffloadError, match=r"load_state_dict\(\) was broken off.* Load them again"):
+                use()
+        optimizer.load_state_dict(saved)
+
+        assert_same(optimizer.state_dict(), saved)
+
+
+def test_closing_behind_it_warns() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    states = offload(optimizer, device)
+    train(model, optimizer, device, range(2))
+    saved = optimizer.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], 5: Broken()}})
+
+    with pytest.warns(UserWarning, match=r"some parameters have the states that were loaded, others none"):
+        states.close()
+
+
+def test_dict_that_torch_refuses_leaves_the_states() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device):
+        train(model, optimizer, device, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
+
+        assert_same(optimizer.state_dict(), saved)
+        train(model, optimizer, device, range(2, 3))
+
+
+@pytest.mark.parametrize("num_lines", [12, pytest.param(120, marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", WAYS)
+def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
+    saved = []
+    for number in range(3):
+        saved.append(copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict())))
+        train(plain, plain_optimizer, device, range(number, number + 1))
+    with offload(optimizer, device, **WAYS[way]) as states:
+
+        def load(number: int) -> None:
+            model.load_state_dict(saved[number][0])
+            optimizer.load_state_dict(saved[number][1])
+
+        load(1)
+        for line in spread(count_lines(lambda: load(1), None), num_lines):
+            load(2)
+            place = interrupt(lambda: load(1), line, None)
+            with contextlib.suppress(StateOffloadError):
+                found = copy.deepcopy(optimizer.state_dict())
+                assert found["state"].keys() == saved[1][1]["state"].keys(), place
+                num_steps = int(next(iter(found["state"].values()))["step"])
+                assert_same(found, saved[num_steps][1], str(place))
+            load(2)
+            assert_same(optimizer.state_dict(), saved[2][1], str(place))
+        train_within_backwards(model, optimizer, states, device, range(2, 3))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+    assert not device.races
