@@ -17,8 +17,9 @@ from memkit.activations.budgeting.observed import is_other_link, measured_s, obs
 from memkit.activations.budgeting.schedule import schedule_of
 from memkit.activations.budgeting.searching import search
 from memkit.activations.budgeting.ways import Ways, ways_within
+from memkit.errors import HostMemoryError
 from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
-from memkit.transfer import measure_link
+from memkit.transfer import Link, measure_link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from memkit.device import Device, Event
     from memkit.plan import Problem, RegionNeeds
     from memkit.recording.ops import OpKinds
-    from memkit.transfer import Link
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLANS = 3
@@ -49,6 +49,8 @@ step."""
 _TOLERANCE = 1.5
 """These differences grow by this factor with each correction."""
 _PROBED_BYTES = 64 * 2**20
+_NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
+"""With it no plan moves anything, unless there is no other."""
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 """The bandwidth of each device, measured once."""
 _STEPS_JUDGED = 3
@@ -145,7 +147,10 @@ class Learning:
                 learned.planner = self._planner(trace.ops, learned, limits, device)
             if learned.planner is None:
                 return None
-            found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes + coming_bytes)
+            reserved_bytes = coming_bytes if limits.optimizer is None else 0
+            warn = None if limits.raises else partial(self._warn, f"budget {limits.budget}")
+            searching = partial(search, device=device, warn=warn, reserved_bytes=reserved_bytes)
+            found = self._plan(trace.ops, learned.planner, learned, limits, base_bytes + coming_bytes, searching)
         self._last = found
         return found
 
@@ -164,7 +169,13 @@ class Learning:
         return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
 
     def _plan(
-        self, ops: OpTrace, planner: JointPlanner, learned: LearnedStep, limits: Limits, device: Device, base_bytes: int
+        self,
+        ops: OpTrace,
+        planner: JointPlanner,
+        learned: LearnedStep,
+        limits: Limits,
+        base_bytes: int,
+        searching: Callable[[JointPlanner, int, int, int], MemoryPlan],
     ) -> Planned:
         problem = planner.problem
         budget_bytes = limits.budget_bytes(problem.plain_peak_bytes)
@@ -177,9 +188,7 @@ class Learning:
         allowed_bytes = max(whole_bytes - headroom_bytes - learned.over_bytes - more_bytes, 1)
         found = learned.plans.get(allowed_bytes)
         if found is None:
-            warn = None if limits.raises else partial(self._warn, f"budget {budget_bytes}")
-            plan = search(planner, allowed_bytes, headroom_bytes, budget_bytes, device, warn)
-            plan = replace(plan, budget_bytes=budget_bytes)
+            plan = replace(searching(planner, allowed_bytes, headroom_bytes, budget_bytes), budget_bytes=budget_bytes)
             schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
             found = learned.plans[allowed_bytes] = Planned(
                 plan=plan, schedule=schedule, allowed_bytes=allowed_bytes, headroom_bytes=headroom_bytes
@@ -244,7 +253,7 @@ class Learning:
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if it differs from that in the plan, as when others use the link as well."""
         learned, link = self.of(trace), self._link
-        if link is None or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
+        if link is None or not link.is_measured or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
         tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
@@ -343,8 +352,7 @@ class Learning:
     def gpu(self, device: Device) -> GpuSpec:
         """Return a spec with the bandwidths between a device and the host."""
         if self._link is None:
-            link = _links.get(device) or measure_link(device, num_bytes=_PROBED_BYTES)
-            _links[device] = link
+            link = self._link_of(device)
             counter = device.memory_counter()
             capacity_bytes = None if counter is None else counter.capacity_bytes()
             self._link = GpuSpec(
@@ -357,9 +365,21 @@ class Learning:
                 both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
                 copy_latency_s=link.latency_s,
                 source="measured in this process",
-                is_measured=True,
+                is_measured=link is not _NO_LINK,
             )
         return self._link
+
+    def _link_of(self, device: Device) -> Link:
+        """Return the speed of copies, as good as none where they free nothing or there is no host memory for them."""
+        if not device.has_own_memory:
+            return _NO_LINK
+        if device not in _links:
+            try:
+                _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
+            except HostMemoryError as error:
+                self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
+                return _NO_LINK
+        return _links[device]
 
 
 def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:

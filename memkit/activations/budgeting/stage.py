@@ -20,7 +20,7 @@ from memkit.activations.budgeting.steady import StepNotes
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.stage import RecordingStage
 from memkit.activations.saved.settled import Settled
-from memkit.device import default_generator, open_device
+from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
@@ -116,10 +116,13 @@ class BudgetStage(RecordingStage):
         if counter is not None:
             self._judge()
             self._base_bytes = counter.allocated_bytes()
+        if device is not None and (why := why_nothing_is_freed(device)):
+            state.warn_once("shared", why)
         optimizer = None if limits.optimizer is None else limits.optimizer()
         if not state.coming.is_of(optimizer):
             state.coming = ComingStates(optimizer)
-        self._coming_bytes = state.coming.num_bytes(None if device is None else device.torch_device.type)
+        kind = None if device is None else device.torch_device.type  # without a counter, the budget is for saved tensors alone
+        self._coming_bytes = 0 if device is not None and counter is None else state.coming.num_bytes(kind)
         latest = state.traces.latest
         state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
         if budget_bytes is not None:
