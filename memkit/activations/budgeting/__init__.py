@@ -22,6 +22,7 @@ Learning:
 - `metered`: a recorder that calls the meter at each op
 - `observed`: turns a measured step into the trace that is planned from
 - `foresight`: predicts the bytes of steps that have no plan yet
+- `link`: how fast copies are
 - `learned`: measurements and plans of one kind of step
 - `learning`: those of all kinds, and how well plans predict
 - `searching`: looks for a plan, and says why there is none

@@ -189,7 +189,7 @@ def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -
     )
     with copies.lock:
         copies.num_iterations += 1
-        copies.looks_for_large = False  # so that it does not tell the user of a context of which they know nothing
+        copies.looks_for_large, copies.warns_for = False, state
         around.moving = moving = MovingStage(copies, asked, ways.ratio, {})
         copies.counts = moving.counts
     around.begin((moving.follow_schedules(around.pack), unpack))

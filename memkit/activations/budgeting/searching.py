@@ -20,7 +20,6 @@ def search(
     allowed_bytes: int,
     headroom_bytes: int,
     budget_bytes: int,
-    *,
     device: Device,
     warn: Callable[[str], None] | None,
     reserved_bytes: int,
@@ -49,7 +48,7 @@ def search(
             asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
             told = f"{asked} are left free, or are there beside the step: {error}"
         if reserved_bytes:
-            told = f"{told}. {format_bytes(reserved_bytes)} are reserved for optimizer states; pass optimizer="
+            told = f"{format_bytes(reserved_bytes)} are reserved for optimizer states; pass optimizer= if it keeps less: {told}"
         if held:
             told = f"{told}. Of what is there, {held}"
         if warn is None:

@@ -105,7 +105,7 @@ class BudgetStage(RecordingStage):
         allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
         return Room(
             num_bytes=allowed_bytes - counter.allocated_bytes(),
-            bytes_per_s=state.learning.gpu(device).both_bytes_per_s,
+            bytes_per_s=state.learning.link.spec(device).both_bytes_per_s,
             flops_per_s=flops_per_s,
             memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
         )
@@ -196,7 +196,7 @@ class BudgetStage(RecordingStage):
             self.counts,
             planned=decider.planned,
             limit_bytes=self._limit_now,
-            warn=state.warn_once,
+            note_no_host=state.learning.link.note_no_host,
         )
         self._opened, self._meter, self._notes = forward, None, None
         trace = decider.follower.trace
