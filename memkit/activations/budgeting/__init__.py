@@ -18,6 +18,7 @@ Learning:
 - `state`: what a tag remembers
 - `limits`: the budget, and how much of it a step may allocate
 - `states`: bytes of optimizer states that have yet to be made
+- `peaks`: the peak of one step, whoever else resets the counter
 - `meter`: measures a step: the allocator's peak at each op, and seconds
 - `metered`: a recorder that calls the meter at each op
 - `observed`: turns a measured step into the trace that is planned from

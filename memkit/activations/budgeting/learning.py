@@ -72,8 +72,6 @@ class Learning:
         self.link = PlannedLink(warn)
         self.last_peak_bytes: int | None = None
         """The peak of the last checked step."""
-        self.ended_peak_bytes: int | None = None
-        """The peak at the end of the backward; None before. Later bytes do not count against the plan."""
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self._first: tuple[Trace, Meter] | None = None
@@ -273,12 +271,18 @@ class Learning:
             _plan_anew(learned, link)
             learned.num_links += 1
 
-    def judge(self, trace: Trace, planned: Planned, peak_bytes: int, limits: Limits) -> None:
-        """Compare the peak of a step with its plan; plan anew if it exceeded the budget."""
-        self.last_peak_bytes = peak_bytes
+    def is_new(self, trace: Trace) -> bool:
+        """Tell whether the step that is about to be checked is one of the first that follow their plan."""
+        return self.of(trace).num_judged <= _STEPS_JUDGED
+
+    def judge(self, trace: Trace, planned: Planned, peak_bytes: int | None, limits: Limits) -> None:
+        """Compare the peak of a step with its plan, if it is known; plan anew if it exceeded the budget."""
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
         budget_bytes = self.budget_bytes(trace, limits)
+        if peak_bytes is None:
+            return
+        self.last_peak_bytes = peak_bytes
         if budget_bytes is None or learned.planner is None or learned.num_replans >= _MOST_REPLANS:
             return
         over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)

@@ -14,6 +14,7 @@ from memkit import torch_private
 from memkit.activations.budgeting.decider import PlannedDecider
 from memkit.activations.budgeting.inside import Room
 from memkit.activations.budgeting.meter import Meter
+from memkit.activations.budgeting.peaks import StepPeak
 from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.activations.budgeting.states import ComingStates
 from memkit.activations.budgeting.steady import StepNotes
@@ -153,10 +154,11 @@ class BudgetStage(RecordingStage):
         self._state.is_within_capacity = True
 
     def _judge(self) -> None:
-        judged, self._state.judged = self._state.judged, None
-        learning, counts = self._state.learning, self._state.counts
-        if judged is not None and learning.ended_peak_bytes is not None:
-            learning.judge(*judged, learning.ended_peak_bytes, self._limits)
+        state = self._state
+        judged, peak, state.judged, state.peak = state.judged, state.peak, None, None
+        learning, counts = state.learning, state.counts
+        if judged is not None and peak is not None and peak.is_over:
+            learning.judge(*judged, peak.num_bytes, self._limits)
             learning.note_link(judged[0], counts.moved_out.rate(), counts.moved_in.rate())
 
     def _plan_of(self, trace: Trace) -> Planned | None:
@@ -214,14 +216,13 @@ class BudgetStage(RecordingStage):
             forward.measure(self._meter)
         elif decider.planned is not None and trace is not None and counter is not None and state.learning.is_judged(trace):
             state.judged = trace, decider.planned
-            counter.reset_peak()
-        begun, learning, judged = device.record_event(), state.learning, state.judged
-        learning.ended_peak_bytes = None
+            state.peak = StepPeak(counter, resets=learning.is_new(trace))
+        begun, peak = device.record_event(), state.peak
 
         def note_end() -> None:
             learning.note_times(begun, device.record_event())
-            if state.judged is judged and judged is not None and counter is not None:
-                learning.ended_peak_bytes = counter.peak_bytes()
+            if peak is not None:
+                peak.end_backward()
 
         forward.on_end = note_end
         return forward
