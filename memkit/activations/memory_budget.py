@@ -318,13 +318,16 @@ def _with_regions(state: BudgetState) -> dict[str, Any]:
     planner = None if state.ways_for is None else state.learning.of(state.ways_for[0]).planner
     if ways is None or planner is None or regions is None:
         return {}
-    plain_s, peak = planner.problem.plain_s, state.peak
+    plain_s, peak_bytes = planner.problem.plain_s, None if state.peak is None else state.peak.num_bytes
+    predicted_bytes = ways.predicted_bytes(regions)
+    if peak_bytes is None and not ways.is_learning:
+        peak_bytes = predicted_bytes  # which is the last one that was seen
     return {
         "plain_s": plain_s,
         "predicted_s": plain_s + regions.plan.predicted_replay_s,
         "step_s": last_s(state.region_times),
-        "predicted_peak_bytes": ways.predicted_bytes(regions),
-        "step_peak_bytes": ways.last_peak_bytes if peak is None or peak.num_bytes is None else peak.num_bytes,
+        "predicted_peak_bytes": predicted_bytes,
+        "step_peak_bytes": peak_bytes,
     }
 
 

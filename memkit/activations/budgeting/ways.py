@@ -81,8 +81,6 @@ class Ways:
             self._tries.append(_Try(Way.REGIONS, limit_bytes))
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, moving.limit_bytes, num_ahead=_NUM_NOTED))
-        self.last_peak_bytes: int | None = None
-        """The peak of the last complete step with regions."""
         self._besides: dict[tuple[Way, int], int] = {}
         """By way and limit, the difference between the last peak and the simulated one."""
         self._beside_bytes = 0
@@ -151,7 +149,6 @@ class Ways:
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self._begun is not None and self._is_steady and was_whole:
             if peak_bytes is not None and regions is not None:
-                self.last_peak_bytes = peak_bytes
                 self._beside_bytes = peak_bytes - self._simulated_bytes(regions)
                 self._besides[self.way, self.limit_bytes] = self._beside_bytes
             if regions is not None and over_bytes > 0:  # they take up to one region less than the limit
