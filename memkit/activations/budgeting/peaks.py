@@ -24,6 +24,7 @@ class StepPeak:
             counter.reset_peak()
         self._counter, self._resets = counter, resets
         self._before_bytes = -1 if resets else counter.peak_bytes()
+        self._base_bytes = counter.allocated_bytes() if resets else 0
         self._held_bytes = 0
         self.num_bytes: int | None = None
         """The peak, once the backward has ended; None where it is not known."""
@@ -36,11 +37,13 @@ class StepPeak:
             self._held_bytes = self._counter.allocated_bytes()
 
     def foretold_bytes(self) -> int | None:
-        """Return the peak of a step alike whose forward has just ended, by what that has left on the device; None if it is not
-        known."""
-        if self.num_bytes is None or not self._held_bytes:
+        """Return the peak of a step whose forward has just ended, as if all in it had grown by as much as what that has left on
+        the device; None if it is not known."""
+        own_bytes = self._held_bytes - self._base_bytes
+        if self.num_bytes is None or own_bytes <= 0:
             return None
-        return self.num_bytes + self._counter.allocated_bytes() - self._held_bytes
+        growth = (self._counter.allocated_bytes() - self._base_bytes) / own_bytes
+        return int(self._base_bytes + growth * (self.num_bytes - self._base_bytes))
 
     def end_backward(self) -> None:
         """Read the peak."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.activations.budgeting.peaks import StepPeak
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved.trial import Way
 from tests.activations.budgeting.allocator import Allocator, CountingDevice
@@ -173,3 +174,45 @@ def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> 
 
     assert stats.budget_bytes is not None
     assert max(peaks[-10:]) <= stats.budget_bytes
+
+
+def test_reading_is_of_this_step_and_of_all_that_is_alive() -> None:
+    counter = Allocator()
+
+    def read(*, resets: bool, before: int, held: int, then: int, is_reset_behind: bool) -> int | None:
+        counter._peak_bytes = before
+        peak = StepPeak(counter, resets=resets)
+        counter._now_bytes = held
+        peak.end_forward()
+        counter._peak_bytes = max(counter._peak_bytes, held, then)
+        if is_reset_behind:
+            counter._peak_bytes = then
+        peak.end_backward()
+        return peak.num_bytes
+
+    assert read(resets=True, before=900, held=50, then=70, is_reset_behind=False) == 70
+    assert read(resets=True, before=900, held=50, then=40, is_reset_behind=True) is None  # below what was alive
+    assert read(resets=False, before=900, held=50, then=70, is_reset_behind=False) is None  # not the highest
+    assert read(resets=False, before=60, held=50, then=70, is_reset_behind=False) == 70
+
+
+def test_step_that_has_grown_is_noticed_where_all_fitted_and_somebody_resets_the_peak() -> None:
+    """In a `with` block, the shapes of inputs are not known."""
+    device, model = CountingDevice(), nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    optimizer, recorded, peaks = torch.optim.SGD(model.parameters()), [], []
+    budget_bytes = 620 * 2**10
+    with device.counting(model) as allocator:
+        for number in range(16):
+            x = torch.randn(64 if number < 6 else 512, 32)
+            allocator.begin()
+            with memkit.MemoryBudget(f"{budget_bytes}B", "grows", optimizer=optimizer, min_bytes=1, device=device):
+                loss = model(x).square().mean()
+            loss.backward()
+            recorded.append(memkit.stats("grows").is_recorded)
+            peaks.append(allocator.step_peak_bytes)
+            optimizer.zero_grad()
+            allocator.reset_peak()
+
+    assert recorded[:6] == [True] * 3 + [False] * 3
+    assert max(peaks[:6]) < budget_bytes < peaks[6]  # nothing has told of it ahead
+    assert max(peaks[10:]) <= budget_bytes
