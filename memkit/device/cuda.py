@@ -316,8 +316,7 @@ class CudaDevice(Device):
         return event
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        event = event.recorded()
-        assert isinstance(event, CudaEvent)
+        assert isinstance(event := event.recorded(), CudaEvent)
         _of(stream).wait_event(event.event)
 
     def synchronize(self, event: Event | None = None) -> None:
