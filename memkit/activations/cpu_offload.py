@@ -19,7 +19,7 @@ from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, refus
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import report_from
 from memkit.device import Device, open_device
-from memkit.errors import warn_user
+from memkit.errors import HostMemoryError, warn_user
 from memkit.hooks import HookPair, in_checkpoint, innermost_pair
 from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak
@@ -212,14 +212,17 @@ class CPUOffload(ForwardContext):
             )
         key = (report, self.min_bytes, self.window_bytes)
         if state.auto is None or state.auto[0] != key:
-            device = self.device or open_device(torch.device(report.run.device))
-            ratio = auto_ratio(
-                timed_saves(report, self.min_bytes),
-                forward_s=report.forward_s,
-                backward_s=report.backward_s,
-                link=measure_link(device),
-                window_bytes=self.window_bytes,
-            )
+            device, ratio = self.device or open_device(torch.device(report.run.device)), 0.0
+            try:
+                ratio = auto_ratio(
+                    timed_saves(report, self.min_bytes),
+                    forward_s=report.forward_s,
+                    backward_s=report.backward_s,
+                    link=measure_link(device),
+                    window_bytes=self.window_bytes,
+                )
+            except HostMemoryError as error:
+                state.warn_once("host", f"nothing moves, since there is no host memory for it: {error}")
             state.auto = (key, ratio)
         return state.auto[1]
 

@@ -190,6 +190,9 @@ class MemoryBudget(RecordedContext):
         entry.begin(pair)
 
     def end_block(self, *, has_failed: bool) -> None:
+        state = budget_states.get(self.tag)
+        if state is not None:
+            state.end_forward()
         compiling, self._compiling = self._compiling, None
         if compiling is not None:
             compiling.__exit__(None, None, None)
@@ -302,7 +305,7 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
     if tag is None or regions is None:
         return figures
     figures |= {name: regions[name] for name in _OF_REGIONS}
-    figures |= _with_regions(state, tag)
+    figures |= _with_regions(state)
     copies = None if state.copies_tag is None else offload_figures(state.copies_tag)
     if copies is not None:
         figures |= {name: copies[name] for name in _OF_COPIES}
@@ -311,22 +314,23 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
     return figures
 
 
-def _with_regions(state: BudgetState, regions_tag: str) -> dict[str, Any]:
+def _with_regions(state: BudgetState) -> dict[str, Any]:
     """Return what is foretold of steps in which calls of modules are recomputed, and what the last ones took."""
-    ways, regions, learning = state.ways, remat_states.get(regions_tag), state.learning
-    planner = None if state.ways_for is None else learning.of(state.ways_for[0]).planner
-    planned = None if regions is None else regions.plan
-    if ways is None or planner is None or planned is None:
+    ways, regions = state.ways, state.regions
+    planner = None if state.ways_for is None else state.learning.of(state.ways_for[0]).planner
+    if ways is None or planner is None or regions is None:
         return {}
-    plain_s, predicted_bytes = planner.problem.plain_s, ways.predicted_bytes(planned.predicted_peak_bytes)
-    figures = {
+    plain_s, peak_bytes = planner.problem.plain_s, None if state.peak is None else state.peak.num_bytes
+    predicted_bytes = ways.predicted_bytes(regions)
+    if peak_bytes is None and not ways.is_learning:
+        peak_bytes = predicted_bytes  # which is the last one that was seen
+    return {
         "plain_s": plain_s,
-        "predicted_s": plain_s + planned.predicted_replay_s,
+        "predicted_s": plain_s + regions.plan.predicted_replay_s,
         "step_s": last_s(state.region_times),
+        "predicted_peak_bytes": predicted_bytes,
+        "step_peak_bytes": peak_bytes,
     }
-    if predicted_bytes is not None:
-        figures |= {"predicted_peak_bytes": predicted_bytes, "step_peak_bytes": ways.last_peak_bytes}
-    return figures
 
 
 report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

@@ -29,6 +29,7 @@ __all__ = [
     "default_generator",
     "is_capturing",
     "open_device",
+    "why_nothing_is_freed",
 ]
 
 
@@ -66,6 +67,17 @@ def _named(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError:
         raise ValueError(f'device must be the name of a torch.device, such as "cuda:1"; found {name!r}') from None
+
+
+def why_nothing_is_freed(device: Device) -> str | None:
+    """Return why copies to the host free nothing on a device, and what to do; None if they free some."""
+    if device.has_own_memory:
+        return None
+    name = "the CPU" if device.torch_device.type == "cpu" else f'"{device.torch_device}" ({device.name})'
+    return (
+        f"{name} has no memory apart from the host's, so moving bytes to the host frees nothing. Use a GPU with memory of its "
+        "own, or pass device=memkit.device.ReferenceDevice() to try it out."
+    )
 
 
 def is_capturing() -> bool:

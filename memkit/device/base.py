@@ -164,6 +164,8 @@ class Device(ABC):
 
     torch_device: torch.device
     """The device as torch has it; what `Tensor.device` is."""
+    has_own_memory = True
+    """Whether its memory is not the host's, so that moving bytes to the host frees some."""
 
     def __deepcopy__(self, _: object) -> Device:
         return self  # what uses a device may be copied; the device is the same

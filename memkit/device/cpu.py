@@ -41,6 +41,8 @@ class CpuEvent(Event):
 class CpuDevice(Device):
     """The host, where tensors without data (those of torch's "meta" device) are as well. See `Device`."""
 
+    has_own_memory = False
+
     def __init__(self, torch_device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # immutable
         self.torch_device = torch_device
 

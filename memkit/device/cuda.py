@@ -268,6 +268,7 @@ class CudaDevice(Device):
         self._streams: dict[int, CudaStream] = {}
         """Those that were current, by their numbers: CUDA gives none of torch's back."""
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
+        self.has_own_memory = not torch.cuda.get_device_properties(self.torch_device).is_integrated
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaDevice) and self.torch_device == other.torch_device
@@ -315,8 +316,7 @@ class CudaDevice(Device):
         return event
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        event = event.recorded()
-        assert isinstance(event, CudaEvent)
+        assert isinstance(event := event.recorded(), CudaEvent)
         _of(stream).wait_event(event.event)
 
     def synchronize(self, event: Event | None = None) -> None:

@@ -45,7 +45,16 @@ Weights and optimizer states:
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.asked import budget_or_share, plan_memory
-from memkit.plan.budget import JointPlanner, MemoryPlan, Moving, Problem, fit_copies, fit_regions, make_problem
+from memkit.plan.budget import (
+    JointPlanner,
+    MemoryPlan,
+    Moving,
+    Problem,
+    fit_copies,
+    fit_regions,
+    make_problem,
+    peak_with_regions,
+)
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.disk import disk_bytes, disk_step_s, terabytes_written
@@ -139,6 +148,7 @@ __all__ = [
     "interleaved",
     "is_large",
     "make_problem",
+    "peak_with_regions",
     "plan_again",
     "plan_auto",
     "plan_budget",

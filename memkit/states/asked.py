@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.device import CpuDevice, Device, open_device
+from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import needs_master
 from memkit.owners import owners
@@ -121,11 +121,8 @@ def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Devi
             f"StateOffload needs parameters on {device.torch_device}; found them on {place}. Move the model there before the "
             "optimizer is made"
         )
-    if isinstance(device, CpuDevice) and asked is None:
-        warn_user(
-            "StateOffload: the parameters are in host memory, and so are the states already: nothing is freed. Move the "
-            "model to a GPU first"
-        )
+    if why := why_nothing_is_freed(device):
+        warn_user(f"StateOffload: {why}")
     return device
 
 

@@ -34,7 +34,7 @@ from memkit.weights.optimizers import MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.placement import Placement
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
-from memkit.weights.shares import check_disk, choose_mode, chunks_of, plan_layers, why_nothing_is_freed
+from memkit.weights.shares import check_disk, choose_mode, chunks_of, plan_layers, why_layers_free_nothing
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
@@ -143,9 +143,7 @@ class LayerOffload(NotCopied, EnteredOnce):
             num_slots=num_slots,
             state_bytes=0 if optimizer is None else state_bytes_of(optimizer, trained),
         )
-        message = why_nothing_is_freed(
-            self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots, is_asked_for=device is not None
-        )
+        message = why_layers_free_nothing(self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots)
         if message is not None:
             warn_user(message)
         self._choice = MeasuredChoice(

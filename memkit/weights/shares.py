@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from memkit.device import CpuDevice, Device
+from memkit.device import Device, why_nothing_is_freed
 from memkit.errors import warn_user
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
@@ -148,14 +148,13 @@ def plan_layers(
     return plan_budget(costs, budget_bytes, num_slots=num_slots, state_bytes=state_bytes)
 
 
-def why_nothing_is_freed(
+def why_layers_free_nothing(
     layers: Mapping[str, LayerChunk | None],
     plan: ResidencyPlan,
     device: Device,
     *,
     train: str,
     num_slots: int,
-    is_asked_for: bool,
 ) -> str | None:
     """Return what to say if layers stream, and the device has no byte more for it; None if that is not so.
 
@@ -165,16 +164,9 @@ def why_nothing_is_freed(
         device: where they run.
         train: how they are trained: with "host", the gradients of what streams are not on the device either.
         num_slots: for layers of one size.
-        is_asked_for: whether the user has named the device.
     """
-    if isinstance(device, CpuDevice):
-        found, advice = "found no CUDA device", "Run on a machine with a GPU"
-        if is_asked_for:
-            found, advice = "was given the CPU as its device", 'Leave device= out, or name a GPU (device="cuda")'
-        return (
-            f"LayerOffload {found}: weights stream from host memory to host memory, which frees nothing. {advice}, or pass "
-            "device=memkit.device.ReferenceDevice() to try it out."
-        )
+    if why := why_nothing_is_freed(device):
+        return f"LayerOffload: {why}"
     costs = costs_of(layers)
     grad_bytes = sum(layer.grad_bytes for layer in costs if layer.name in plan.streamed) if train == "host" else 0
     if not plan.streamed or plan.freed_bytes + grad_bytes > 0:

@@ -92,7 +92,7 @@ def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
 ) -> None:
     plain = _big_step(device)
     context = offloading(1.0, "limit", window_bytes=0, host_limit_bytes=limit_bytes)
-    with pytest.warns(UserWarning, match=r"\"limit\"\) leaves 1.00 MiB on the device: .*host_limit_bytes") as caught:
+    with pytest.warns(UserWarning, match=r"\"limit\"\): it leaves 1.00 MiB on the device: .*host_limit_bytes") as caught:
         found = _big_step(device, lambda: context)
     assert len(caught) == 1
     assert_same_bits(found, plain)

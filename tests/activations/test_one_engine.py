@@ -204,7 +204,7 @@ def test_an_interrupt_where_a_recording_is_given_up() -> None:
 def test_what_another_context_was_given_is_known_though_addresses_are_used_again() -> None:
     """What leaves is freed, and the next tensor may be where it was: that is another value."""
     device = CpuDevice()
-    window = OffloadWindow(device, "Rematerialize", "offered", threading.RLock())
+    window = OffloadWindow(device, "Rematerialize", "offered", threading.RLock(), lambda *_: None)
     forward = RecordedForward(Recording(device), window, DTRScore(), math.inf, Counts())
 
     for value in range(20):

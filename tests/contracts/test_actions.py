@@ -201,7 +201,7 @@ def test_nothing_moves_where_there_is_no_other_memory() -> None:
     x = leaf_on(torch.device("cpu"))
     context = memkit.Rematerialize(1.0, "actions", min_bytes=0, device=CpuDevice())
 
-    with pytest.warns(UserWarning, match="no other memory to move saved tensors to: they stay"):
+    with pytest.warns(UserWarning, match="saved tensors stay: the CPU has no memory apart from"):
         _step(x, [Action.OFFLOAD] * len(UNITS), context)
 
     assert not memkit.stats("actions").moved_out_bytes

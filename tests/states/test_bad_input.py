@@ -139,7 +139,7 @@ def test_a_host_step_without_fused_kernel_warns() -> None:
 def test_parameters_in_host_memory_warn() -> None:
     optimizer = torch.optim.AdamW(make_net(CpuDevice()).parameters())
 
-    with pytest.warns(UserWarning, match="the parameters are in host memory, and so are the states already"):
+    with pytest.warns(UserWarning, match="StateOffload: the CPU has no memory apart from the host's"):
         states = memkit.StateOffload(optimizer)
     train(make_net(CpuDevice()), optimizer, CpuDevice(), range(1))
     states.close()

@@ -18,10 +18,12 @@ Learning:
 - `state`: what a tag remembers
 - `limits`: the budget, and how much of it a step may allocate
 - `states`: bytes of optimizer states that have yet to be made
+- `peaks`: the peak of one step, whoever else resets the counter
 - `meter`: measures a step: the allocator's peak at each op, and seconds
 - `metered`: a recorder that calls the meter at each op
 - `observed`: turns a measured step into the trace that is planned from
 - `foresight`: predicts the bytes of steps that have no plan yet
+- `link`: how fast copies are
 - `learned`: measurements and plans of one kind of step
 - `learning`: those of all kinds, and how well plans predict
 - `searching`: looks for a plan, and says why there is none

@@ -7,18 +7,17 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 
 from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.learned import LearnedStep, Planned
+from memkit.activations.budgeting.link import PlannedLink
 from memkit.activations.budgeting.observed import is_other_link, measured_s, observed_trace
 from memkit.activations.budgeting.schedule import schedule_of
 from memkit.activations.budgeting.searching import search
 from memkit.activations.budgeting.ways import Ways, ways_within
 from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, fit_regions, make_problem
-from memkit.transfer import measure_link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,14 +32,11 @@ if TYPE_CHECKING:
     from memkit.device import Device, Event
     from memkit.plan import Problem, RegionNeeds
     from memkit.recording.ops import OpKinds
-    from memkit.transfer import Link
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLANS = 3
 _HEADROOM = 0.01
 """The fraction of a budget that is left free, for differences between steps."""
-_OF_LINK = 0.9
-"""Plans use this fraction of the link's measured bandwidth, since other processes may use the link too."""
 _IN_STEPS, _MOST_LINKS = 0.98, 8
 """Plans use this fraction of the bandwidth that steps have shown, and correct it at most this often."""
 _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
@@ -48,9 +44,6 @@ _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
 step."""
 _TOLERANCE = 1.5
 """These differences grow by this factor with each correction."""
-_PROBED_BYTES = 64 * 2**20
-_links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
-"""The bandwidth of each device, measured once."""
 _STEPS_JUDGED = 3
 """How many of the first steps of each plan are checked."""
 _AS_PREDICTED = 1.03
@@ -76,11 +69,9 @@ class Learning:
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
-        self._link: GpuSpec | None = None
+        self.link = PlannedLink(warn)
         self.last_peak_bytes: int | None = None
         """The peak of the last checked step."""
-        self.ended_peak_bytes: int | None = None
-        """The peak at the end of the backward; None before. Later bytes do not count against the plan."""
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self._first: tuple[Trace, Meter] | None = None
@@ -145,7 +136,10 @@ class Learning:
                 learned.planner = self._planner(trace.ops, learned, limits, device)
             if learned.planner is None:
                 return None
-            found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes + coming_bytes)
+            if not self.link.has_host and learned.planner.problem.gpu.is_measured:
+                learned.over_bytes = 0  # of steps whose copies found no room
+                _plan_anew(learned, self.link.spec(device))
+            found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes, coming_bytes)
         self._last = found
         return found
 
@@ -161,15 +155,22 @@ class Learning:
         trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
         learned.meter, learned.measured_s = None, measured_s(meter, step)
         self._first = None
-        return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
+        return JointPlanner(make_problem(trace, self.link.spec(device), measured_s=learned.measured_s))
 
     def _plan(
-        self, ops: OpTrace, planner: JointPlanner, learned: LearnedStep, limits: Limits, device: Device, base_bytes: int
+        self,
+        ops: OpTrace,
+        planner: JointPlanner,
+        learned: LearnedStep,
+        limits: Limits,
+        device: Device,
+        base_bytes: int,
+        coming_bytes: int,
     ) -> Planned:
         problem = planner.problem
         budget_bytes = limits.budget_bytes(problem.plain_peak_bytes)
         assert budget_bytes is not None
-        more_bytes = max(base_bytes - problem.base_bytes, 0)
+        more_bytes = max(base_bytes + coming_bytes - problem.base_bytes, 0)
         unit_bytes = max(int(_MORE_BESIDE * budget_bytes), 1)
         more_bytes = -(-more_bytes // unit_bytes) * unit_bytes if more_bytes > unit_bytes else 0
         whole_bytes = limits.allocated_bytes(budget_bytes)
@@ -178,7 +179,9 @@ class Learning:
         found = learned.plans.get(allowed_bytes)
         if found is None:
             warn = None if limits.raises else partial(self._warn, f"budget {budget_bytes}")
-            plan = search(planner, allowed_bytes, headroom_bytes, budget_bytes, device, warn)
+            is_guess = limits.optimizer is None or limits.optimizer() is None
+            reserved_bytes = coming_bytes if is_guess else 0
+            plan = search(planner, allowed_bytes, headroom_bytes, budget_bytes, device, warn, reserved_bytes)
             plan = replace(plan, budget_bytes=budget_bytes)
             schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
             found = learned.plans[allowed_bytes] = Planned(
@@ -243,8 +246,14 @@ class Learning:
 
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if it differs from that in the plan, as when others use the link as well."""
-        learned, link = self.of(trace), self._link
-        if link is None or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
+        learned, link = self.of(trace), self.link.known
+        if (
+            link is None
+            or not link.is_measured
+            or learned.planner is None
+            or out_bytes_per_s is None
+            or back_bytes_per_s is None
+        ):
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
         tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
@@ -256,21 +265,25 @@ class Learning:
                 found, least = (median(out), median(back)), _OTHER_LINK * tolerance
         is_other = is_other_link(link, found, least)
         if is_other and learned.num_links < _MOST_LINKS:
-            problem = learned.planner.problem
-            self._link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
-            handling_s = learned.planner.handling_s
-            learned.planner = JointPlanner(make_problem(problem.trace, self._link, measured_s=learned.measured_s))
-            learned.planner.handling_s = handling_s
-            learned.plans.clear()
+            link = self.link.known = replace(
+                link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found)
+            )
+            _plan_anew(learned, link)
             learned.num_links += 1
 
-    def judge(self, trace: Trace, planned: Planned, peak_bytes: int, limits: Limits) -> bool:
-        """Compare the peak of a step with its plan; plan anew if it exceeded the budget. Return whether it did after all plans
-        that may be made."""
-        self.last_peak_bytes = peak_bytes
+    def is_new(self, trace: Trace) -> bool:
+        """Tell whether the step that is about to be checked is one of the first that follow their plan."""
+        return self.of(trace).num_judged <= _STEPS_JUDGED
+
+    def judge(self, trace: Trace, planned: Planned, peak_bytes: int | None, limits: Limits) -> bool:
+        """Compare the peak of a step with its plan, if it is known; plan anew if it exceeded the budget. Return whether it did
+        after all plans that may be made."""
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
         budget_bytes = self.budget_bytes(trace, limits)
+        if peak_bytes is None:
+            return False
+        self.last_peak_bytes = peak_bytes
         if budget_bytes is None or learned.planner is None:
             return False
         over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)
@@ -313,7 +326,7 @@ class Learning:
         if not lacks_ops and (is_as_known or planned.exceeds_budget):
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
-        bytes_per_s = None if self._link is None else self._link.both_bytes_per_s
+        bytes_per_s = None if self.link.known is None else self.link.known.both_bytes_per_s
         counter = None if device is None else device.memory_counter()
         return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
 
@@ -328,8 +341,7 @@ class Learning:
         share, problem = step_s / plan.predicted_s, learned.planner.problem
         if share < _LESS:
             learned.measured_s = [share * seconds for seconds in learned.measured_s]
-            learned.planner = JointPlanner(make_problem(problem.trace, problem.gpu, measured_s=learned.measured_s))
-            learned.plans.clear()
+            _plan_anew(learned, problem.gpu)
         elif share > _AS_PREDICTED and not plan.is_plain and _has_own_clock(problem):
             learned.planner.handling_s = _HANDLING_S
             learned.plans.clear()
@@ -352,26 +364,14 @@ class Learning:
         """Return the seconds of the last finished step."""
         return last_s(self._last_times)
 
-    def gpu(self, device: Device) -> GpuSpec:
-        """Return a spec with the bandwidths between a device and the host."""
-        if self._link is None:
-            link = _links.get(device) or measure_link(device, num_bytes=_PROBED_BYTES)
-            _links[device] = link
-            counter = device.memory_counter()
-            capacity_bytes = None if counter is None else counter.capacity_bytes()
-            self._link = GpuSpec(
-                name=device.name,
-                memory_bytes=capacity_bytes or 2**62,
-                bytes_per_s=1.0,
-                flops_per_s={},
-                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
-                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
-                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
-                copy_latency_s=link.latency_s,
-                source="measured in this process",
-                is_measured=True,
-            )
-        return self._link
+
+def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
+    """Plan steps anew, by the seconds of their ops, and the link, as they are known now."""
+    before = learned.planner
+    assert before is not None
+    learned.planner = JointPlanner(make_problem(before.problem.trace, gpu, measured_s=learned.measured_s))
+    learned.planner.handling_s = before.handling_s
+    learned.plans.clear()
 
 
 def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:

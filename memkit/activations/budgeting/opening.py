@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memkit import backwards
+from memkit.activations.budgeting.peaks import StepPeak
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
@@ -36,7 +37,7 @@ class _StepClock(Trial):
 
     def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
         super().__init__(is_open=False)
-        self._state, self._begun = state, (device, begun)
+        self._state, self._begun, self._peak = state, (device, begun), state.peak
         self._is_over = False
 
     def begin_backward(self) -> None:
@@ -48,6 +49,8 @@ class _StepClock(Trial):
         device, begun = self._begun
         if not has_failed:
             self._state.region_times = [*self._state.region_times[-2:], (begun, device.record_event())]
+            if self._peak is not None:
+                self._peak.end_backward()
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
@@ -125,12 +128,9 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
     state.limits = limits
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
         was_decided = ways.is_decided
-        peak_bytes = None if counter is None else counter.peak_bytes()
-        regions = None if state.regions_tag is None else remat_states.get(state.regions_tag)
-        planned_bytes = None if regions is None or regions.plan is None else regions.plan.predicted_peak_bytes
-        ways.begin_step(device.record_event(), peak_bytes, was_whole=_was_whole(state), planned_bytes=planned_bytes)
-        if counter is not None:
-            counter.reset_peak()
+        peak_bytes = None if state.regions_tag is None or state.peak is None else state.peak.num_bytes
+        is_known = peak_bytes is not None or counter is None or ways.way is Way.OPS or not ways.is_learning
+        ways.begin_step(device.record_event(), peak_bytes, was_whole=is_known and _was_whole(state), regions=state.regions)
         if ways.is_decided and not was_decided:
             _let_go_of_others(state, ways.way)
     return ways
@@ -168,6 +168,8 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
         outer = innermost_hooks()
     steady = open_steady(state.regions_tag, options, outer) or _settled_ahead(state, options, outer)
     if steady is not None:
+        counter = state.counter
+        state.peak = None if counter is None else StepPeak(counter, resets=ways.is_learning)
         if isinstance(steady, RegionStage) and state.costs.device is not None and ways.begun is not None:
             steady.counts.trial = _StepClock(state, state.costs.device, ways.begun)
         ways.count_step()
@@ -202,7 +204,7 @@ def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -
     )
     with copies.lock:
         copies.num_iterations += 1
-        copies.looks_for_large = False  # so that it does not tell the user of a context of which they know nothing
+        copies.looks_for_large, copies.warns_for = False, state
         around.moving = moving = MovingStage(copies, asked, ways.ratio, {})
         copies.counts = moving.counts
     around.begin((moving.follow_schedules(around.pack), unpack))

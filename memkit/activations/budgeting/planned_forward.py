@@ -71,7 +71,7 @@ class PlannedForward(RecordedForward):
         recording, window, score, counts: see `RecordedForward`.
         planned: the plan; None if there is none yet.
         limit_bytes: returns the most bytes that saved values and replays may take on the device now, if there is no schedule.
-        warn: warns the user once for each kind: called with the kind and the message.
+        note_no_host: called where there is no host memory for a value, which stays then.
     """
 
     moves = True
@@ -85,12 +85,12 @@ class PlannedForward(RecordedForward):
         *,
         planned: Planned | None,
         limit_bytes: Callable[[PlannedForward | None], float],
-        warn: Callable[[str, str], None],
+        note_no_host: Callable[[HostMemoryError], None],
     ) -> None:
         super().__init__(recording, window, score, limit_bytes(None), counts)
         self.planned: Planned | None = None
         self.schedule: Schedule | None = None
-        self._limit_bytes, self._warn = limit_bytes, warn
+        self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
@@ -205,7 +205,7 @@ class PlannedForward(RecordedForward):
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
-            self._warn("host", f"a saved tensor stays on the device, since there is no host memory for it: {error}")
+            self._note_no_host(error)
             return
         if self.marks.get(record.value) is Action.OFFLOAD:
             self._release_asked()  # the one before

@@ -22,6 +22,7 @@ def search(
     budget_bytes: int,
     device: Device,
     warn: Callable[[str], None] | None,
+    reserved_bytes: int,
 ) -> MemoryPlan:
     """Return a plan; without the headroom if there is none with it.
 
@@ -32,6 +33,7 @@ def search(
         budget_bytes: the user's budget for the whole device.
         device: the device of the step.
         warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
+        reserved_bytes: how many of the bytes that are left free are for the states of an optimizer that is not known.
 
     Raises:
         BudgetInfeasible: there is no plan, and `warn` is None.
@@ -45,6 +47,8 @@ def search(
         if free_bytes:
             asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
             told = f"{asked} are left free, or are there beside the step: {error}"
+        if reserved_bytes:
+            told = f"{format_bytes(reserved_bytes)} are reserved for optimizer states; pass optimizer= if it keeps less: {told}"
         if held:
             told = f"{told}. Of what is there, {held}"
         if warn is None:

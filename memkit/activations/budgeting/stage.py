@@ -14,13 +14,14 @@ from memkit import torch_private
 from memkit.activations.budgeting.decider import PlannedDecider
 from memkit.activations.budgeting.inside import Room
 from memkit.activations.budgeting.meter import Meter
+from memkit.activations.budgeting.peaks import StepPeak
 from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.activations.budgeting.states import ComingStates
 from memkit.activations.budgeting.steady import StepNotes
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.stage import RecordingStage
 from memkit.activations.saved.settled import Settled
-from memkit.device import default_generator, open_device
+from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
@@ -105,7 +106,7 @@ class BudgetStage(RecordingStage):
         allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
         return Room(
             num_bytes=allowed_bytes - counter.allocated_bytes(),
-            bytes_per_s=state.learning.gpu(device).both_bytes_per_s,
+            bytes_per_s=state.learning.link.spec(device).both_bytes_per_s,
             flops_per_s=flops_per_s,
             memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
         )
@@ -116,10 +117,13 @@ class BudgetStage(RecordingStage):
         if counter is not None:
             self._judge()
             self._base_bytes = counter.allocated_bytes()
+        if device is not None and (why := why_nothing_is_freed(device)):
+            state.warn_once("shared", why)
         optimizer = None if limits.optimizer is None else limits.optimizer()
         if not state.coming.is_of(optimizer):
             state.coming = ComingStates(optimizer)
-        self._coming_bytes = state.coming.num_bytes(None if device is None else device.torch_device.type)
+        kind = None if device is None else device.torch_device.type  # without a counter, the budget is for saved tensors alone
+        self._coming_bytes = 0 if device is not None and counter is None else state.coming.num_bytes(kind)
         latest = state.traces.latest
         state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
         if budget_bytes is not None:
@@ -150,11 +154,12 @@ class BudgetStage(RecordingStage):
         self._state.is_within_capacity = True
 
     def _judge(self) -> None:
-        judged, self._state.judged = self._state.judged, None
-        learning, counts = self._state.learning, self._state.counts
-        if judged is not None and learning.ended_peak_bytes is not None:
-            if learning.judge(*judged, learning.ended_peak_bytes, self._limits):
-                self._state.note_in_vain(had_plan=True)
+        state = self._state
+        judged, peak, state.judged, state.peak = state.judged, state.peak, None, None
+        learning, counts = state.learning, state.counts
+        if judged is not None and peak is not None and peak.is_over:
+            if learning.judge(*judged, peak.num_bytes, self._limits):
+                state.note_in_vain(had_plan=True)
             learning.note_link(judged[0], counts.moved_out.rate(), counts.moved_in.rate())
 
     def _plan_of(self, trace: Trace) -> Planned | None:
@@ -194,7 +199,7 @@ class BudgetStage(RecordingStage):
             self.counts,
             planned=decider.planned,
             limit_bytes=self._limit_now,
-            warn=state.warn_once,
+            note_no_host=state.learning.link.note_no_host,
         )
         self._opened, self._meter, self._notes = forward, None, None
         trace = decider.follower.trace
@@ -212,14 +217,13 @@ class BudgetStage(RecordingStage):
             forward.measure(self._meter)
         elif decider.planned is not None and trace is not None and counter is not None and state.learning.is_judged(trace):
             state.judged = trace, decider.planned
-            counter.reset_peak()
-        begun, learning, judged = device.record_event(), state.learning, state.judged
-        learning.ended_peak_bytes = None
+            state.peak = StepPeak(counter, resets=learning.is_new(trace))
+        begun, peak = device.record_event(), state.peak
 
         def note_end() -> None:
             learning.note_times(begun, device.record_event())
-            if state.judged is judged and judged is not None and counter is not None:
-                learning.ended_peak_bytes = counter.peak_bytes()
+            if peak is not None:
+                peak.end_backward()
 
         forward.on_end = note_end
         return forward

@@ -9,12 +9,14 @@ from memkit.activations.budgeting.inside import InsideBudgets
 from memkit.activations.budgeting.learned import Planned
 from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.states import ComingStates
-from memkit.activations.saved.state import RematState, States
+from memkit.activations.saved.state import RematState, States, remat_states
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.peaks import StepPeak
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
+    from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.activations.saved.traces import Trace
     from memkit.device import Event, MemoryCounter
     from memkit.plan import StepTrace
@@ -69,6 +71,8 @@ class BudgetState(RematState):
         """Start and end of the last steps that recomputed regions."""
         self.judged: tuple[Trace, Planned] | None = None
         """The trace and plan of the last forward, if its peak is to be checked."""
+        self.peak: StepPeak | None = None
+        """The peak of the last forward and its backward, if it is looked at."""
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
         """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there
@@ -83,6 +87,23 @@ class BudgetState(RematState):
             is_whole = trace is not self.foreseen
             self._foresight = trace, None if trace is None else Foresight(trace, is_whole=is_whole)
         return self._foresight[1]
+
+    def end_forward(self) -> None:
+        """Note what a forward has left on the device. Where nothing is done since all fits, and it is too much to fit, the next
+        step is looked at again: no backward is seen then, and the peak may have been reset by its end."""
+        peak, settled = self.peak, self.settled
+        if peak is None:
+            return
+        if settled is None or self.is_recorded:
+            peak.end_forward()
+        elif (foretold_bytes := peak.foretold_bytes()) is not None and foretold_bytes > settled.budget_bytes:
+            self.settled, self.most_numel = None, 0
+
+    @property
+    def regions(self) -> RegionPlan | None:
+        """The regions that the last forward was to recompute; None where it had none, or has left them."""
+        regions = None if self.regions_tag is None else remat_states.get(self.regions_tag)
+        return None if regions is None or regions.settled is None else regions.settled.regions
 
     @property
     def counter(self) -> MemoryCounter | None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memkit.activations.saved.trial import Way
-from memkit.plan import fit_copies, fit_regions
+from memkit.plan import fit_copies, fit_regions, peak_with_regions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.device.base import Event, MemoryCounter
     from memkit.plan import Moving, Problem, RegionNeeds
 
@@ -67,22 +68,25 @@ class Ways:
         allowed_bytes: the most bytes that a step may take on the device.
         limit_bytes: first guess of the most bytes that saved values may take with regions alone; None not to try this way.
         moving: what to move beside regions; None not to try this way.
+        problem: the step, to predict peaks; None if it is not known.
     """
 
-    def __init__(self, allowed_bytes: int, limit_bytes: int | None, *, moving: Moving | None = None) -> None:
-        self.allowed_bytes = allowed_bytes
+    def __init__(
+        self, allowed_bytes: int, limit_bytes: int | None, *, moving: Moving | None = None, problem: Problem | None = None
+    ) -> None:
+        self.allowed_bytes, self._problem = allowed_bytes, problem
         self._moving, self._first_limit_bytes = moving, limit_bytes
         self._tries = [_Try(Way.OPS)]
         if limit_bytes is not None:
             self._tries.append(_Try(Way.REGIONS, limit_bytes))
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, moving.limit_bytes, num_ahead=_NUM_NOTED))
-        self.last_peak_bytes: int | None = None
-        """The peak of the last complete step with regions."""
         self._besides: dict[tuple[Way, int], int] = {}
-        """By way and limit, the largest difference between a peak and the planned bytes of saved values."""
-        self._beside: int | None = None
+        """By way and limit, the difference between the last peak and the simulated one."""
+        self._beside_bytes = 0
         """The same difference in the last step that was measured."""
+        self._simulated: tuple[RegionPlan, float, int] | None = None
+        """The peak that was simulated last: of which regions, with which share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
         """Seconds of the fastest step of each way; empty before the choice."""
         self._place = 0
@@ -128,21 +132,27 @@ class Ways:
         """Whether a way was chosen."""
         return self._is_decided
 
-    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, planned_bytes: int | None = None) -> None:
+    @property
+    def is_learning(self) -> bool:
+        """Whether the peak of the next step is yet to be seen, to choose a way or for another limit."""
+        return not self._is_decided or (self.way, self.limit_bytes) not in self._besides
+
+    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, regions: RegionPlan | None = None) -> None:
         """Note that a context is entered again.
 
         Args:
             now: recorded at the entry.
-            peak_bytes: the peak since the last entry; None if it is not known.
-            planned_bytes: planned bytes of saved values with regions: up to one region less than the limit.
+            peak_bytes: the peak of the last step; None if it is not known.
+            regions: what the last step has recomputed; None if it had no regions.
             was_whole: whether the last step ended and did not deviate. Otherwise it doesn't count.
         """
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self._begun is not None and self._is_steady and was_whole:
-            if self.way is not Way.OPS and peak_bytes is not None and planned_bytes is not None:
-                self._note_peak(peak_bytes, planned_bytes)
-            if planned_bytes is not None and over_bytes > 0:
-                self._now.limit_bytes = min(self._now.limit_bytes, planned_bytes)
+            if peak_bytes is not None and regions is not None:
+                self._beside_bytes = peak_bytes - self._simulated_bytes(regions)
+                self._besides[self.way, self.limit_bytes] = self._beside_bytes
+            if regions is not None and over_bytes > 0:  # they take up to one region less than the limit
+                self._now.limit_bytes = min(self._now.limit_bytes, regions.plan.predicted_peak_bytes)
             if not self._is_decided:
                 self._note(self._begun, now, peak_bytes)
             elif over_bytes > 0:
@@ -151,22 +161,19 @@ class Ways:
         if not self._is_decided:
             self._decide()
 
-    def predicted_bytes(self, planned_bytes: int) -> int | None:
-        """Return the predicted peak of a step with regions, from earlier ones; None if there was none.
+    def predicted_bytes(self, regions: RegionPlan) -> int:
+        """Return the predicted peak of a step with regions: a simulation, corrected by the peaks of earlier ones."""
+        beside_bytes = self._besides.get((self.way, self.limit_bytes), self._beside_bytes)
+        return max(self._simulated_bytes(regions) + beside_bytes, 0)
 
-        Args:
-            planned_bytes: planned bytes of saved values.
-        """
-        if self._beside is None:
-            return None
-        return planned_bytes + self._besides.get((self.way, self.limit_bytes), self._beside)
-
-    def _note_peak(self, peak_bytes: int, planned_bytes: int) -> None:
-        if self.way is Way.REGIONS and peak_bytes < planned_bytes:
-            return  # somebody else has begun to count peaks anew
-        key, beside_bytes = (self.way, self.limit_bytes), peak_bytes - planned_bytes
-        self._beside = self._besides[key] = max(beside_bytes, self._besides.get(key, beside_bytes))
-        self.last_peak_bytes = peak_bytes
+    def _simulated_bytes(self, regions: RegionPlan) -> int:
+        found, ratio = self._simulated, self.ratio
+        if found is None or found[0] is not regions or found[1] != ratio:
+            problem, num_bytes = self._problem, regions.plan.predicted_peak_bytes
+            if problem is not None:
+                num_bytes = peak_with_regions(problem, regions.needs, ratio, self.window_bytes)
+            found = self._simulated = regions, ratio, num_bytes
+        return found[2]
 
     def skip_step(self) -> None:
         """Note that a step goes none of the ways, so that the time until the next entry doesn't count."""
@@ -287,4 +294,4 @@ def ways_within(
     capacity_bytes = None if counter is None else counter.capacity_bytes()
     if moving is not None and capacity_bytes is not None and allowed_bytes + moving.num_bytes > _OF_CAPACITY * capacity_bytes:
         moving = None
-    return None if limit_bytes is None and moving is None else Ways(allowed_bytes, limit_bytes, moving=moving)
+    return None if limit_bytes is None and moving is None else Ways(allowed_bytes, limit_bytes, moving=moving, problem=problem)

@@ -16,7 +16,7 @@ from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.forward import Forward
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import OffloadState
-from memkit.device import CpuDevice, Device, open_device
+from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action
 from memkit.storages import is_range_of_bytes, storage_key
@@ -40,7 +40,8 @@ class MovingStage(SteadyStage):
         resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
     ) -> None:
         super().__init__(state, options, ratio, resident)
-        self._saw_cpu = False
+        self._saw_shared: Device | None = None
+        """A device without memory of its own: nothing moves there."""
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
@@ -84,7 +85,7 @@ class MovingStage(SteadyStage):
         if asked is None:
             for window in windows:
                 self._forward_on(window.device)
-        elif not isinstance(asked, CpuDevice):  # pin ahead of the first save
+        elif asked.has_own_memory:  # pin ahead of the first save
             self._forward_on(asked)
 
     def take_off(self) -> None:
@@ -108,12 +109,8 @@ class MovingStage(SteadyStage):
         if not has_failed:
             self._warn_of_small()
         self._forwards.clear()  # the graph alone keeps a forward alive from here on: it counts in the limit until it dies
-        if self._saw_cpu and not saw_device:
-            self._state.warn_once(
-                "cpu",
-                "it saw only tensors on the CPU, where there is nothing to move: it does nothing. Move the model to a GPU, or "
-                "pass device=memkit.device.ReferenceDevice() to try it out.",
-            )
+        if self._saw_shared is not None and not saw_device:
+            self._state.warn_once("shared", f"nothing moves: {why_nothing_is_freed(self._saw_shared)}")
 
     def _warn_of_whole_model(self) -> None:
         """Warn where a model is compiled as one graph: that is one node, which saves its tensors once all of them are made."""
@@ -207,11 +204,11 @@ class MovingStage(SteadyStage):
     def _open(self, torch_device: torch.device) -> Device | None:
         """Return the device that a tensor is moved from, None if nothing is moved from it."""
         asked = self._options.device
-        is_cpu = torch_device.type == "cpu" and (asked is None or isinstance(asked, CpuDevice))
-        self._saw_cpu = self._saw_cpu or is_cpu
         device: Device | None = None
-        if not is_cpu and (asked is None or torch_device == asked.torch_device):
-            device = asked or (open_device(torch_device) if torch_device.type == "cuda" else None)
+        if asked is None or torch_device == asked.torch_device:
+            device = asked or (open_device(torch_device) if torch_device.type in ("cpu", "cuda") else None)
+        if device is not None and not device.has_own_memory:
+            device, self._saw_shared = None, device
         self._devices[torch_device] = device
         return device
 

@@ -7,6 +7,7 @@ becomes free is filled with what is needed next. A steady step does the same by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -40,13 +41,14 @@ _PASSED_OVER = 8
 class OffloadWindow:
     """The saved tensors of one tag on one device, beside those that follow a schedule. May be used from several threads."""
 
-    def __init__(self, device: Device, name: str, tag: str, lock: AbstractContextManager[object]) -> None:
+    def __init__(
+        self, device: Device, name: str, tag: str, lock: AbstractContextManager[object], warn: Callable[[str, str], None]
+    ) -> None:
         self.device = device
         self.arena = Arena(device)
         self.traces = Traces()
         self.name = f'{name} (tag "{tag}")'
-        self.tag = tag
-        self.lock = lock
+        self.tag, self.lock, self._warn = tag, lock, warn
         self.lanes = lanes_of(device)
         self.ledger = Ledger(device, self.lanes, self.arena)
         """The records."""
@@ -59,7 +61,7 @@ class OffloadWindow:
         self._most_forwards = 1
         self._needed_bytes = 0
         """Host memory that the plans needed when the arena was made to fit last."""
-        self._has_warned = self.is_retired = self.has_schedule = False
+        self.is_retired = self.has_schedule = False
         self.is_broken = False
         """Whether a call was broken off."""
         self._is_asking = False
@@ -173,9 +175,7 @@ class OffloadWindow:
         except HostMemoryError as error:
             forward.share.stays_after_all(record.num_bytes)
             forward.counts.kept_bytes += record.num_bytes
-            if not self._has_warned:
-                self._has_warned = True
-                warn_user(f"{self.name} leaves {format_mib(record.num_bytes)} on the device: {error}")
+            self._warn("host", f"it leaves {format_mib(record.num_bytes)} on the device: {error}")
 
     def make_room(self, forward: Forward) -> None:
         """Free the device memory of records that leave, the oldest copy first, until the limit is kept."""

@@ -19,7 +19,6 @@ from memkit.activations.saved.forward import Contents, Forward, SavedValues, con
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
-from memkit.device import CpuDevice
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
@@ -153,7 +152,7 @@ class RecordedForward(SavedValues):
             self.walk.drop(record.value)
             return
         self.walk.evictable.pop(record.value, None)
-        if action is Action.OFFLOAD and not isinstance(self.window.device, CpuDevice):
+        if action is Action.OFFLOAD and self.window.device.has_own_memory:
             self.window.adopt(self.open_moving(), record, tensor, storage)
         self.window.change(record, storage, action)
 

@@ -39,6 +39,8 @@ class RegionPlan:
     """The number of ops of a step."""
     num_dropped: int
     """How many saved values of a step are dropped."""
+    needs: RegionNeeds
+    """What the calls take, one by one."""
     plan: Plan
     """The same choice as an action for each saved value, for users."""
     trial: Trial
@@ -109,6 +111,7 @@ def plan_regions(
         num_regions=len(choice.chosen),
         num_ops=num_ops,
         num_dropped=len(plan.dropped),
+        needs=planner.needs(choice),
         plan=plan,
         trial=Trial(is_open=is_open),
     )

@@ -23,7 +23,7 @@ from memkit.activations.saved.seen import NO_VALUE
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.traces import SaveKey
-from memkit.device import CpuDevice, default_generator, open_device
+from memkit.device import CpuDevice, default_generator, open_device, why_nothing_is_freed
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
@@ -350,8 +350,8 @@ class RecordingStage(Stage):
     def _move(self, forward: RecordedForward, tensor: Tensor) -> KeptHandle:
         """Return the handle of a tensor that moves."""
         window = forward.window
-        if isinstance(window.device, CpuDevice):
-            self._state.warn_once("offload", "there is no other memory to move saved tensors to: they stay.")
+        if not window.device.has_own_memory:
+            self._state.warn_once("shared", f"saved tensors stay: {why_nothing_is_freed(window.device)}")
             return KeptHandle(tensor)
         return window.pack(forward.open_moving(), tensor, _get_storage(tensor), Action.OFFLOAD) or KeptHandle(tensor)
 

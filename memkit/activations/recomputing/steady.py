@@ -15,7 +15,6 @@ from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is
 from memkit.activations.saved.settled import Settled, SizesSeen
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.saved.trial import Way
-from memkit.device import CpuDevice
 from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
@@ -58,9 +57,10 @@ class IdleStage(Stage):
         return KeptHandle(tensor)
 
     def mark(self, tensor: Tensor, action: Action) -> None:
+        device = self._state.device
         if self._moving is not None and action is not Action.RECOMPUTE:
             self._moving.mark(tensor, action)
-        elif action is Action.RECOMPUTE or (action is Action.OFFLOAD and not isinstance(self._state.device, CpuDevice)):
+        elif action is not Action.KEEP and (action is Action.RECOMPUTE or device is None or device.has_own_memory):
             self._state.unsettle()
 
 

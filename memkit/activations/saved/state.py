@@ -55,6 +55,8 @@ class TagState(ABC):
         """Whether all that was saved so far was smaller than `min_bytes`, and the user was not told."""
         self.unasked = Unasked(f'{self.name} (tag "{tag}")')
         self._windows: dict[Device, OffloadWindow] = {}
+        self.warns_for: TagState | None = None
+        """Who warns in place of this one, of which the user knows nothing."""
         self._warned = set[str]()
 
     def windows(self) -> list[OffloadWindow]:
@@ -66,7 +68,7 @@ class TagState(ABC):
         """Return the window of a device."""
         with self.lock:
             if device not in self._windows:
-                self._windows[device] = OffloadWindow(device, self.name, self.tag, self.lock)
+                self._windows[device] = OffloadWindow(device, self.name, self.tag, self.lock, self.warn_once)
             return self._windows[device]
 
     @property
@@ -92,7 +94,9 @@ class TagState(ABC):
 
     def warn_once(self, what: str, message: str) -> None:
         """Warn the user, once under the tag for each `what`."""
-        if what not in self._warned:
+        if self.warns_for is not None:
+            self.warns_for.warn_once(what, message)
+        elif what not in self._warned:
             self._warned.add(what)
             warn_user(f'{self.name} (tag "{self.tag}"): {message}')
 

@@ -14,7 +14,7 @@
 """
 
 from memkit.plan.budget.bound import Bound, find_bound, why_no_bound
-from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions
+from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions, peak_with_regions
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, unsure, with_action
 from memkit.plan.budget.portfolio import floor_bytes
@@ -41,6 +41,7 @@ __all__ = [
     "floor_bytes",
     "least_budget",
     "make_problem",
+    "peak_with_regions",
     "plan_budget_jointly",
     "simulate",
     "unsure",

@@ -6,6 +6,7 @@ A call has its saved values while it runs, and again from the first moment at wh
 
 from __future__ import annotations
 
+from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,6 +77,21 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
             kept_bytes = sum(held.num_bytes for held in kept)
             return Moving(choice.peak_bytes, kept_bytes, num_bytes, window_bytes)
     return None
+
+
+def peak_with_regions(problem: Problem, choice: RegionNeeds, ratio: float, window_bytes: int) -> int:
+    """Return the most bytes that a step takes on the device.
+
+    Args:
+        problem, choice: see `fit_regions`.
+        ratio: the share of what is not dropped that leaves, what is saved first.
+        window_bytes: see `Moving`.
+    """
+    kept = list(_kept(problem, choice))
+    most_bytes = ratio * sum(held.num_bytes for held in kept)
+    reached = accumulate(held.num_bytes for held in kept)
+    leaving = [held for held, num_bytes in zip(kept, reached, strict=True) if num_bytes <= most_bytes]
+    return _peak_bytes(problem, choice, leaving, window_bytes)
 
 
 def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:

@@ -267,6 +267,35 @@ def test_budget_is_told_of_an_optimizer_where_it_was_given_none(given: str | Non
     assert (memkit.stats(tag).predicted_peak_bytes <= 26 * 2**10) is leaves_room
 
 
+class Uncounted(ReferenceDevice):
+    """Keeps no counter, so that a budget is for saved tensors alone."""
+
+    def memory_counter(self) -> None:  # type: ignore[override]
+        return None
+
+
+def _train_without_optimizer(device: Device, tag: str) -> memkit.SavedTensorStats:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(6)))
+    for _ in range(4):
+        with memkit.MemoryBudget(0.5, tag, min_bytes=0, device=device):
+            loss = model(torch.randn(64, 64)).square().sum()
+        loss.backward()
+    return memkit.stats(tag)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_reserved_for_states_where_only_saved_tensors_are_counted() -> None:
+    stats = _train_without_optimizer(Uncounted(), "uncounted")
+
+    assert stats.budget_bytes is not None
+    assert 0.9 * stats.budget_bytes <= stats.predicted_peak_bytes <= stats.budget_bytes
+
+
+def test_budget_without_room_says_what_is_reserved_for_states() -> None:
+    with pytest.warns(UserWarning, match=r"195.00 KiB are reserved for optimizer states; pass optimizer="):
+        _train_without_optimizer(ReferenceDevice(), "reserved")
+
+
 def test_first_backward_lets_go_of_more_where_something_else_comes_to_the_device() -> None:
     device = ReferenceDevice()
     counter = device.memory_counter()

@@ -479,6 +479,7 @@ def test_large_value_is_made_from_a_small_one_that_is_saved_again(every: int, de
     assert memkit.stats(TAG).num_deviations == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*moving bytes to the host frees nothing")
 def test_on_the_cpu_values_are_recomputed() -> None:
     device = memkit.device.CpuDevice()
     blocks, make = _steady(device, Action.RECOMPUTE)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from memkit.activations.budgeting.ways import Ways
+from memkit.activations.recomputing.region_plan import RegionPlan
 from memkit.activations.saved.trial import Way
 from memkit.device import Event
 from memkit.plan import Moving
@@ -27,6 +30,12 @@ class Moment(Event):
         return self.reached
 
 
+def _regions(planned_bytes: int | None) -> RegionPlan | None:
+    """Return regions with so many bytes of saved values, as much of them as is asked for."""
+    plan = SimpleNamespace(predicted_peak_bytes=planned_bytes)
+    return None if planned_bytes is None else cast(RegionPlan, SimpleNamespace(plan=plan))
+
+
 class Steps:
     """Steps that take so long, whichever way they go."""
 
@@ -44,7 +53,7 @@ class Steps:
         went = []
         for _ in range(count):
             self.moments.append(Moment(self.now_s, self.reached))
-            self.ways.begin_step(self.moments[-1], peak_bytes, was_whole=True, planned_bytes=planned_bytes)
+            self.ways.begin_step(self.moments[-1], peak_bytes, was_whole=True, regions=_regions(planned_bytes))
             if counts:
                 self.ways.count_step()
             went.append(self.ways.way)
@@ -114,40 +123,37 @@ def test_limit_is_lowered_from_what_was_planned_and_not_from_what_was_allowed() 
     assert steps.ways.limit_bytes == 419  # with 420 it was too much
 
 
-def test_peak_that_somebody_has_counted_anew_says_nothing() -> None:
+def test_last_peak_of_a_way_and_a_limit_is_foretold() -> None:
     steps = Steps(Ways(1000, 500))
     steps.run(4)
-    assert steps.ways.predicted_bytes(420) is None
+    assert steps.ways.predicted_bytes(_regions(420)) == 420
     steps.run(1, peak_bytes=990, planned_bytes=420)
-    steps.run(1, peak_bytes=100, planned_bytes=420)
-    assert steps.ways.last_peak_bytes == 990
-
     steps.run(1, peak_bytes=980, planned_bytes=420)
-    assert steps.ways.last_peak_bytes == 980
-    assert steps.ways.predicted_bytes(420) == 990
-    assert steps.ways.predicted_bytes(400) == 970
+
+    assert steps.ways.predicted_bytes(_regions(420)) == 980
+    assert steps.ways.predicted_bytes(_regions(400)) == 960
 
 
 def test_peak_is_foretold_by_steps_of_the_same_way() -> None:
     steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
     steps.run(7, peak_bytes=980, planned_bytes=420)
     assert steps.ways.way is Way.REGIONS_AND_COPIES
-    assert steps.ways.predicted_bytes(420) == 980
+    assert steps.ways.predicted_bytes(_regions(420)) == 980
     steps.run(1, peak_bytes=700, planned_bytes=420)
 
-    assert steps.ways.predicted_bytes(420) == steps.ways.last_peak_bytes == 700
+    assert steps.ways.predicted_bytes(_regions(420)) == 700
 
 
 def test_peak_of_the_chosen_way_is_foretold_by_its_own_steps() -> None:
-    """From the choice on somebody else counts peaks anew in each step, so that they tell nothing."""
+    """From the choice on nobody counts peaks anew, so that they tell nothing."""
     steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
     steps.run(7, peak_bytes=980, planned_bytes=420)
     while not steps.ways.is_decided:
         steps.run(1, peak_bytes=960, planned_bytes=400)
-    steps.run(3, peak_bytes=450, planned_bytes=420)
+    steps.run(3, planned_bytes=420)
 
     assert steps.ways.way is Way.REGIONS
-    assert steps.ways.predicted_bytes(420) == 980
+    assert steps.ways.predicted_bytes(_regions(420)) == 980
 
 
 def test_given_up() -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest
 UNITS = [1] * 10
 
 
-@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+@pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
 @pytest.mark.usefixtures("any_costs")
 @pytest.mark.parametrize("name", NAMES)
 def test_offload_outside_whatever_ops_seem_to_cost(name: str, remat_on: Remat, device: Device) -> None:

@@ -164,7 +164,7 @@ def test_writes_to_a_subclass_without_dispatch(
     _same_as_plain(step, remat_on)
 
 
-@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+@pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
 @pytest.mark.parametrize("is_outside", [True, False])
 def test_wrapper_subclasses_stay(is_outside: bool, device: Device, remat_on: Remat) -> None:
     def step(context: Context) -> list[Tensor]:

@@ -437,7 +437,7 @@ def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> No
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+@pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
 def test_offload_outside_is_given_what_spans_are_given(device: Device, remat_on: Remat) -> None:
     def context() -> Around:
         offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)

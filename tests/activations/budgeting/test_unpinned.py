@@ -1,0 +1,132 @@
+"""Systems that pin no more host memory, from any moment on: tensors stay, with one warning, whatever moves them."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkit
+from memkit.activations.saved.trial import Way
+from memkit.device import Device, ReferenceDevice
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.remat.conftest import dear_ops as dear_ops
+from tests.activations.remat.test_steady import blocks, train
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+Make = Callable[[Device], AbstractContextManager[object]]
+
+
+class Stingy(ReferenceDevice):
+    """Pins so many ranges, and none beyond."""
+
+    left = 0
+
+    def pin(self, host: Tensor) -> None:
+        if not self.left:
+            raise memkit.errors.HostMemoryError("injected: the system pins no more")
+        self.left -= 1
+        super().pin(host)
+
+
+def _offload(device: Device) -> AbstractContextManager[object]:
+    return memkit.CPUOffload(1.0, "pins", min_bytes=0, window_bytes=0, device=device)
+
+
+def _by_a_schedule(device: Device) -> AbstractContextManager[object]:
+    return memkit.CPUOffload(lambda step: [0.3, 1.0, 0.6][step % 3], "pins", min_bytes=0, window_bytes=0, device=device)
+
+
+def _budget(device: Device) -> AbstractContextManager[object]:
+    return memkit.MemoryBudget(0.5, "pins", min_bytes=0, device=device)
+
+
+@contextmanager
+def _around_recompute(device: Device) -> object:
+    with ExitStack() as stack:
+        stack.enter_context(_offload(device))
+        stack.enter_context(memkit.Rematerialize(0.5, "inner", min_bytes=0, device=device))
+        yield
+
+
+@contextmanager
+def _nested(device: Device) -> object:
+    with ExitStack() as stack:
+        stack.enter_context(_offload(device))
+        stack.enter_context(memkit.CPUOffload(0.5, "inner", min_bytes=0, window_bytes=0, device=device))
+        yield
+
+
+@contextmanager
+def _one_warning() -> object:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(warning.message) for warning in caught if "injected" in str(warning.message)]
+    assert len(messages) == len({message.split('"')[1] for message in messages}), messages  # one for each tag
+
+
+@pytest.mark.usefixtures("quick_link")
+@pytest.mark.parametrize("make", [_offload, _by_a_schedule, _nested, _around_recompute, _budget])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
+def test_steps_are_exact_from_whatever_step_on_nothing_is_pinned(
+    make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, model, drawn = Stingy(seed=seed), blocks()[:6], random.Random(seed)
+    for name in ("SMALLEST_SEGMENT_BYTES", "LARGEST_SEGMENT_BYTES"):
+        monkeypatch.setattr(f"memkit.transfer.segments.{name}", 2**21)
+    last = drawn.randrange(7)
+    with _one_warning():
+        for number in range(9):
+            device.left = 1000 if number < last else 0
+            x = torch.randn(2048 if number > 4 else 512, 32)
+            assert_same_bits(train(model, x, lambda: make(device)), train(model, x, nullcontext))
+    device.synchronize()
+
+
+def test_budget_of_a_system_that_pins_nothing_recomputes() -> None:
+    device, model, x = Stingy(), blocks()[:6], torch.randn(8, 32)
+    optimizer = torch.optim.SGD(model.parameters())
+    plain = train(model, x, nullcontext)
+    with _one_warning():
+        for _ in range(7):
+            make = lambda: memkit.MemoryBudget(0.5, "none", optimizer=optimizer, min_bytes=0, device=device)  # noqa: E731
+            assert_same_bits(train(model, x, make), plain)
+    stats = memkit.stats("none")
+
+    assert (stats.follows_plan, stats.num_copies_out) == (True, 0)
+    assert stats.num_dropped > 0
+    assert stats.step_peak_bytes <= stats.budget_bytes
+
+
+@pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
+@pytest.mark.parametrize("last", [0, 3, pytest.param(12, marks=pytest.mark.full), pytest.param(30, marks=pytest.mark.full)])
+def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callable[[Way], None]) -> None:
+    fastest(Way.REGIONS_AND_COPIES)
+    device, model, x = Stingy(), blocks()[:12], torch.randn(8, 32)
+    optimizer = torch.optim.SGD(model.parameters())
+    plain = train(model, x, nullcontext)
+    with _one_warning():
+        for number in range(40):
+            device.left = 1000 if number < last else 0
+            make = lambda: memkit.MemoryBudget(0.6, "pins", optimizer=optimizer, min_bytes=1, device=device)  # noqa: E731
+            assert_same_bits(train(model, x, make), plain)
+
+
+def test_ratio_by_a_report_is_none() -> None:
+    device, model, x = Stingy(), blocks()[:2], torch.randn(8, 32)
+    report = memkit.profile_memory(model, x, print_table=False, backward=True)
+    plain = train(model, x, nullcontext)
+    with _one_warning():
+        for _ in range(3):
+            make = lambda: memkit.CPUOffload("auto", "auto", profile=report, min_bytes=0, device=device)  # noqa: E731
+            assert_same_bits(train(model, x, make), plain)
+
+    assert memkit.stats("auto").num_copies_out == 0
