@@ -218,8 +218,7 @@ class CudaMemoryCounter(MemoryCounter):
         self._torch_device = torch_device
 
     def _current_and_peak(self, what: str) -> tuple[int, int]:
-        # The nested form is read straight from the allocator; `memory_stats` flattens and sorts it first, which costs more
-        # than all else that happens at a module's boundary.
+        # Straight from the allocator: `memory_stats` flattens and sorts it, which costs more than all else at a border.
         stats = torch.cuda.memory_stats_as_nested_dict(self._torch_device)[what]["all"]
         return int(stats["current"]), int(stats["peak"])
 
@@ -316,7 +315,8 @@ class CudaDevice(Device):
         return event
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event := event.recorded(), CudaEvent)
+        event = event.recorded()
+        assert isinstance(event, CudaEvent)
         _of(stream).wait_event(event.event)
 
     def synchronize(self, event: Event | None = None) -> None:
