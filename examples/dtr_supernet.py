@@ -94,7 +94,7 @@ for iteration in range(options.iterations):
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    with memkit.Rematerialize(options.budget, tag="supernet", **settings):
+    with memkit.Rematerialize(options.budget, tag="supernet", policy="dtr", **settings):
         output = model(images, path)
     loss = loss_fn(output, labels)
     optimizer.zero_grad()
