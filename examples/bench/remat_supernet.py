@@ -187,7 +187,7 @@ def _many_steps(search: Capped, batch: int, budget: int) -> Line:
             "num_dropped": stats.num_dropped,
         }
 
-    found = _train(search, batch, setting.remat(budget), _num_steps(setting), look)
+    found = _train(search, batch, setting.remat(budget, policy="ops"), _num_steps(setting), look)
     return {"batch": batch, "budget_bytes": budget, **found}
 
 

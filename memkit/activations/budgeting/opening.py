@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memkit.hooks import HookPair, SavedTensorHooks
 
 
-_MOST_REPLAYED = 8
+_MOST_REPLAYED = 30
 """Where a step has run so many times its ops again, later steps are not recorded."""
 
 

@@ -65,7 +65,7 @@ def open_layers(
     if not specs or all_have_hooks():
         return None
     stage = LayerStage(state, outer, specs)
-    if stage.has_hooks:
+    if stage.regions.has_hooks:
         return None
     state.counts, state.is_recorded = stage.counts, False
     return stage
@@ -83,24 +83,29 @@ def open_layers_again(tag: str, options: RematOptions, outer: SavedTensorHooks |
 
 
 def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
-    """Return the layers that recorded steps have called, and tell the user."""
+    """Return the layers of the model, of which recorded steps have called some, and tell the user."""
     found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
     for trace in state.traces:
         if trace.ops is None or not trace.ops.calls:
             continue
         modules = [reference() for reference in trace.ops.modules]
-        calls = [replace(call, why_not=_why_not(call, module)) for call, module in zip(trace.ops.calls, modules, strict=True)]
+        reasons = ["it is gone" if module is None else why_not_region(module) for module in modules]
+        calls = [replace(call, why_not=call.why_not or why) for call, why in zip(trace.ops.calls, reasons, strict=True)]
         refused.update(module for call, module in zip(calls, modules, strict=True) if call.why_not)
         planner = RegionPlanner(trace.ops.step, calls, host_costs(torch.device("cpu")), num_ops=len(trace.funcs))
         choice = planner.layers()
         is_worth_it = choice.peak_bytes < _MOSTLY * planner.simulate(()).peak_bytes
         chosen = choice.chosen if is_worth_it and takes_less(trace, planner.needs(choice)) else ()
-        found |= {module: LearnedReads() for place in chosen if (module := modules[place]) is not None}
+        kinds = {(_DIGITS.sub("*", calls[place].name), type(modules[place])) for place in chosen}
+        roots = [module for call, module in zip(calls, modules, strict=True) if call.parent < 0 and module is not None]
+        for name, module in (named for root in roots for named in root.named_modules()):  # also those that were not called
+            if (_DIGITS.sub("*", name or type(module).__name__), type(module)) in kinds and not why_not_region(module):
+                found[module] = LearnedReads()
         why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
     layers = {weakref.ref(module): learned for module, learned in found.items() if module not in refused}
     if layers:
-        kinds = Counter(type(module).__name__ for module in found if module not in refused)
-        each = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        names = Counter(type(module).__name__ for module in found if module not in refused)
+        each = ", ".join(f"{count} {name}" for name, count in names.items())
         state.warn_once(
             "layers",
             "no plan holds for these steps: lengths may differ from batch to batch, or the budget is very small. From now on, "
@@ -108,10 +113,6 @@ def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -
             f'memkit.reset("{state.tag}") starts over.',
         )
     return layers
-
-
-def _why_not(call: ModuleCall, module: nn.Module | None) -> str:
-    return call.why_not or ("it is gone" if module is None else why_not_region(module))
 
 
 def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
@@ -136,21 +137,16 @@ class LayerStage(IdleStage):
     def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
         super().__init__(state, outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None)
         self.counts = Counts()
-        self._regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether its modules or their submodules have hooks."""
-        return self._regions.has_hooks
+        self.regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
 
     def begin(self) -> None:
-        self._regions.__enter__()
+        self.regions.__enter__()
 
     def take_off(self) -> None:
-        self._regions.__exit__(None, None, None)
+        self.regions.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
-        for module, why in () if has_failed else self._regions.not_taken.items():
+        for module, why in () if has_failed else self.regions.not_taken.items():
             name = kind_of(module)
             self._state.warn_once(f"region {name} {why}", f"a {name} was not recomputed as a whole, and stays: {why}.")
 
