@@ -139,7 +139,6 @@ class BackwardSteps:
         self._order, self._places = order, {piece: place for place, piece in enumerate(order)}
 
     def _before(self, ref: weakref.ref[Piece], _: Tensor) -> None:
-        """A gradient comes."""
         piece = ref()
         assert piece is not None  # it is held here
         (record,) = piece.records
@@ -297,6 +296,7 @@ class BackwardSteps:
             backwards.join(self._ends)
         try:
             if self._leaving:
+                self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
                 self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
                 with self._device.on_stream(self._stream):
                     self._stepping.join(list(self._leaving))

@@ -143,6 +143,7 @@ class ForwardOverlap:
         assert self._stepping is not None
         assert self._run is not None
         try:
+            self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
             with self._device.on_stream(self._stream):
                 self._stepping.join(pieces, beside=list(self._leaving))
                 for piece in pieces:
@@ -151,7 +152,9 @@ class ForwardOverlap:
             if not self._leaving:
                 self._run.write_changes()
         except BaseException:
+            left = list(self._leaving)
             self._forget()
+            self._stepping.mend(left)  # here: nobody waits for their parameters any more
             raise
 
     def before_forward(self, module: nn.Module, _: object) -> None:
