@@ -213,12 +213,12 @@ class BudgetStage(RecordingStage):
         elif decider.planned is not None and trace is not None and counter is not None and state.learning.is_judged(trace):
             state.judged = trace, decider.planned
             counter.reset_peak()
-        begun, learning, judged = device.record_event(), state.learning, state.judged
+        begun, learning, number = device.record_event(), state.learning, state.num_iterations
         learning.ended_peak_bytes = None
 
         def note_end() -> None:
             learning.note_times(begun, device.record_event())
-            if state.judged is judged and judged is not None and counter is not None:
+            if state.judged is not None and state.num_iterations == number and counter is not None:
                 learning.ended_peak_bytes = counter.peak_bytes()
 
         forward.on_end = note_end
@@ -276,11 +276,13 @@ class BudgetStage(RecordingStage):
         save = len(forward.saves) - 1
         if foresight is not None and not foresight.is_of(save, num_bytes) and forward is self._opened:
             self._scale_foresight(foresight.scaled(save, num_bytes))
-        opened, planned = self._opened, self._planned_decider.planned
+        opened, decider, planned = self._opened, self._planned_decider, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
-            self._state.judged = None  # its peak says nothing of the plan that it has left
+            state, trace = self._state, decider.follower.trace
+            is_of_other = state.judged is not None and save == 0  # its peak says nothing of the plan that it has left
+            state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
         """Scale the prediction, since the step differs from the predicted one."""
