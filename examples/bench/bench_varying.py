@@ -197,7 +197,7 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
         options: Line = {"optimizer": has_stepped(model), "device": device, "min_bytes": 2**10 if is_tiny else 2**20}
         ways = {**by_hand, "memkit": partial(memkit.MemoryBudget, asked, TAG, **options)}
         found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
-        recorded, followed = 0, 0
+        recorded, followed, replayed = 0, 0, list[float]()
         for tokens in all_tokens:
             for way, engine in ways.items():
                 with warnings.catch_warnings(record=True) as caught:
@@ -206,6 +206,7 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
                 said += [str(one.message) for one in caught if str(one.message) not in said]
             stats = memkit.stats(TAG)
             recorded, followed = recorded + stats.is_recorded, followed + stats.follows_plan
+            replayed.append(round(stats.num_replayed_ops / max(stats.num_ops, 1), 2))
             print(name, tokens.shape[1], {way: round(1e3 * steps[-1][0], 1) for way, steps in found.items()}, file=sys.stderr)
     stats = memkit.stats(TAG)
     memkit.reset(TAG)
@@ -214,6 +215,7 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
     lines[-1] |= {
         "num_recorded": recorded,
         "num_following_a_plan": followed,
+        "replayed_to_ops": replayed[:NUM_FIRST],
         "num_plans": stats.num_plans,
         "num_deviations": stats.num_deviations,
         "num_replays": stats.num_replays,

@@ -280,11 +280,13 @@ class BudgetStage(RecordingStage):
         save = len(forward.saves) - 1
         if foresight is not None and not foresight.is_of(save, num_bytes) and forward is self._opened:
             self._scale_foresight(foresight.scaled(save, num_bytes))
-        opened, planned = self._opened, self._planned_decider.planned
+        opened, decider, planned = self._opened, self._planned_decider, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
-            self._state.judged = None  # its peak says nothing of the plan that it has left
+            state, trace = self._state, decider.follower.trace
+            is_of_other = state.judged is not None and save == 0  # its peak says nothing of the plan that it has left
+            state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
         """Scale the prediction, since the step differs from the predicted one."""

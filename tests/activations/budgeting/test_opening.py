@@ -283,6 +283,20 @@ def test_plan_is_made_anew_where_a_step_takes_more_unless_it_is_the_least_one(bu
     assert learned.over_bytes == over_bytes
 
 
+def test_peak_of_a_step_is_held_against_the_plan_that_it_follows() -> None:
+    """Where two lengths alternate, each step begins with the plan for the other one."""
+    device, model = ReferenceDevice(), blocks()[:6]
+    make = partial(memkit.MemoryBudget, 0.6, "alternate", optimizer=_stateless(model), min_bytes=1, device=device)
+    for rows in (8, 32) * 6:
+        train(model, torch.randn(rows, 32), make)
+    state = budget_states["alternate"]
+    learned = [state.learning.of(trace) for trace in state.traces]
+
+    assert memkit.stats("alternate").follows_plan
+    assert [found.over_bytes for found in learned] == [0, 0]
+    assert all(found.num_judged for found in learned)
+
+
 # Copies that take longer than was measured
 
 
