@@ -19,7 +19,7 @@ from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.plan import GrowingLineage
 from memkit.recording.recorded import Call, CostKey, tensors_in
-from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, may_be_statistics, written_error
+from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, may_be_statistics, recordings_over, written_error
 from memkit.recording.settings import current_settings
 from memkit.storages import Geometry, byte_view, is_range_of_bytes
 
@@ -136,9 +136,8 @@ class Recording:
 
     def was_there(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether the storage of an op's result existed before, as when an op returns its argument."""
-        found = self.current.get(torch_private.storage_address(storage)) or self.lent.get(
-            torch_private.storage_address(storage)
-        )
+        address = torch_private.storage_address(storage)
+        found = self.current.get(address) or self.lent.get(address)
         return found is not None and found[0]() is storage
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -299,8 +298,12 @@ class Recording:
 
     def note_effect(self, target: Tensor | None = None, value: int = -1) -> None:
         """Note that an op writes to a tensor, or may have any effect."""
-        address = 0 if target is None else torch_private.storage_address(target.untyped_storage())
+        storage = None if target is None else target.untyped_storage()
+        address = 0 if storage is None else torch_private.storage_address(storage)
         self.effects.append((len(self.funcs), address, value))
+        for other in () if storage is None else tuple(recordings_over):  # their backwards need what their forwards have read
+            if (read := other.find(storage)) is not None:
+                other.before_write(read)
 
     def before_write(self, value: int) -> None:
         """Called before an op overwrites a value: copy the value if something is to be recomputed from it."""
@@ -386,14 +389,10 @@ class Recording:
         return recording
 
     def close(self, *, may_drop: bool = False) -> None:
-        """Called at the end of the forward: nothing more is recorded.
-
-        Args:
-            may_drop: whether more values may be dropped later.
-        """
+        """Called at the end of the forward: nothing more is recorded. With `may_drop`, more values may be dropped later."""
         self.see_versions()
         if may_drop:
             self._hold_hidden()
         self.is_over = True
-        self.current.clear()
         self.lent.clear()
+        recordings_over.add(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,14 @@ from memkit import torch_private
 from memkit.owners import owner_of
 from memkit.torch_state import sharing_counters
 
+if TYPE_CHECKING:
+    from memkit.recording.recording import Recording
+
 _MOST_STATISTICS = 2**16
 """Statistics have at most this many channels."""
+
+recordings_over: weakref.WeakSet[Recording] = weakref.WeakSet()
+"""Recordings of forwards that are over, as long as their graphs live: they copy what a later forward writes to."""
 
 
 class Root:

@@ -37,6 +37,10 @@ def _remat(device: Device) -> Make:
     return lambda: memkit.Rematerialize("1KiB", "forwards", min_bytes=0, device=device)
 
 
+def _least(device: Device) -> Make:
+    return lambda: memkit.Rematerialize("1B", "forwards", min_bytes=0, device=device)
+
+
 class Written:
     """Tensors that forwards write to, and read by copies, so that plain autograd doesn't mind."""
 
@@ -55,6 +59,11 @@ class Written:
         self.matrix.sum()
         self.matrix.mul_(1.5)
         return self.matrix.clone()
+
+    def matrix_in_other_forward(self, number: int) -> Tensor:
+        if number:
+            self.matrix.mul_(1.5)
+        return self.matrix.tanh()
 
     def statistics_in_other_forward(self, number: int) -> Tensor:
         if number:
@@ -88,9 +97,10 @@ def _steps(written: Written, name: str, make: Make, num_steps: int = 5) -> list[
     return found
 
 
-@pytest.mark.parametrize("make", [_budget, _remat])
+@pytest.mark.parametrize("make", [_budget, _remat, _least])
 @pytest.mark.parametrize(
-    "name", ["vector_in_forward", "matrix_in_forward", "statistics_in_other_forward", "vector_in_backward"]
+    "name",
+    ["vector_in_forward", "matrix_in_forward", "matrix_in_other_forward", "statistics_in_other_forward", "vector_in_backward"],
 )
 def test_what_a_later_forward_writes_to_is_read_as_it_was(name: str, make: Callable[[Device], Make], device: Device) -> None:
     wanted = _steps(Written(device), name, nullcontext)
