@@ -298,10 +298,12 @@ class Recording:
 
     def note_effect(self, target: Tensor | None = None, value: int = -1) -> None:
         """Note that an op writes to a tensor, or may have any effect."""
-        storage = None if target is None else target.untyped_storage()
-        address = 0 if storage is None else torch_private.storage_address(storage)
-        self.effects.append((len(self.funcs), address, value))
-        for other in () if storage is None else tuple(recordings_over):  # their backwards need what their forwards have read
+        if target is None:
+            self.effects.append((len(self.funcs), 0, value))
+            return
+        storage = target.untyped_storage()
+        self.effects.append((len(self.funcs), torch_private.storage_address(storage), value))
+        for other in tuple(recordings_over):  # their backwards need what their forwards have read
             if (read := other.find(storage)) is not None:
                 other.before_write(read)
 

@@ -14,7 +14,7 @@ from memkit.activations.recomputing import stage
 from memkit.activations.saved.state import remat_states
 from tests.activations.cases import assert_same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(as little as can be|only tensors on the CPU|MemoryBudget)")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(as little as can be|no memory apart from|MemoryBudget)")
 
 Around = Callable[[], AbstractContextManager[object]]
 
