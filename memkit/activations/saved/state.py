@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
@@ -68,7 +70,9 @@ class TagState(ABC):
         """Return the window of a device."""
         with self.lock:
             if device not in self._windows:
-                self._windows[device] = OffloadWindow(device, self.name, self.tag, self.lock, self.warn_once)
+                self._windows[device] = OffloadWindow(
+                    device, self.name, self.tag, self.lock, partial(_warn_once, weakref.ref(self))
+                )
             return self._windows[device]
 
     @property
@@ -196,7 +200,7 @@ class RematState(TagState):
         """
         trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
         if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
-            has_no_plan = trace.ops.num_seen > 3 and getattr(trace.learned, "planner", None) is None
+            has_no_plan = trace.ops.num_seen > 3 and self.unasked.was_asked and getattr(trace.learned, "planner", None) is None
             if trace.ops.num_seen == 1 or has_no_plan:
                 self.note_in_vain(had_plan=False)
         return trace.ops
@@ -241,6 +245,12 @@ class RematState(TagState):
                 trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))
                 trace.is_measured = trace.num_seen > 1  # in its first forward a kernel is loaded, or chosen among several
         self._timed.clear()
+
+
+def _warn_once(state: weakref.ref[TagState], what: str, message: str) -> None:
+    """Warn for a window, which lives as long as a graph that needs it, and so must not hold the state that holds it."""
+    if (alive := state()) is not None:
+        alive.warn_once(what, message)
 
 
 _retired = set[OffloadWindow]()

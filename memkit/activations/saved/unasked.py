@@ -27,6 +27,11 @@ class Unasked:
         self.num_unasked = 0
         """Graphs that went before."""
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether a backward has asked, before the user was warned."""
+        return self.is_over and self.num_unasked < _MOST
+
     def watching(self, pair: HookPair) -> HookPair:
         """Return hooks for a forward that do the same and watch; warn if too many went unasked before it."""
         if self.num_unasked >= _MOST:
