@@ -93,7 +93,7 @@ class StateOffloadError(MemkitError):
 
 
 class ForkedError(MemkitError):
-    """Raised in a forked process by what the process that it was forked from has made. That one goes on."""
+    """Raised when a forked process uses an object that its parent created. The parent is unaffected."""
 
 
 class ShardError(MemkitError):

@@ -1,4 +1,4 @@
-"""A forked process has no threads, and zeros in memkit's host memory: what its parent has made is refused there by name."""
+"""A forked process has no threads, and zeros in memkit's host memory: it can't use the objects of its parent."""
 
 from __future__ import annotations
 
@@ -35,15 +35,10 @@ class _Elsewhere(OwnThreads):
 
 
 def forked(what: str) -> ForkedError:
-    """Return the error of a process that uses what the one that it was forked from has made.
-
-    Args:
-        what: that, such as "StateOffload".
-    """
+    """Return the error of a forked process that uses an object of its parent, such as "StateOffload"."""
     return ForkedError(
-        f"{what} is used in process {os.getpid()}, which was forked from the one that has made it. A fork has none of its "
-        'threads, and finds zeros in its host memory. Use it in that process alone; start others by "spawn", or fork them '
-        "ahead of making it"
+        f"{what} can't be used in process {os.getpid()}, which was forked: its threads and its host memory stay in the parent. "
+        'Use it in the parent, start workers by "spawn", or fork before you create it'
     )
 
 

@@ -147,12 +147,11 @@ class Rematerialize(RecordedContext):
         if is_on:
             hooks = innermost_hooks()
             steady = open_steady(self.tag, self._options, hooks)
-            if steady is None:
-                from memkit.activations.recomputing.layers import (
-                    open_layers_again,
-                )  # only now: a long chain of imports
+            state = remat_states.get(self.tag)
+            if steady is None and state is not None and state.gives_up_plans:
+                from memkit.activations.recomputing.layers import open_layers_again  # only now: a long chain of imports
 
-                steady = open_layers_again(self.tag, self._options, hooks)
+                steady = open_layers_again(state, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
             entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settling=NEXT_STEPS)
             entry.recording.model = None if self._model is None else self._model()

@@ -40,9 +40,9 @@ def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
         known = optimizer_names()
         if optimizer.lower() not in known:
             raise ValueError(
-                f"a name is one of {', '.join(known)}; found {optimizer!r}. Any other optimizer, such as one of another "
-                "library, can be counted in Python: memkit.profile_memory(model, x, optimizer=instance), made on the model's "
-                "parameters"
+                f"optimizer must be one of {', '.join(known)}; found {optimizer!r}. Any other optimizer, such as one of "
+                "another library, can be counted in Python: memkit.profile_memory(model, x, optimizer=instance), made on the "
+                "model's parameters"
             )
         return optimizer
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -175,8 +175,8 @@ def _made(
         return kind(twins, **options), twins
     except TypeError as error:
         raise TypeError(
-            f"optimizer={kind.__name__} is made of parameters alone, and takes more: {error}. Pass one made on the model's "
-            "parameters"
+            f"optimizer={kind.__name__} needs arguments beside the parameters: {error}. Pass an instance, made on the "
+            "model's parameters"
         ) from error
 
 

@@ -298,13 +298,12 @@ class Recording:
 
     def note_effect(self, target: Tensor | None = None, value: int = -1) -> None:
         """Note that an op writes to a tensor, or may have any effect."""
-        if target is None:
-            self.effects.append((len(self.funcs), 0, value))
-            return
-        storage = target.untyped_storage()
-        self.effects.append((len(self.funcs), torch_private.storage_address(storage), value))
-        for other in tuple(recordings_over):  # their backwards need what their forwards have read
-            if (read := other.find(storage)) is not None:
+        storage = None if target is None else target.untyped_storage()
+        address = 0 if storage is None else torch_private.storage_address(storage)
+        self.effects.append((len(self.funcs), address, value))
+        for over in () if storage is None else recordings_over.valuerefs():  # their backwards need what forwards have read
+            if storage is not None and (other := over()) is not None and (read := other.find(storage)) is not None:
+                del other.current[address]
                 other.before_write(read)
 
     def before_write(self, value: int) -> None:
@@ -397,4 +396,4 @@ class Recording:
             self._hold_hidden()
         self.is_over = True
         self.lent.clear()
-        recordings_over.add(self)
+        recordings_over[id(self)] = self

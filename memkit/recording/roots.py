@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _MOST_STATISTICS = 2**16
 """Statistics have at most this many channels."""
 
-recordings_over: weakref.WeakSet[Recording] = weakref.WeakSet()
-"""Recordings of forwards that are over, as long as their graphs live: they copy what a later forward writes to."""
+recordings_over: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
+"""By their ids, recordings of forwards that are over and whose graphs live: they copy what a later forward writes to."""
 
 
 class Root:

@@ -235,7 +235,7 @@ class BackwardSteps:
 
     def _let_go(self, has_failed: bool = False) -> None:
         """Let the current stream, and those that gradients come from, wait for all that is stepped."""
-        if has_failed and not self.is_whole_step:
+        if has_failed and not self.is_whole_step and not self._has_failed:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
         device, current = self._device, self._device.current_stream()

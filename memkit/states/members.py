@@ -128,7 +128,7 @@ class Members:
         """
         self.refuse_fork()
         if self.is_half_loaded:
-            raise StateOffloadError(f"{_HALF}. Load them again, and with them what the model had")
+            raise StateOffloadError(f"{_HALF}. Load the optimizer and the model again")
         self._replaced = None
 
     def check_before_close(self) -> None:
@@ -201,7 +201,7 @@ class Members:
         return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
 
 
-_HALF = "optimizer.load_state_dict() was broken off: some parameters have the states that were loaded, others none"
+_HALF = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
 
 
 def _is_due(record: StateRecord) -> bool:

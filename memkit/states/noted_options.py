@@ -51,7 +51,7 @@ class NotedOptions:
         """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come.
 
         Raises:
-            StateOffloadError: it was: what was stepped has not had it.
+            StateOffloadError: one was, and the backward has stepped without it.
         """
         if not self._noted:
             return
@@ -61,7 +61,7 @@ class NotedOptions:
             self._noted = []
             raise StateOffloadError(
                 f'"{changed}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
-                "parameters with what it was before. Set it ahead of the backward, or behind the step, or use "
+                "parameters with what it was before. Set it before the backward or after optimizer.step(), or use "
                 'when="step". Another optimizer.step() ends this step as it is'
             )
 

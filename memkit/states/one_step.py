@@ -186,7 +186,7 @@ class OneStep:
         does nothing."""
         if self._is_over:
             return
-        stepped = {*map(id, map(self._own.__getitem__, (*self._of_groups, *self.awaited)))}
+        stepped = {id(self._now(self._own[number])) for number in (*self._of_groups, *self.awaited)}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
             if id(group) not in stepped:
                 group.update(changes_of_group(group, cut).entries)

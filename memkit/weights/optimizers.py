@@ -46,6 +46,8 @@ def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
     Raises:
         ValueError: it does not step them.
     """
+    if not trained:
+        return 0
     twins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in trained]
     tried = "LayerOffload: optimizer= was called with parameters on the meta device, to see how much state it keeps"
     try:

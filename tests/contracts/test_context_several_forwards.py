@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
 from memkit.plan import Action, MemoryPlan
+from memkit.recording.recording import Recording
 from tests.activations.budgeting.plans import plan_of_one, planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import open_test_device
@@ -134,3 +136,21 @@ def test_what_is_written_to_before_each_backward_may_be_recomputed_from_under_a_
     assert_same_bits(gradients(make), gradients(nullcontext))
     assert memkit.stats("forwards").follows_plan
     assert memkit.stats("forwards").num_dropped > 10
+
+
+def test_what_a_later_forward_writes_to_is_copied_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, copied, copy_root = Written(device), list[Recording](), Recording._copy_root
+
+    def copy(recording: Recording, *given: Any) -> None:
+        copied.append(recording)
+        copy_root(recording, *given)
+
+    with memkit.Rematerialize("1B", "forwards", min_bytes=0, device=device):
+        loss = (linear(torch.ones(12, 8, device=device.torch_device), written.weight) * written.matrix.tanh()).sum()
+    monkeypatch.setattr(Recording, "_copy_root", copy)
+    with memkit.Rematerialize("1B", "forwards", min_bytes=0, device=device):
+        for _ in range(5):
+            written.matrix.mul_(1.5)
+
+    assert len(copied) == 1
+    loss.backward()

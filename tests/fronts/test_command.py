@@ -225,7 +225,7 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
         ([*PLAN, "--budget", "30MiB"], "a budget of 30.00 MiB cannot be kept to"),
         ([*PLAN, "--budget", "0.5", "--steps", "2"], "argument --steps: not allowed with argument --budget"),
         ([*PLAN, "--steps", "0"], "argument --steps: needs a whole number, 1 or more"),
-        ([*PLAN, "--optimizer", "lion"], "--optimizer: a name is one of adadelta, "),
+        ([*PLAN, "--optimizer", "lion"], "--optimizer: optimizer must be one of adadelta, "),
         ([*PLAN, "--json", "/no/such/folder/x.json"], "No such file or directory"),
     ],
 )

@@ -208,7 +208,7 @@ def test_parameters_of_another_model() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"a name is one of adadelta, adafactor, .*; found 'adamW2'"):
+    with pytest.raises(ValueError, match=r"optimizer must be one of adadelta, adafactor, .*; found 'adamW2'"):
         counted(two_matrices(), "adamW2")
 
 
@@ -222,7 +222,7 @@ def test_class_that_is_not_made_of_parameters_alone() -> None:
         def __init__(self, params: Any, *, rate: float) -> None:
             super().__init__(params, lr=rate)
 
-    with pytest.raises(TypeError, match=r"Asking is made of parameters alone, and takes more: .*'rate'. Pass one made"):
+    with pytest.raises(TypeError, match=r"Asking needs arguments beside the parameters: .*'rate'. Pass an instance"):
         counted(two_matrices(), Asking)
 
 

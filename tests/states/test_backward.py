@@ -516,3 +516,29 @@ def test_pieces_come_to_slots_by_turns_in_the_order_of_the_backward(device: Devi
     assert num_slots == 4
     assert len(came) == 30
     assert all(len(set(came[start : start + num_slots])) == num_slots for start in range(30 - num_slots + 1))
+
+
+def test_groups_that_are_copied_behind_the_backward_are_written_to_once(device: Device) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                group["lr"] = 0.1 * group["count"]
+            return super().step(closure)
+
+    def trained(is_offloaded: bool) -> tuple[int, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device.torch_device)
+        optimizer = Counting(net.parameters(), lr=0.1)
+        with offload(optimizer, device, when="backward") if is_offloaded else nullcontext():
+            for _ in range(4):
+                net(torch.ones(2, 4, device=device.torch_device)).square().mean().backward()
+                optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+                optimizer.step()
+                optimizer.zero_grad()
+        return optimizer.param_groups[0]["count"], [parameter.detach() for parameter in net.parameters()]
+
+    (num_plain, plain), (num_steps, parameters) = trained(False), trained(True)
+
+    assert num_steps == num_plain == 4
+    assert all(map(torch.equal, parameters, plain))

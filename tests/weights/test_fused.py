@@ -478,3 +478,10 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
             return x + checkpoint(self.down, y.tanh(), use_reentrant=True) + self.lora_b(self.lora_a(x))
 
     _compare(Stack(3, block=Parts), device, "sgd", 3, num_slots=2)
+
+
+def test_head_alone_is_trained_while_frozen_layers_stream(device: Device) -> None:
+    model = Stack(3).to(device.torch_device).requires_grad_(False)
+    model.head.requires_grad_(True)
+    with _fused(model, device):
+        model(inputs(device, 1)[0]).square().mean().backward()

@@ -23,7 +23,6 @@ from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.recomputing.steady import IdleStage, all_have_hooks
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, handing_on
-from memkit.activations.saved.state import remat_states
 from memkit.plan import Action, RegionPlanner
 from memkit.recording.cost import host_costs
 from memkit.sequentials import kind_of
@@ -71,10 +70,9 @@ def open_layers(
     return stage
 
 
-def open_layers_again(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> LayerStage | None:
+def open_layers_again(state: RematState, options: RematOptions, outer: SavedTensorHooks | None) -> LayerStage | None:
     """Do the same for `Rematerialize`."""
-    state = remat_states.get(tag)
-    if state is None or not state.gives_up_plans or options.strict or not (options.may_settle and options.may_drop):
+    if options.strict or not (options.may_settle and options.may_drop):
         return None
     with state.lock:
         stage = open_layers(state, outer)
@@ -109,7 +107,7 @@ def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -
         state.warn_once(
             "layers",
             "no plan holds for these steps: lengths may differ from batch to batch, or the budget is very small. From now on, "
-            f"modules run again as a whole ({each}), as with torch.utils.checkpoint, and no budget is planned for.{why_not} "
+            f"whole modules are recomputed ({each}), as with torch.utils.checkpoint, and the budget is not enforced.{why_not} "
             f'memkit.reset("{state.tag}") starts over.',
         )
     return layers

@@ -75,7 +75,7 @@ def test_supernet(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPat
     plain = _search(device, nullcontext, 30)
     planned = _num_planners(monkeypatch)
 
-    found = _search(device, lambda: remat_on(8000, "supernet"), 30)
+    found = _search(device, lambda: remat_on(8000, "supernet", policy="ops"), 30)
 
     assert_same_bits(found, plain)
     stats, state = memkit.stats("supernet"), remat_states["supernet"]
