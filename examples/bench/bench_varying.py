@@ -10,7 +10,7 @@ plain peak.
 
     qwen3     0.62e9 parameters, 20 layers, 8 sequences of 448 to 1024 tokens, in steps of 8, drawn anew for each batch
     t5        16 + 16 layers, width 1024, dropout, 8 x 512: each step is like the one before; at most 12 batches, since the
-              first takes a minute or more under the budget
+              first takes a minute or more under the budget, unless --steps says more
     mixtral   8 layers, width 1024, 8 experts, 8 x 1024: other tokens in each step
 """
 
@@ -42,6 +42,7 @@ from memkit.device import Device, MemoryCounter, ReferenceDevice, open_device
 
 TAG = "varying"
 OF_CHECKPOINTED = 1.02
+NUM_BATCHES, NUM_QUICK = 40, 16
 NUM_FIRST = 10
 NUM_ALONE = 3
 """Steps of a way by itself, on the largest batch, ahead of those by turns."""
@@ -57,7 +58,7 @@ class Family:
     lengths: tuple[int, int]
     """The shortest and the longest, in steps of 8."""
     most: int = 100
-    """At most so many batches."""
+    """At most so many batches, unless `--steps` says otherwise."""
 
 
 def qwen3(is_tiny: bool) -> nn.Module:
@@ -108,6 +109,12 @@ FAMILIES = {
     "t5": Family(build=t5, batch=8, lengths=(512, 512), most=12),
     "mixtral": Family(build=mixtral, batch=8, lengths=(1024, 1024)),
 }
+
+
+def num_batches(family: Family, asked: int | None, *, is_quick: bool) -> int:
+    """Return how many batches are run. `asked` is `--steps`."""
+    wanted = min(NUM_BATCHES, family.most) if asked is None else asked
+    return min(wanted, NUM_QUICK) if is_quick else wanted
 
 
 def batches(family: Family, vocab_size: int, num: int, torch_device: torch.device, *, is_tiny: bool) -> list[Tensor]:
@@ -177,7 +184,7 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
     with torch.device(device.torch_device):
         model = family.build(is_tiny).to(dtype).train()
     vocab_size = model.config.vocab_size  # type: ignore[union-attr]  # transformers'
-    num_steps = min(arguments.steps, family.most)
+    num_steps = num_batches(family, arguments.steps, is_quick=arguments.quick)
     all_tokens = batches(family, int(vocab_size), num_steps, device.torch_device, is_tiny=is_tiny)
     longest = max(all_tokens, key=Tensor.numel)
     if family.lengths[0] < family.lengths[1]:
@@ -257,13 +264,11 @@ def figures(steps: list[tuple[float, int]], all_tokens: list[Tensor], budget: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--steps", type=int, default=40, help="batches of each family")
+    parser.add_argument("--steps", type=int, help="batches of each family; default: 40, or 12 for t5")
     parser.add_argument("--share", type=float, help="the budget as a share of the plain peak on the largest batch")
-    parser.add_argument("--quick", action="store_true", help="16 batches of each family")
+    parser.add_argument("--quick", action="store_true", help="at most 16 batches of each family")
     parser.add_argument("--tiny", action="store_true", help="small models on the reference device")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps = min(arguments.steps, 16)
     if not arguments.tiny and not torch.cuda.is_available():
         print("skipped: there is no CUDA device here", file=sys.stderr)
         return

@@ -57,6 +57,14 @@ def test_peak_is_seen_though_others_reset_the_counter(varying: ModuleType) -> No
     assert Counter.reset_peak.__name__ == "reset_peak"
 
 
+def test_steps_that_are_asked_for_override_the_most_of_a_family(varying: ModuleType) -> None:
+    t5, qwen3 = varying.FAMILIES["t5"], varying.FAMILIES["qwen3"]
+
+    assert [varying.num_batches(family, None, is_quick=False) for family in (t5, qwen3)] == [12, 40]
+    assert varying.num_batches(t5, 20, is_quick=False) == 20
+    assert varying.num_batches(t5, 20, is_quick=True) == 16
+
+
 @pytest.mark.full
 @pytest.mark.integrations
 def test_each_way_runs_without_a_gpu(
