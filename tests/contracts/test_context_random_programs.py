@@ -219,25 +219,22 @@ def compare(program: Program, kind: Kind, wanted: list[list[Tensor]]) -> int:
     return -1
 
 
-def _check(seed: int, name: str) -> None:
-    program = program_of(seed)
-
-    refused_at = compare(program, PROGRAM_KINDS[name], plainly(program))
-
-    assert refused_at == -1 or not name.startswith("offload ") or "remat" in name
-
-
 SOME = [
-    *[(124, "budget"), (166, "budget half"), (182, "budget"), (0, "offload half"), (1, "remat dtr"), (2, "remat plan")],
-    *[(3, "offload around remat"), (4, "budget 0.8"), (5, "offload all"), (6, "budget of nothing")],
+    *[(124, "budget"), (166, "budget half"), (182, "budget"), (14, "offload half"), (1, "remat dtr"), (2, "remat plan")],
+    *[(37, "offload around remat"), (4, "budget 0.8"), (5, "offload all"), (6, "budget of nothing")],
 ]
-"""Among them the first ones in which gradients were once wrong."""
+"""Among them the first ones in which gradients were once wrong. No backward of them is refused, with memkit or without."""
 
 
 @pytest.mark.usefixtures("quick_plans")
 @pytest.mark.parametrize(("seed", "name"), SOME)
 def test_random_programs(seed: int, name: str) -> None:
-    _check(seed, name)
+    program = program_of(seed)
+    wanted = plainly(program)
+    assert all(wanted)  # gradients after each backward, and none that raised
+    assert len(wanted) >= 2 * NUM_STEPS
+
+    assert compare(program, PROGRAM_KINDS[name], wanted) == -1
 
 
 @pytest.mark.full
@@ -245,4 +242,8 @@ def test_random_programs(seed: int, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PROGRAM_KINDS))
 @pytest.mark.parametrize("seed", range(40))
 def test_many_random_programs(seed: int, name: str) -> None:
-    _check(seed, name)
+    program = program_of(seed)
+
+    refused_at = compare(program, PROGRAM_KINDS[name], plainly(program))
+
+    assert refused_at == -1 or not name.startswith("offload ") or "remat" in name

@@ -44,7 +44,9 @@ def test_states_that_are_half_loaded_are_used_by_nobody() -> None:
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(broken)
         for use in (optimizer.step, optimizer.state_dict, optimizer.step):
-            with pytest.raises(StateOffloadError, match=r"load_state_dict\(\) was broken off.* Load them again"):
+            with pytest.raises(
+                StateOffloadError, match=r"load_state_dict\(\) was interrupted.* Load the optimizer and the model again"
+            ):
                 use()
         optimizer.load_state_dict(saved)
 
@@ -61,7 +63,7 @@ def test_closing_behind_it_warns() -> None:
     with pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict({**saved, "state": {**saved["state"], 5: Broken()}})
 
-    with pytest.warns(UserWarning, match=r"some parameters have the states that were loaded, others none"):
+    with pytest.warns(UserWarning, match=r"some parameters have loaded states, others none"):
         states.close()
 
 
@@ -79,13 +81,22 @@ def test_dict_that_torch_refuses_leaves_the_states() -> None:
         train(model, optimizer, device, range(2, 3))
 
 
-@pytest.mark.parametrize("num_lines", [12, pytest.param(120, marks=pytest.mark.full)])
-@pytest.mark.parametrize("way", WAYS)
+IN_DEFAULT = "device", "backward"
+
+
+@pytest.mark.parametrize(
+    ("way", "num_lines"),
+    [
+        *((way, 3) for way in IN_DEFAULT),
+        *(pytest.param(way, 12, marks=pytest.mark.full) for way in WAYS if way not in IN_DEFAULT),
+        *(pytest.param(way, 120, marks=pytest.mark.full) for way in WAYS),
+    ],
+)
 def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
     device = ReferenceDevice()
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
-    saved = []
+    saved, num_readable = [], 0
     for number in range(3):
         saved.append(copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict())))
         train(plain, plain_optimizer, device, range(number, number + 1))
@@ -96,11 +107,14 @@ def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
             optimizer.load_state_dict(saved[number][1])
 
         load(1)
-        for line in spread(count_lines(lambda: load(1), None), num_lines):
+        num_all = count_lines(lambda: load(1), None)
+        lines = [0, *spread(num_all, num_lines - 2), num_all - 1]  # the first comes before anything is loaded
+        for line in lines:
             load(2)
             place = interrupt(lambda: load(1), line, None)
             with contextlib.suppress(StateOffloadError):
                 found = copy.deepcopy(optimizer.state_dict())
+                num_readable += 1
                 assert found["state"].keys() == saved[1][1]["state"].keys(), place
                 num_steps = int(next(iter(found["state"].values()))["step"])
                 assert_same(found, saved[num_steps][1], str(place))
@@ -108,4 +122,5 @@ def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
             assert_same(optimizer.state_dict(), saved[2][1], str(place))
         train_within_backwards(model, optimizer, states, device, range(2, 3))
         assert_same_training(plain, plain_optimizer, model, optimizer)
+    assert 0 < num_readable < len(lines)
     assert not device.races

@@ -194,10 +194,10 @@ STEPS = {
     "ResNet-50": partial(_vision, "resnet50"),
     "DenseNet-169": partial(_vision, "densenet169"),
 }
-SLOW = {name: [] if name == "dense" else [pytest.mark.full] for name in STEPS}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[name]) for name in STEPS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", STEPS)
 def test_larger_budget_is_never_slower_for_a_model(name: str) -> None:
     pytest.importorskip("scipy")
     with torch.device("meta"):
@@ -210,12 +210,17 @@ def test_larger_budget_is_never_slower_for_a_model(name: str) -> None:
 
 
 def test_without_a_bound_a_few_smaller_budgets_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of(2, 20)
+    problem = problem_of(28, 20)
     budget_bytes = int(0.7 * problem.plain_peak_bytes)
     with_bound = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
     monkeypatch.setattr("memkit.plan.budget.bound.find_spec", lambda name: None)
 
-    assert with_bound <= seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE) < math.inf
+    planner = JointPlanner(problem)
+    found = planner.steady(budget_bytes)
+
+    first = planner._rungs[max(planner._rungs)]
+    assert with_bound <= found.seconds < first.seconds  # the search for the budget itself has missed it
+    assert 1 < len(planner._rungs) <= 4
 
 
 @pytest.mark.parametrize("seed", range(10))
