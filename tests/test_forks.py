@@ -52,10 +52,11 @@ def train(model: torch.nn.Module, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
-def each_with(ways: Iterable[str], acts: list[str]) -> list[Any]:
-    """Return all pairs: of each way, the plain run of pytest has one."""
+def each_with(ways: Iterable[str], acts: list[str], *in_default: str) -> list[Any]:
+    """Return all pairs: of some ways, the plain run of pytest has one each."""
     pairs = [(way, acts[(number + turn) % len(acts)], turn) for number, way in enumerate(ways) for turn in range(len(acts))]
-    return [pytest.param(way, act, marks=pytest.mark.full if turn else ()) for way, act, turn in pairs]
+    is_full = {(way, act): turn > 0 or way not in in_default for way, act, turn in pairs}
+    return [pytest.param(*pair, marks=pytest.mark.full if is_full[pair] else ()) for pair in is_full]
 
 
 STATES: dict[str, dict[str, Any]] = {
@@ -68,7 +69,10 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "act"), each_with(STATES, ["step", "state_dict", "load_state_dict", "close"]))
+STATE_ACTS = ["step", "state_dict", "load_state_dict", "close"]
+
+
+@pytest.mark.parametrize(("way", "act"), each_with(STATES, STATE_ACTS, "device", "disk in the backward"))
 def test_states(way: str, act: str) -> None:
     models = [Stack(2), Stack(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -101,7 +105,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "act"), each_with(LAYERS, ["forward", "train", "gather", "close"]))
+@pytest.mark.parametrize(("way", "act"), each_with(LAYERS, ["forward", "train", "gather", "close"], "host", "fused"))
 def test_layers(way: str, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     if way == "not pinned":

@@ -163,6 +163,9 @@ FEATURES = {
 }
 
 
+IN_DEFAULT = {*(f"with {name}" for name in CONTEXTS), "layers, fused", "states in the backward", "profile"}
+
+
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     """Let nothing be freed but by the count of its references."""
@@ -174,7 +177,9 @@ def without_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "fails"])
-@pytest.mark.parametrize("feature", [pytest.param(name, marks=pytest.mark.full if "both" in name else ()) for name in FEATURES])
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=() if name in IN_DEFAULT else pytest.mark.full) for name in FEATURES]
+)
 def test_nothing_is_left_on_the_users_objects(feature: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(fails=fails)
     program.optimizer.zero_grad()

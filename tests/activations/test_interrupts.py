@@ -28,7 +28,7 @@ __all__ = ["quick_plans"]
 
 TAG = "interrupted"
 NUM_LINES = 30
-MANY_LINES = [pytest.param(5), pytest.param(NUM_LINES, marks=pytest.mark.full)]
+MANY_LINES = [pytest.param(3), pytest.param(NUM_LINES, marks=pytest.mark.full)]
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded"), pytest.mark.usefixtures("quick_plans")]
 
@@ -379,6 +379,7 @@ def test_copies_that_take_turns_are_waited_for_after_an_interrupt(
     assert loop.held_bytes() == before
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("count", MANY_LINES)
 @pytest.mark.parametrize("function", ["stop", "_send_alone", "start", "end_forward"])
 @pytest.mark.parametrize("takes_turns", [True, False])
@@ -465,7 +466,7 @@ EDGES = ["enter_with", "claim", "_begin", "begin", "__enter__", "__exit__", "exi
 
 @pytest.mark.parametrize("count", MANY_LINES)
 @pytest.mark.parametrize("kind", [LoopWithOneContext, pytest.param(Loop, marks=pytest.mark.full)])
-@pytest.mark.parametrize("feature", ["offload half", "rematerialize"])
+@pytest.mark.parametrize("feature", ["offload half", pytest.param("rematerialize", marks=pytest.mark.full)])
 def test_context_that_an_interrupt_kept_from_being_left_is_left_by_the_next(feature: str, kind: type[Loop], count: int) -> None:
     loop = kind(FEATURES[feature])
     for _ in range(3):

@@ -131,8 +131,16 @@ def _run(step: str, torch_device: torch.device, around: Around) -> list[list[Ten
     return found
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+ON_DEVICES = [
+    pytest.param(context, device, marks=pytest.mark.full if device == "cpu" and context != "Rematerialize" else ())
+    for context in CONTEXTS
+    for device in ("cpu", "found late")
+]
+ON_DEVICES += [pytest.param(context, "cuda", marks=pytest.mark.gpu) for context in CONTEXTS]
+
+
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("context", "torch_device"), ON_DEVICES, indirect=["torch_device"])
 def test_graph_is_used_again_in_first_steps(step: str, context: str, torch_device: torch.device) -> None:
     plain = _run(step, torch_device, nullcontext)
 
@@ -155,7 +163,7 @@ def test_device_is_known_once_a_step_saves(step: str, torch_device: torch.device
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [pytest.param(step, marks=() if step == "penalty" else pytest.mark.full) for step in STEPS])
 def test_marks_are_known_ahead_of_the_device(step: str, torch_device: torch.device) -> None:
     class Marking(Net):
         def forward(self, x: Tensor) -> Tensor:

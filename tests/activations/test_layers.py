@@ -239,7 +239,7 @@ def test_step_of_a_new_size_takes_few_calls_for_each_layer(context: Contexts, mo
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param(step, marks=pytest.mark.full if number % 3 else ())
+        pytest.param(step, marks=pytest.mark.full if number % 6 else ())
         for number, step in enumerate(STEPS)
         if step != words_inside
     ],
@@ -465,10 +465,10 @@ def _models() -> Iterator[object]:
         "T5ForConditionalGeneration": ("T5Config", {**t5, "decoder_start_token_id": 0}, "T5Block"),
     }
     for name, (config, options, layers) in models.items():
-        marks = () if name.startswith("T5") else pytest.mark.full
-        yield pytest.param(name, config, options, layers, id=name, marks=marks)
+        yield pytest.param(name, config, options, layers, id=name)
 
 
+@pytest.mark.full
 @pytest.mark.integrations
 @pytest.mark.parametrize(("name", "config", "options", "layers"), list(_models()))
 def test_models_of_transformers_are_exact(
@@ -497,6 +497,7 @@ def test_models_of_transformers_are_exact(
     assert layers in told[0]
 
 
+@pytest.mark.full
 @pytest.mark.integrations
 def test_layers_that_are_given_a_cache_are_named_and_left_out(context: Contexts) -> None:
     transformers = pytest.importorskip("transformers")

@@ -159,7 +159,8 @@ def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixt
     assert plain_peak_mib(plain) <= 200 < plain_peak_mib(plain + 1)
 
 
-@pytest.mark.parametrize("budget", [["--budget", "200MiB"], pytest.param([], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [["--budget", "200MiB"], []])
 def test_the_largest_batch_is_the_same_from_a_start_that_does_not_fit(
     capsys: pytest.CaptureFixture[str], budget: list[str], tmp_path: Path
 ) -> None:

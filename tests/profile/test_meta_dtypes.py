@@ -127,6 +127,7 @@ GROUPED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # the second wi
 }
 
 
+@pytest.mark.core(2)  # 24 of 72
 @pytest.mark.parametrize("other", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", GROUPED)

@@ -91,12 +91,18 @@ OPTIONS: list[dict[str, Any]] = [
 
 USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
 """What is stepped under all options; the others are under some, by turns."""
+BY_TURNS = [
+    pytest.param(each, id=str(each), marks=pytest.mark.full if number % 2 == 0 else ()) for number, each in enumerate(OPTIONS)
+]
+"""Those that the plain run of pytest has where another test has the others."""
 
 
 def _is_core(case: Case, options: dict[str, Any]) -> bool:
-    """Tell whether the plain run of pytest has it: one class under all options, the other usual ones under every fifth."""
+    """Tell whether the plain run of pytest has it: one class under every other, the other usual ones under one each."""
     number = OPTIONS.index(options)
-    return case.name == USUAL[0] or (case.name in USUAL and number % 5 == USUAL.index(case.name) % 5)
+    if case.name == USUAL[0]:
+        return number % 2 == 0
+    return case.name in USUAL and number == 2 * USUAL.index(case.name) - 1
 
 
 @pytest.mark.covering(2)
@@ -138,7 +144,7 @@ def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[
     device.synchronize()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", BY_TURNS)
 def test_with_float32_copies(device: Device, options: dict[str, Any]) -> None:
     if "update" in options and device.torch_device.type != "cpu":
         pytest.skip("the device steps differ from the host's in last bits")
@@ -185,7 +191,7 @@ def test_states_are_those_of_torch(device: Device) -> None:
 
 @pytest.mark.covering(2)
 @pytest.mark.core(1)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", BY_TURNS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_resumes_into_and_from_plain_torch(device: Device, options: dict[str, Any], fused: bool) -> None:
     if "update" in options and device.torch_device.type != "cpu":
@@ -315,7 +321,15 @@ def test_room_does_not_grow_with_the_parameter() -> None:
     assert rooms[0] == rooms[1] <= 5 * 1024 * 8  # the least windows that are no smaller than 6000 bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    *(pytest.param(each, marks=pytest.mark.full) for each in (torch.float16, torch.float64)),
+]
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fused: bool) -> None:
     monkeypatch.undo()

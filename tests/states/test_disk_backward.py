@@ -43,12 +43,11 @@ from tests.states.cases import (
     groups_of,
     make_net,
     offload,
-    often,
     train,
     train_within_backwards,
 )
 from tests.states.test_faults import ERRORS, Faulty
-from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, _real_disk
+from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, _real_disk, by_turns
 from tests.threads import num_own_threads
 
 
@@ -64,7 +63,7 @@ def _assert_no_races(device: ReferenceDevice) -> None:
 # The same bits
 
 
-@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
+@pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 1), ids=str)
 @pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
@@ -88,6 +87,7 @@ def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     _assert_no_races(device)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("budget", [0, "10KiB"])
 def test_the_same_bits_on_a_real_disk(
@@ -108,7 +108,7 @@ def test_the_same_bits_on_a_real_disk(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
@@ -270,6 +270,7 @@ def test_gradients_can_not_be_clipped_or_scaled(device: Device, use: Callable[[A
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
+@pytest.mark.core(1)
 @pytest.mark.parametrize("is_all", [True, False])
 @pytest.mark.parametrize("kind", DISKS)
 def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: bool) -> None:
@@ -390,13 +391,14 @@ def test_a_long_run_takes_no_more_than_a_short_one() -> None:
 
 
 @pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)
+@pytest.mark.parametrize("case", by_turns([case for case in OPTIMIZERS if case.name != "rebinding"], 0), ids=str)
 def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
     assert_resumes(case, ReferenceDevice(), tmp_path, num_steps_before=1, disk=ReferenceDisk(), when="backward")
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_saving_within_a_step(is_cut: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,6 +517,7 @@ class _Compared:
         _assert_no_races(self.device)
 
 
+@pytest.mark.full
 @examples(60)
 @given(
     what=st.sampled_from(["read", "write"]),
@@ -686,8 +689,8 @@ def test_an_exception_in_the_backward(is_late: bool) -> None:
     compared.close()
 
 
-@pytest.mark.parametrize("num_lines", [12, pytest.param(150, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("num_lines", [6, pytest.param(150, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_interrupts_at_any_line(is_late: bool, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
@@ -867,7 +870,7 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")  # it has read them itself by then
-@pytest.mark.parametrize("num_lines", [5, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [3, pytest.param(60, marks=pytest.mark.full)])
 def test_interrupts_as_states_that_lay_as_a_whole_are_cut_in_windows(num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _cut(monkeypatch)
     compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=False))

@@ -26,7 +26,7 @@ from tests.states.test_on_disk import _Faults, _real_disk
 from tests.weights.cases import RUNS, WIDTH, Stack, in_order, inputs
 
 
-@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("has_own", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS if name != "AdamW"] + ["AdamW"]
 )
@@ -46,7 +46,13 @@ def test_steps_are_the_plain_ones(name: str, has_own: bool) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("options", [{}, {"master": torch.float32, "dtype": torch.bfloat16}], ids=["float32", "master"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="float32"),
+        pytest.param({"master": torch.float32, "dtype": torch.bfloat16}, id="master", marks=pytest.mark.full),
+    ],
+)
 def test_windows_of_large_parameters(options: dict[str, Any], is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _cut(monkeypatch)
     device = ReferenceDevice()
@@ -80,6 +86,7 @@ def test_orders(run: str) -> None:
     both.close()
 
 
+@pytest.mark.full
 def test_frozen_and_tied_parameters() -> None:
     both = Both(ReferenceDevice(), model=_frozen_and_tied(), disk=ReferenceDisk())
     for _ in range(4):
@@ -122,6 +129,7 @@ def test_training_is_saved_and_goes_on() -> None:
     both.close()
 
 
+@pytest.mark.full
 def test_layers_closed_first_leave_states_that_can_be_closed() -> None:
     both = Both(ReferenceDevice(), disk=ReferenceDisk())
     for _ in range(2):
@@ -147,7 +155,7 @@ class _Rest(nn.Module):
         return self.head(self.stack(self.embedding(x)))
 
 
-@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_beside_layers_that_are_stepped_on_the_host(is_late: bool) -> None:
     """What doesn't stream is stepped within the backward, in which layers stream."""
     device = ReferenceDevice()

@@ -119,7 +119,7 @@ class Both:
 
 def _each_way(names: Any) -> list[Any]:
     """Return optimizers, each in a loop with and without `step()`: of which the plain run of pytest has one."""
-    alone = {"AdamW": False, "AdamW fused": True}
+    alone = {"AdamW fused": True}
     ways = [(name, has_own) for name in names for has_own in (False, True)]
     return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.full) for way in ways]
 
@@ -141,7 +141,7 @@ def test_twenty_steps_are_the_plain_ones(name: str, has_own: bool, device: Devic
 
 
 @pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.full), 0.5])
-@pytest.mark.parametrize("name", ["AdamW fused", "Adafactor"])
+@pytest.mark.parametrize("name", ["AdamW fused", pytest.param("Adafactor", marks=pytest.mark.full)])
 def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> None:
     both = Both(device, in_groups(OPTIMIZERS[name]), ratio=ratio, num_slots=1, dtype=torch.bfloat16, master=torch.float32)
     for _ in range(4):
@@ -164,7 +164,7 @@ def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) ->
 
 
 @pytest.mark.parametrize("num_slots", [1, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("run", ["reused", "checkpoint"])
+@pytest.mark.parametrize("run", [pytest.param("reused", marks=pytest.mark.full), "checkpoint"])
 def test_orders(run: str, num_slots: int, device: Device) -> None:
     both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=num_slots)
     for _ in range(3):
@@ -183,6 +183,7 @@ def test_other_orders(run: str, device: Device) -> None:
     both.close()
 
 
+@pytest.mark.full
 def test_half_of_the_layers_stay(device: Device) -> None:
     both = Both(device, ratio=0.5, num_slots=1)
     for _ in range(4):
@@ -228,7 +229,13 @@ def _cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cut_trial, "WINDOW_NUMEL", 128)
 
 
-@pytest.mark.parametrize("options", [{}, {"master": torch.float32, "dtype": torch.bfloat16}], ids=["float32", "master"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="float32", marks=pytest.mark.full),
+        pytest.param({"master": torch.float32, "dtype": torch.bfloat16}, id="master"),
+    ],
+)
 def test_windows_of_large_parameters_hold_no_slot(
     options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +340,7 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
     both.close()
 
 
+@pytest.mark.full
 def test_training_is_saved_and_goes_on(device: Device) -> None:
     both = Both(device, in_groups(OPTIMIZERS["AdamW fused"]))
     for _ in range(2):
@@ -498,7 +506,14 @@ def _is_behind_steps(both: Both) -> bool:
     return all(current.clock.get(number, 0) >= count for number, count in steps.stream.clock.items())
 
 
-@pytest.mark.parametrize("layer", [0, 1, 5], ids=["in part", "in its slot", "gone from there"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(0, id="in part", marks=pytest.mark.full),
+        pytest.param(1, id="in its slot"),
+        pytest.param(5, id="gone from there"),
+    ],
+)
 def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, device: Device) -> None:
     both = Both(device, model=Stack(6), num_slots=2)
     batch, found = both.batch(), []

@@ -137,7 +137,13 @@ def test_a_fault_of_the_device(
 @pytest.mark.core(1)
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"has_states": False}, {"has_master": True}, {"disk": ReferenceDisk()}], ids=["", "new", "master", "disk"]
+    "options",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"has_states": False}, id="new"),
+        pytest.param({"has_master": True}, id="master"),
+        pytest.param({"disk": ReferenceDisk()}, id="disk", marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.full)])
 def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +188,10 @@ def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_lo
 
 @pytest.mark.covering(2)
 @pytest.mark.core(1)
-@pytest.mark.parametrize("num_lines", [6, pytest.param(120, marks=pytest.mark.full)])
-@pytest.mark.parametrize("options", [{}, {"has_master": True}, {"disk": ReferenceDisk()}], ids=["", "master", "disk"])
+@pytest.mark.parametrize("num_lines", [3, pytest.param(120, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "options", [{}, {"has_master": True}, {"disk": ReferenceDisk(is_late=False)}], ids=["", "master", "disk"]
+)
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_interrupts_at_any_line(is_cut: bool, options: dict[str, Any], num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:

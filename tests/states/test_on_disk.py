@@ -8,7 +8,7 @@ import gc
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,13 @@ def _adamw(net: nn.Module) -> torch.optim.Optimizer:
 # The same bits
 
 
-@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
+def by_turns(cases: Iterable[Case], first: int) -> list[Any]:
+    """Return cases, of which the plain run of pytest has half of those that it has of others: two tests share them."""
+    often_run = [case for case in often(cases) if isinstance(case, Case)]
+    return [pytest.param(case, marks=() if case in often_run[first::2] else pytest.mark.full) for case in cases]
+
+
+@pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 0), ids=str)
 @pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
@@ -83,6 +89,7 @@ def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     assert not device.races
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("budget", [0, "10KiB"])
 def test_the_same_bits_on_a_real_disk(
@@ -115,7 +122,7 @@ class _Quiet(memkit.Disk):
         return file
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
@@ -176,6 +183,7 @@ def test_parameters_that_come_later() -> None:
 # Where states are
 
 
+@pytest.mark.full
 def test_host_budget_says_how_much_is_in_host_memory() -> None:
     device = ReferenceDevice()
     width, found = 512, []
@@ -252,7 +260,7 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)
+@pytest.mark.parametrize("case", by_turns([case for case in OPTIMIZERS if case.name != "rebinding"], 1), ids=str)
 def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
@@ -284,6 +292,7 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
         assert len(optimizer.state_dict()["state"]) == 9
 
 
+@pytest.mark.full
 def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large parameter is stepped in windows, or as a whole where it isn't contiguous: what is on the disk follows."""
     _cut(monkeypatch)
@@ -504,6 +513,7 @@ def test_a_disk_that_fails(
         assert not device.races
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> None:
@@ -695,7 +705,7 @@ def test_a_state_dict_that_can_not_be_read() -> None:
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-@pytest.mark.parametrize("num_lines", [12, pytest.param(120, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [4, pytest.param(120, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
@@ -726,7 +736,8 @@ def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytes
     assert not device.races
 
 
-@pytest.mark.parametrize("num_lines", [8, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.core(1)
+@pytest.mark.parametrize("num_lines", [5, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_interrupts_while_saving_and_loading(what: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_budget_of_a_system_that_pins_nothing_recomputes() -> None:
 
 
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
-@pytest.mark.parametrize("last", [0, 3, pytest.param(12, marks=pytest.mark.full), pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.full) for last in (3, 12, 30))])
 def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
     device, model, x = Stingy(), blocks()[:12], torch.randn(8, 32)

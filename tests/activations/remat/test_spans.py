@@ -153,7 +153,7 @@ def own_attributes(model: nn.Module) -> list[set[str]]:
 
 
 def _bits_at(name: str, budget: float) -> object:
-    is_core = (name, budget) in (("nested", 0.5), (next(iter(MODELS)), 0.5)) or (name, budget) == ("recurrence", 0.15)
+    is_core = (name, budget) in ((next(iter(MODELS)), 0.5), ("recurrence", 0.15))
     return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
 
 
@@ -188,6 +188,7 @@ def test_flat_model_takes_few_calls_of_the_host(device: Device, remat_on: Remat)
     assert stats.dropped_bytes > 0.45 * stats.saved_bytes
 
 
+@pytest.mark.full
 def test_layers_of_images_are_named_and_let_go(device: Device, remat_on: Remat) -> None:
     model, x = like_vgg().to(device.torch_device), torch.randn(32, 128, device=device.torch_device)
     for _ in range(5):
@@ -314,7 +315,7 @@ def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
     return next(place for place in places if isinstance(model[place], nn.Dropout | nn.GELU))
 
 
-_CHANGES = [hook, *(pytest.param(change, marks=pytest.mark.full) for change in (replace_one, insert, append)), override]
+_CHANGES = [hook, *(pytest.param(change, marks=pytest.mark.full) for change in (replace_one, insert, append, override))]
 
 
 @pytest.mark.parametrize("change", _CHANGES)
@@ -353,6 +354,7 @@ def test_change_within_the_context_is_heeded(
     assert memkit.stats("change").is_recorded
 
 
+@pytest.mark.full
 def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     steady(model, x, remat_on, "holds")
