@@ -322,26 +322,30 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._written.clear()
         self._stepped.clear()
 
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        named = {**self._names, **{id(item.parameter): item.name for item in self._layers}}
+        return named.get(id(parameter), "a parameter")
+
     def _step(self, parameter: nn.Parameter) -> Event | None:
         """Let the optimizer step one parameter: once in a backward, those within it included.
 
         Returns:
             What is reached once that is done; None if it is done on the current stream.
         """
-        name = self._names.get(id(parameter), "a parameter")
         if not self._stepped:
             self._watch_groups()
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
-                f'"{name}" has a gradient, and the optimizer does not know it: was it left out when that was made, has it come '
-                "to require grad since, was it taken out of the groups, or was it put in the place of another "
+                f'"{self._name_of(parameter)}" has a gradient, and the optimizer does not know it: was it left out when that was '
+                "made, has it come to require grad since, was it taken out of the groups, or was it put in the place of another "
                 "(`load_state_dict(assign=True)`)? Use offload.optimizer.add_param_group, set requires_grad to False, load "
                 "without assign=True, or make a new LayerOffload"
             )
         if id(parameter) in self._stepped:
             raise LayerOffloadError(
-                f'"{name}" was stepped already, with a part of its gradient, when a backward brings another part: it is used '
-                "more than once, in checkpoints that run a backward of their own each. Give these use_reentrant=False, or "
+                f'"{self._name_of(parameter)}" was stepped already, with a part of its gradient, when a backward brings another '
+                "part: it is used more than once, in checkpoints that run a backward of their own each. Give these "
+                "use_reentrant=False, or "
                 'use train="host"'
             )
         if self._beside is not None and not self._stepped:
