@@ -336,17 +336,16 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._watch_groups()
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
-                f'"{self._name_of(parameter)}" has a gradient, and the optimizer does not know it: was it left out when that was '
-                "made, has it come to require grad since, was it taken out of the groups, or was it put in the place of another "
-                "(`load_state_dict(assign=True)`)? Use offload.optimizer.add_param_group, set requires_grad to False, load "
-                "without assign=True, or make a new LayerOffload"
+                f'"{self._name_of(parameter)}" has a gradient, and the optimizer does not know it: was it left out when that '
+                "was made, has it come to require grad since, was it taken out of the groups, or was it put in the place of "
+                "another (`load_state_dict(assign=True)`)? Use offload.optimizer.add_param_group, set requires_grad to False, "
+                "load without assign=True, or make a new LayerOffload"
             )
         if id(parameter) in self._stepped:
             raise LayerOffloadError(
-                f'"{self._name_of(parameter)}" was stepped already, with a part of its gradient, when a backward brings another '
-                "part: it is used more than once, in checkpoints that run a backward of their own each. Give these "
-                "use_reentrant=False, or "
-                'use train="host"'
+                f'"{self._name_of(parameter)}" was stepped already, with a part of its gradient, when a backward brings '
+                "another part: it is used more than once, in checkpoints that run a backward of their own each. Give these "
+                'use_reentrant=False, or use train="host"'
             )
         if self._beside is not None and not self._stepped:
             self._beside.begin_backward()
