@@ -186,9 +186,10 @@ class OneStep:
         does nothing."""
         if self._is_over:
             return
-        stepped = {id(self._now(self._own[number])) for number in (*self._of_groups, *self.awaited)}
+        due = [*map(self._own.__getitem__, (*self._of_groups, *self.awaited))]
+        stepped = {*map(id, due)}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
-            if id(group) not in stepped:
+            if id(group) not in stepped and not any(self._now(own) is group for own in due):
                 group.update(changes_of_group(group, cut).entries)
         if self._of_optimizer is None and not self.awaited:
             vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
