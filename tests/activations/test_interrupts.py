@@ -30,7 +30,11 @@ TAG = "interrupted"
 NUM_LINES = 30
 MANY_LINES = [pytest.param(3), pytest.param(NUM_LINES, marks=pytest.mark.full)]
 
-pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded"), pytest.mark.usefixtures("quick_plans")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded"),
+    pytest.mark.usefixtures("quick_plans"),
+]
 
 Contexts = Callable[[Device], list[AbstractContextManager[object]]]
 

@@ -50,6 +50,8 @@ from tests.states.test_faults import ERRORS, Faulty
 from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, _real_disk, by_turns
 from tests.threads import num_own_threads
 
+pytestmark = pytest.mark.full
+
 
 def _offload(optimizer: torch.optim.Optimizer, device: Device, disk: memkit.Disk, **options: Any) -> memkit.StateOffload:
     return offload(optimizer, device, disk=disk, when="backward", **options)

@@ -25,6 +25,8 @@ from tests.states.test_layered_faults import _Trained
 from tests.states.test_on_disk import _Faults, _real_disk
 from tests.weights.cases import RUNS, WIDTH, Stack, in_order, inputs
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("has_own", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(

@@ -79,18 +79,19 @@ def run(seed: int, device: Device, plain: Program, own: Program, wait: Callable[
     assert_same(plain.model.state_dict(), own.model.state_dict(), "parameters")
 
 
-SEEDS = [0, 3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40) if seed not in (0, 3))]
+NUM_SEEDS = 20
+SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.full) for seed in range(NUM_SEEDS)]
 
 
 def in_default(seed: int, way: str) -> bool:
-    return seed == 0 or (seed == 3 and not way.startswith("step "))
+    return seed == 3 and not way.startswith("step ")
 
 
 @pytest.mark.parametrize(
     ("seed", "way"),
     [
         pytest.param(seed, way, marks=() if in_default(seed, way) else pytest.mark.full)
-        for way, seed in itertools.product(WAYS, range(40))
+        for way, seed in itertools.product(WAYS, range(NUM_SEEDS))
     ],
 )
 def test_edits_between_steps(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from tests.states.cases import assert_same
 from tests.states.test_faults import ERRORS, Faulty, _assert_old_or_new, _cut, _failing, _snapshot
 from tests.weights.cases import Stack, inputs
 
+pytestmark = pytest.mark.full
+
 KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 
 

@@ -25,6 +25,8 @@ from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_after, interrupts, spread
 from tests.weights.cases import RUNS, WIDTH, Stack, inputs, only_lora
 
+pytestmark = pytest.mark.full
+
 KINDS = ("frozen", "host", "fused")
 TRAINED = [pytest.param("frozen", marks=pytest.mark.full), "host", "fused"]
 """Of layers that are trained more is begun and ended than of frozen ones."""

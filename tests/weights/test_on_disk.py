@@ -22,6 +22,8 @@ from tests.refusing import PinLimit
 from tests.threads import num_own_threads
 from tests.weights.cases import RUNS, WIDTH, Stack, only_lora
 
+pytestmark = pytest.mark.full
+
 
 def _model(run: str = "in order", num_layers: int = 12) -> nn.Module:
     torch.manual_seed(1)

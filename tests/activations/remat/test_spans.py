@@ -28,7 +28,7 @@ from tests.activations.remat.test_steady import num_calls, train
 from tests.contracts.contexts import Around
 from tests.interrupts import interrupts
 
-pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
 
 def flat(count: int = 12) -> nn.Sequential:
