@@ -18,7 +18,7 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.contexts import KINDS, MORE_KINDS, Kind
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*saved tensors for a backward, and none came")
 
 N = 8
 NUM_STEPS = 6
@@ -240,7 +240,7 @@ def test_random_programs(seed: int, name: str) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_plans")
 @pytest.mark.parametrize("name", sorted(PROGRAM_KINDS))
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_many_random_programs(seed: int, name: str) -> None:
     program = program_of(seed)
 
