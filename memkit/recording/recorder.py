@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.errors import warn_user
 from memkit.recording.borders import run_border
 from memkit.recording.dispatch import QuietMode
 from memkit.recording.effects import (
@@ -42,7 +43,7 @@ from memkit.recording.recorded import (
 )
 from memkit.recording.recording import Recording
 from memkit.storages import byte_view
-from memkit.torch_state import hide_mode, in_dual_level, leave_mode
+from memkit.torch_state import hide_mode, in_dual_level
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
@@ -51,7 +52,7 @@ _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 _ALIAS = torch.ops.aten.alias.default
-"""With which `make_dual` begins, among others."""
+"""With which `torch.autograd.forward_ad.make_dual` begins."""
 
 
 class Recorder(QuietMode):
@@ -77,6 +78,7 @@ class Recorder(QuietMode):
         self.kind_of = kinds.of
         self._generator_of = generator_of
         self.estimate_s = estimate_s
+        self._has_told = False
         self._paths: dict[Any, Any] = {}
         """How each op seen so far is recorded: one of three words, or a method of the class. A bound method would keep this
         object alive."""
@@ -98,9 +100,8 @@ class Recorder(QuietMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if recording.unversioned:
             recording.see_versions()
-        if func is _ALIAS and kwargs is not None and in_dual_level() and torch_private.functorch_stack() is None:
-            kwargs["behind"] = _Behind(self)
-            return func(*args)
+        if func is _ALIAS and not self._has_told and in_dual_level() and torch_private.functorch_stack() is None:
+            self._tell_of_dual()
         funcs, expected = recording.funcs, recording.expected
         if expected is not None and expected.ops:
             op = expected.ops[len(funcs)] if len(funcs) < len(expected.ops) else None
@@ -346,6 +347,15 @@ class Recorder(QuietMode):
                 if storage.device.type != "meta":  # there is nothing to compare
                     recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
+    def _tell_of_dual(self) -> None:
+        """Warn where a dual level was opened within the context. See [Note: seen by formulas]."""
+        self._has_told = True
+        warn_user(
+            "a dual level was opened within a context of memkit that records: the last bits of forward-mode derivatives of "
+            "norms and products may differ from those of the plain run. Enter the context inside of "
+            "torch.autograd.forward_ad.dual_level(), where it records nothing"
+        )
+
     def run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not run again."""
         kind = self.kind_of(func)
@@ -364,23 +374,12 @@ class Recorder(QuietMode):
         return results
 
 
-class _Behind:
-    """Takes a recorder off the stack behind an op that torch has called it for: put among the op's keyword arguments, it goes
-    with them. Until then torch holds the recorder, and would put it back.
-
-    [Note: seen by formulas] Formulas of forward-mode derivatives, and of backwards, ask whether any dispatch mode is on, and
-    compute other bits then. So nothing is recorded once a dual level was opened, and recorders are hidden from nodes.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __del__(self) -> None:
-        leave_mode(self._recorder)
-
-
 def hide_recorders() -> None:
-    """Hide the recorders that are on from the node of a graph that is running. See [Note: seen by formulas]."""
+    """Hide the recorders that are on from the node of a graph that is running.
+
+    [Note: seen by formulas] Formulas of derivatives ask whether any dispatch mode is on, and compute other bits then. Nodes are
+    run by the engine, which puts the modes back. An op can't take off the mode that it is running in: torch would put it back.
+    """
     if _is_in_backward() != -1:
         for mode in torch_private.dispatch_modes():
             if isinstance(mode, Recorder):
