@@ -38,7 +38,7 @@ KEYS = {
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:LayerOffload was given the CPU"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:.*no memory apart from"),
 ]
 
 
