@@ -55,9 +55,12 @@ class Root:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the tensor is alive and was written to since it was seen."""
+        """Whether the tensor is alive and was written to since it was seen. Parameters don't count: they may be stepped within
+        the backward, behind their last use, and autograd itself refuses earlier writes."""
         tensor, version = self.tensor(), self.version if self.seen is None else self.seen
-        return tensor is not None and version is not None and torch_private.version_of(tensor) != version
+        if tensor is None or version is None or tensor.requires_grad:
+            return False
+        return torch_private.version_of(tensor) != version
 
     def held_storage(self) -> torch.UntypedStorage:
         """Return the storage of a root that is held, after checking that it is unchanged.
