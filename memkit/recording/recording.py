@@ -303,7 +303,7 @@ class Recording:
         self.effects.append((len(self.funcs), address, value))
         for over in () if storage is None else recordings_over.valuerefs():  # their backwards need what forwards have read
             if storage is not None and (other := over()) is not None and (read := other.find(storage)) is not None:
-                del other.current[address]
+                other.current.pop(address, None)  # copied once
                 other.before_write(read)
 
     def before_write(self, value: int) -> None:
