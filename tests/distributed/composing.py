@@ -138,7 +138,7 @@ _plain_by_hand = functools.cache(functools.partial(_by_hand, make_context=None))
 
 
 def check_by_hand(how: str, context: str, *, reshards: str = "", forwards: int = 2, attached: bool = False) -> int:
-    """Compare steps of several forwards in one context, or each in an attached one, with those without; return how many bytes
+    """Compare steps of several forwards in one context, or each in an attached one, with those without; return how much
     the context has moved or dropped."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     found = _by_hand(how, reshards, forwards, rank, num_ranks, CONTEXTS[context], attached)
@@ -147,7 +147,8 @@ def check_by_hand(how: str, context: str, *, reshards: str = "", forwards: int =
     assert stats.live_records == 0
     memkit.reset(TAG)
     memkit.reset(f"{TAG} outside")
-    return stats.moved_out_bytes + stats.dropped_bytes
+    assert stats.num_kept >= 0
+    return stats.num_copies_out + stats.num_dropped
 
 
 def check_two_forwards(_: str = "") -> None:

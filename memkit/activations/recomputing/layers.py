@@ -144,6 +144,7 @@ class LayerStage(IdleStage):
         self.regions.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
+        self.counts.num_saved = self.counts.num_dropped  # what is saved outside of the layers is not counted
         for module, why in () if has_failed else self.regions.not_taken.items():
             name = kind_of(module)
             self._state.warn_once(f"region {name} {why}", f"a {name} was not recomputed as a whole, and stays: {why}.")
