@@ -7,7 +7,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -116,56 +116,33 @@ def test_layering_check_can_fail() -> None:
     assert _upward_edges("hooks", {"memkit.device"}) == ["memkit.device"]
 
 
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
-MOST_FILES_IN_A_CHAIN = 6
-MOST_LINES = 400
+MOST_LINES = {
+    "": 5361,
+    "activations": 14429,
+    "bench": 1629,
+    "device": 1558,
+    "distributed": 870,
+    "fronts": 840,
+    "integrations": 974,
+    "optimizers": 540,
+    "page": 1214,
+    "plan": 8139,
+    "profile": 7045,
+    "recording": 3541,
+    "states": 7876,
+    "transfer": 2769,
+    "weights": 6220,
+}
+"""The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 
 
-def _run_time_imports(path: Path) -> set[str]:
-    """Return the modules of memkit that a file imports when it is imported itself, so without those for types alone."""
-    found: set[str] = set()
-    for node in _tree(path).body:
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+def test_rooms_keep_to_their_lines() -> None:
+    num_lines = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        *rooms, _ = path.relative_to(PACKAGE).parts
+        num_lines[rooms[0] if rooms else ""] += len(path.read_text().splitlines())
 
-
-def _longest_chain(imports: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """Return the longest chain of modules of which each imports the next one."""
-
-    @functools.cache
-    def below(module: str) -> tuple[str, ...]:
-        chains: list[tuple[str, ...]] = [(), *map(below, imports[module] & imports.keys() - {module})]
-        return (module, *max(chains, key=len))
-
-    return max(map(below, imports), key=len)
-
-
-def _room_imports(room: str) -> dict[str, set[str]]:
-    files = [path for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py"]
-    names = {path: ".".join(("memkit", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files}
-    return {names[path]: _run_time_imports(path) for path in files}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_chains_of_imports_inside_a_room_are_short(room: str) -> None:
-    chain = _longest_chain(_room_imports(room))
-
-    assert len(chain) <= MOST_FILES_IN_A_CHAIN, " -> ".join(chain)
-
-
-def test_check_of_chains_can_fail() -> None:
-    assert _longest_chain({"a": {"b", "c"}, "b": {"c", "elsewhere"}, "c": set(), "d": {"a"}}) == ("d", "a", "b", "c")
-    assert len(_room_imports("device")["memkit.device.cuda"] & {"memkit.device.base"}) == 1
-
-
-def test_files_are_short() -> None:
-    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
-    too_long = {name for name, path in files.items() if len(path.read_text().splitlines()) > MOST_LINES}
-
-    assert too_long == set()
+    assert {room: number for room, number in num_lines.items() if number > MOST_LINES[room]} == {}
 
 
 def test_only_the_cuda_device_names_torch_cuda() -> None:
