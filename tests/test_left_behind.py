@@ -156,7 +156,6 @@ FEATURES = {
     **{f"layers, {train}": _layers(train) for train in ("frozen", "host", "fused")},
     "states": _states(),
     "states on the host": _states(update="host"),
-    "states on both": _states(update="both"),
     "states in the backward": _states(when="backward"),
     "states beside the forward": _states(overlap_forward=True),
     "profile": _profile,

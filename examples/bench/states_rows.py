@@ -31,7 +31,6 @@ ROWS: dict[str, dict] = {
     "device, beside the next forward": {"update": "device", "overlap_forward": True, "clips": True},
     "device, half stays": {"update": "device", "clips": True, "share": 0.5},
     "device, three quarters stay": {"update": "device", "clips": True, "share": 0.75},
-    "both": {"update": "both", "clips": True},
     "host": {"update": "host", "clips": True},
 }
 NUM_MICRO = 8
@@ -84,8 +83,6 @@ def micro(setting: Setting) -> Iterator[Line]:
     steps = {"clips": True, "num_steps": NUM_MICRO_STEPS}
     yield {**about, "row": "plain", **told("plain", setting.attempt(partial(plain_line, trained, setting, **steps)))}
     for name, options in {
-        "both": {"update": "both"},
-        "both, beside the next forward": {"update": "both", "overlap_forward": True},
         "device, beside the next forward": {"update": "device", "overlap_forward": True},
     }.items():
         yield {**about, "row": name, **told(name, setting.attempt(partial(memkit_line, trained, setting, **steps, **options)))}

@@ -66,18 +66,12 @@ def bound_s(row: str, plain: Line, machine: Line, numel: int) -> float | None:
     link_s = STATE_BYTES * numel / machine["both_bytes_per_s"]
     sent_s = SENT_BYTES * numel / machine["d2h_bytes_per_s"]
     host_s = max(sent_s, numel / max(machine["host_updates_per_s"].values()))
-    shared_link_s, shared_sent_s = (size * numel / machine["shared_bytes_per_s"] for size in (STATE_BYTES, SENT_BYTES))
-    shared_host_s = numel / machine["shared_updates_per_s"]
-    share = min(1.0, shared_link_s / (shared_link_s - shared_sent_s + shared_host_s))  # with which both end together
-    both_s = shared_host_s * share
     bounds = {
         "device": rest + link_s,
         "device, within the backward": rest - backward + max(backward, link_s),
         "device, beside the next forward": rest - forward + max(forward, link_s),
         "device, half stays": rest + link_s / 2,
         "device, three quarters stay": rest + link_s / 4,
-        "both": rest + both_s,
-        "both, beside the next forward": rest - forward + max(forward, both_s),
         "host": rest + host_s,
     }
     return bounds.get(row)

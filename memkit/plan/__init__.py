@@ -80,7 +80,7 @@ from memkit.plan.residency import (
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.spans import find_spans
-from memkit.plan.state_costs import ParameterCosts, StatePiece, StateRates, Update, aligned
+from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, aligned
 from memkit.plan.state_pieces import WINDOW_NUMEL, StatePlan, in_slots, is_large, plan_states
 from memkit.plan.state_places import interleaved
 from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
@@ -125,7 +125,6 @@ __all__ = [
     "ShardedParameter",
     "StatePiece",
     "StatePlan",
-    "StateRates",
     "Step",
     "StepTrace",
     "TimedSave",

@@ -52,19 +52,6 @@ class ParameterCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateRates:
-    """How fast states can be updated.
-
-    Attributes:
-        link_bytes_per_s: bytes that go each way at once between device and host.
-        host_numel_per_s: elements that the optimizer steps on the host.
-    """
-
-    link_bytes_per_s: float
-    host_numel_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StatePiece:
     """Parameters whose states move together, and are stepped together.
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memkit.plan.disk import terabytes_written
-from memkit.plan.state_costs import ParameterCosts, StatePiece, StateRates, Update, rounded
-from memkit.plan.state_places import evenly, ring_bytes, with_disk, with_residents
+from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, rounded
+from memkit.plan.state_places import ring_bytes, with_disk, with_residents
 from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
@@ -18,8 +18,6 @@ _HOST_PIECE_BYTES = 2 * PIECE_BYTES
 the next piece, the thread that steps waits for the interpreter."""
 _LARGEST_PIECE_BYTES = 168 * 2**20
 """With four slots, and what a step that fails is undone by, less than a GiB."""
-_LARGEST_SHARED_PIECE_BYTES = 128 * 2**20
-"""The same where there are slots for both sides. What waits for the link behind another piece waits less, too."""
 WINDOW_NUMEL = 2**16
 """A window of a large parameter begins at a multiple of so many elements: kernels over lists of tensors go by blocks of as
 many, and each window begins as aligned as an allocation of its own."""
@@ -40,12 +38,10 @@ class StatePlan:
     Attributes:
         pieces: all states, in the order of the optimizer's groups.
         slot_bytes: the room on the device for pieces on their way, slot by slot.
-        rates: what the split of `update="both"` was made from; None for the others.
     """
 
     pieces: tuple[StatePiece, ...]
     slot_bytes: tuple[int, ...]
-    rates: StateRates | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -125,11 +121,6 @@ class StatePlan:
                 f"{terabytes_written(self.disk_bytes):.3g} TB. On their way they pass through "
                 f"{_count(len(self.ring_bytes), 'buffer')} in host memory, {format_bytes(sum(self.ring_bytes))} in all."
             )
-        if self.rates is not None:
-            lines.append(
-                f"The split is fixed: it was made for {self.rates.link_bytes_per_s / 1e9:.1f} GB/s each way and "
-                f"{self.rates.host_numel_per_s / 1e9:.2f}e9 parameters per second on the host."
-            )
         return "\n".join(lines)
 
 
@@ -138,7 +129,6 @@ def plan_states(
     *,
     device_budget_bytes: int = 0,
     update: str = "device",
-    rates: StateRates | None = None,
     apart: bool = False,
     has_disk: bool = False,
     host_budget_bytes: int | None = None,
@@ -151,8 +141,7 @@ def plan_states(
     Args:
         costs: of each parameter, in the order of the optimizer's groups.
         device_budget_bytes: how many bytes of states may stay on the device.
-        update: "device", "host" or "both".
-        rates: for "both".
+        update: "device" or "host".
         apart: whether each parameter is a piece of its own, stepped within the backward.
         has_disk: whether states that leave the device may lie on a disk.
         host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
@@ -164,7 +153,7 @@ def plan_states(
         HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
     usual = _HOST_PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
-    most = _piece_bytes(costs, usual, _LARGEST_SHARED_PIECE_BYTES if update == "both" else _LARGEST_PIECE_BYTES)
+    most = _piece_bytes(costs, usual)
     pieces = [
         StatePiece(
             parameters=tuple(members),
@@ -181,15 +170,15 @@ def plan_states(
     if has_disk:
         pieces = with_disk(pieces, host_budget_bytes, is_backward=apart)
     if update != "device":
-        pieces = list(_with_sides(pieces, rates if update == "both" else None))
+        pieces = [piece if piece.is_resident else replace(piece, update=Update.HOST) for piece in pieces]
     pieces, slot_bytes = _with_slots(pieces, max(PIECE_BYTES, most))
-    return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes, rates=rates if update == "both" else None)
+    return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes)
 
 
-def _piece_bytes(costs: Iterable[ParameterCosts], usual: int, largest: int) -> int:
+def _piece_bytes(costs: Iterable[ParameterCosts], usual: int) -> int:
     """Return the most that the states of a piece should take, unless they are those of one parameter that can't be cut."""
     whole = sum(cost.state_bytes for cost in costs)
-    most = min(max(usual, whole // _MANY_PIECES), max(usual, largest))
+    most = min(max(usual, whole // _MANY_PIECES), max(usual, _LARGEST_PIECE_BYTES))
     return min(most, max(1, whole // _LEAST_PIECES))
 
 
@@ -237,38 +226,6 @@ def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> t
         )
         made.append(window)
     return tuple(made)
-
-
-def _with_sides(pieces: list[StatePiece], rates: StateRates | None) -> Iterator[StatePiece]:
-    """Yield the pieces, those that leave being stepped on the host: all, or evenly spread as many as the rates say."""
-    moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
-    share = 1.0 if rates is None else host_share(pieces, rates)
-    sizes = [piece.state_bytes for piece in pieces]
-    on_host = set(moving) if rates is None else evenly(moving, sizes, share)
-    if rates is not None and any(sizes[index] for index in moving) and len(moving) > 1:
-        if not on_host:
-            on_host.add(moving[0])
-        elif len(on_host) == len(moving):
-            on_host.discard(moving[-1])
-    for index, piece in enumerate(pieces):
-        yield replace(piece, update=Update.HOST) if index in on_host else piece
-
-
-def host_share(pieces: Iterable[StatePiece], rates: StateRates) -> float:
-    """Return the share of states to be stepped on the host with which a step takes least.
-
-    Of what streams, the link carries all states each way. Of what is stepped on the host it carries gradients down, with
-    parameters where these are needed, and no more up. With N elements of s bytes of state each, and d that go down, a share x
-    on the host takes the link ((1 - x) s + x d) N / L, and the cores x N / R. Where d is less than s, both end together; else
-    nothing is gained by the host.
-    """
-    moving = [piece for piece in pieces if not piece.is_resident]
-    streamed_s = sum(piece.state_bytes for piece in moving) / rates.link_bytes_per_s
-    sent_s = sum(piece.sent_bytes for piece in moving) / rates.link_bytes_per_s
-    if streamed_s <= sent_s:
-        return 0.0
-    host_s = sum(piece.numel for piece in moving) / rates.host_numel_per_s
-    return min(1.0, streamed_s / (streamed_s - sent_s + host_s))
 
 
 def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], tuple[int, ...]]:

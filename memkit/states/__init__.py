@@ -15,7 +15,6 @@ Whether an optimizer can be stepped in pieces:
 - `trial`: steps small tensors together and one by one, and compares: are parameters independent, which states are there
 - `cut_trial`: the same for a tensor and for windows of it: is the step elementwise
 - `generators`: random number generators: a step that draws from one must keep its order
-- `measured`: speed of the step on the host beside copies, for the split of `update="both"`
 
 What moves:
 

@@ -13,6 +13,7 @@ from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import needs_master
 from memkit.owners import owners
+from memkit.removed import removed
 from memkit.states.records import StateRecord
 from memkit.states.shards import described, lie_alike
 from memkit.states.trial import refuse_by_kind
@@ -21,7 +22,7 @@ from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk import Disk
 from memkit.wrappers import is_plain
 
-_UPDATES = ("auto", "device", "host", "both")
+_UPDATES = ("auto", "device", "host")
 
 
 def check_options(
@@ -33,6 +34,8 @@ def check_options(
         TypeError: the disk is none, or `overlap_forward` no bool.
         ValueError: it does not.
     """
+    if update == "both":
+        raise ValueError(removed('StateOffload(update="both")', 'use "device", or "host" with a device_budget'))
     if update not in _UPDATES:
         raise ValueError(f"update is one of {', '.join(map(repr, _UPDATES))}; found {update!r}")
     if master not in (None, torch.float32):

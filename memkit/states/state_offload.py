@@ -33,7 +33,6 @@ from memkit.states.host_memory import HostStates
 from memkit.states.host_steps import HostSteps
 from memkit.states.in_backward import BackwardSteps
 from memkit.states.in_layers import steps_in_backward
-from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
@@ -71,8 +70,8 @@ class StateOffload(NotCopied, EnteredOnce):
             needed beside.
         host_budget: the most host memory to use.
         update: where states are stepped. "device": there, as without memkit. "host": on the host, bit for bit as the class
-            steps CPU copies. "both": some here, some there, in a fixed split that lets the link and the cores end together.
-            "auto" is the fastest that doesn't change the result: "device".
+            steps CPU copies, apart from those that stay on the device. "auto" is "device", the fastest that doesn't change the
+            result.
         master: `torch.float32` has float32 copies of parameters of lower precision stepped in their place, with the gradient
             as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
         when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
@@ -163,10 +162,8 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def _plan(self) -> None:
         """Plan which states leave, and begin, unless the optimizer may as well step by itself."""
-        is_shared, has_master = self.update == "both", self._master is not None
-        rates = measure_rates(self.device, self.optimizer, has_master=has_master) if is_shared else None
         apart, costs = self.when == "backward", self._members.costs()
-        self.plan = plan_states(costs, update=self.update, rates=rates, apart=apart, **self._limits)
+        self.plan = plan_states(costs, update=self.update, apart=apart, **self._limits)
         if self._on_shards is not None:
             return  # nothing moves
         if self.plan.is_empty and self._master is None and self._overlap is None and not apart:
@@ -301,10 +298,9 @@ class StateOffload(NotCopied, EnteredOnce):
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
         """Have more parameters stream, in pieces of their own."""
         assert self._slots is not None
-        update = "device" if self.update == "both" else self.update
         members, before = self._members, self._members.pieces
         kept = {name: self._limits[name] for name in ("has_disk", "runs_ahead")}
-        plan = self._slots.add(plan_states(costs, update=update, apart=self.when == "backward", **kept))
+        plan = self._slots.add(plan_states(costs, update=self.update, apart=self.when == "backward", **kept))
         try:
             self._open(members.add(plan, records))
         except BaseException:

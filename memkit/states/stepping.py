@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,9 +16,6 @@ from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
 from memkit.states.pieces import Piece
 from memkit.states.stepped import ConsumedGradient
-
-_AHEAD = 3
-"""Of so many steps on the host, the device is given as much beside as the link moves meanwhile."""
 
 
 class Stepping:
@@ -156,16 +152,15 @@ class Stepping:
         if not on_host:
             self._step_on_device(on_device, run, note_stepped)
             return
-        num_started = num_begun = num_stepped = 0
-        for part, share in zip(on_host, _shares(on_host, on_device), strict=True):
+        num_started = num_begun = 0
+        for number, part in enumerate(on_host):
             num_begun = self._begin(self._on_host, on_host, num_begun)
             for other in on_host[num_started:num_begun]:  # ahead, so that the cores are never idle
                 self._on_host.start(other, run)
             num_started = num_begun
-            self._step_on_device(on_device[num_stepped:share], run, note_stepped)
-            num_stepped = share
+            if not number:
+                self._step_on_device(on_device, run, note_stepped)
             self._on_host.join(part)
-        self._step_on_device(on_device[num_stepped:], run, note_stepped)
 
     def _step_on_device(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
         num_begun = 0
@@ -269,22 +264,6 @@ class Stepping:
                 "optimizer"
             ) from error
         self._device.synchronize()
-
-
-def _shares(on_host: Sequence[Piece], on_device: Sequence[Piece]) -> Iterator[int]:
-    """Yield for each part that is stepped on the host how many others the device has been given before anybody waits for it.
-
-    That is as much as the link moves during this one and the next few. With less the link would be idle where a step takes
-    longer than planned; with more, gradients and what comes back would have to wait behind it.
-    """
-    stepped = list(itertools.accumulate(part.plan.numel for part in on_host))
-    moved = list(itertools.accumulate(0 if part.plan.is_resident else part.plan.state_bytes for part in on_device))
-    share = 0
-    for number in range(len(on_host)):
-        until = stepped[min(number + _AHEAD, len(stepped)) - 1]
-        while share < len(moved) and moved[share] * stepped[-1] <= until * moved[-1]:
-            share += 1
-        yield share
 
 
 def _has_let_go(piece: Piece) -> bool:

@@ -203,7 +203,7 @@ OFTEN: dict[str, Work] = {
     "states are saved and loaded": checkpoints,
 }
 FULL: dict[str, Work] = {
-    "AdamW, both": functools.partial(on_two, adamw, update="both"),
+    "AdamW, host, some stay": functools.partial(on_two, adamw, update="host", device_budget="20KiB"),
     "AdamW, some stay": functools.partial(on_two, adamw, device_budget="20KiB"),
     "AdamW, all stay": functools.partial(on_two, adamw, device_budget="1MiB", least_bytes=0),
     "AdamW, device, windows": functools.partial(on_two, adamw, is_cut=True),

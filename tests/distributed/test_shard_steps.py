@@ -722,7 +722,6 @@ def test_closing_behind_a_failure_warns(one: None) -> None:
     ("options", "found"),
     [
         ({"update": "device"}, 'update="device"'),
-        ({"update": "both"}, 'update="both"'),
         ({"master": torch.float32}, r"master=torch\.float32"),
         ({"device_budget": "1MiB"}, "device_budget=1048576"),
         ({"host_budget": "1MiB"}, "host_budget=1048576"),

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from memkit.plan import StateRates, state_pieces
-from memkit.states import state_offload
 from tests.weights.wrapped import Int8
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -392,10 +390,3 @@ def assert_same_training(plain: nn.Module, plain_optimizer: Any, model: nn.Modul
 
 def offload(optimizer: torch.optim.Optimizer, device: Device, **options: Any) -> memkit.StateOffload:
     return memkit.StateOffload(optimizer, device=device, **options)
-
-
-def split_evenly(patch: pytest.MonkeyPatch) -> None:
-    """Have `update="both"` step half of the states on either side, whatever that gains."""
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    patch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
-    patch.setattr(state_pieces, "host_share", lambda *_: 0.5)

@@ -26,7 +26,6 @@ from tests.states.cases import (
     make_net,
     offload,
     often,
-    split_evenly,
     train,
     train_within_backwards,
 )
@@ -34,16 +33,10 @@ from tests.states.cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
-@pytest.fixture(autouse=True)
-def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `update="both"`, have half of the states be stepped on either side."""
-    split_evenly(monkeypatch)
-
-
 @pytest.mark.core(1)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
-    "options", [{}, {"device_budget": 8192}, {"update": "host"}, {"update": "both", "device_budget": 8192}], ids=str
+    "options", [{}, {"device_budget": 8192}, {"update": "host"}, {"update": "host", "device_budget": 8192}], ids=str
 )
 @pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
@@ -62,7 +55,7 @@ def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-@pytest.mark.parametrize("update", ["device", "host", "both"])
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -> None:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -75,7 +68,7 @@ def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("update", ["device", "host", "both"])
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_with_float32_copies(device: Device, update: str) -> None:
     if update != "device" and device.torch_device.type != "cpu":
         pytest.skip("the device steps differ from the host's in last bits")
@@ -301,7 +294,7 @@ def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: 
             train_within_backwards(model, optimizer, states, device, range(1))
 
 
-@pytest.mark.parametrize("update", ["host", "both"])
+@pytest.mark.parametrize("update", ["host"])
 def test_closing_and_saving_wait_for_the_host(device: Device, update: str) -> None:
     if device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")
@@ -444,7 +437,7 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(closes: b
     assert log == ["node", "next"]
 
 
-@pytest.mark.parametrize("update", ["device", "host", "both"])
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_group_that_comes_between_the_backward_and_its_step(update: str) -> None:
     device = ReferenceDevice()
     outcomes = []

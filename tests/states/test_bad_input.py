@@ -64,7 +64,8 @@ def test_a_trial_leaves_no_trace() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"update": "gpu"}, ValueError, "update is one of 'auto', 'device', 'host', 'both'; found 'gpu'"),
+        ({"update": "gpu"}, ValueError, "update is one of 'auto', 'device', 'host'; found 'gpu'"),
+        ({"update": "both"}, ValueError, 'StateOffload(update="both") was removed in 0.2; use "device", or "host"'),
         ({"master": torch.float64}, ValueError, "master is torch.float32 or None; found torch.float64"),
         ({"device_budget": -1}, ValueError, "device_budget is a number of bytes, 0 or more; found -1"),
         ({"device_budget": 1.5}, TypeError, "device_budget is a number of bytes"),

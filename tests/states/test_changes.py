@@ -16,25 +16,18 @@ from memkit.states.at_rest import StatesAtRest
 from memkit.states.host_memory import HostStates
 from memkit.states.pieces import Piece
 from memkit.states.records import StateRecord
-from tests.states.cases import Odd, Rebinding, assert_same, offload, split_evenly
+from tests.states.cases import Odd, Rebinding, assert_same, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
-    pytest.mark.usefixtures("even_rates"),
 ]
-UPDATES = ["device", "host", "both"]
+UPDATES = ["device", "host"]
 
 
 @pytest.fixture
 def device() -> Device:
     """A device whose results are those of plain CPU steps."""
     return ReferenceDevice()
-
-
-@pytest.fixture
-def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have half of the states be stepped on either side."""
-    split_evenly(monkeypatch)
 
 
 def make(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -292,7 +285,7 @@ def test_a_side_that_comes_with_an_added_group_has_slots_of_its_own(device: Devi
             give_grads(parameters, step)
             optimizer.step()
 
-    assert_as_plain(device, lambda: make(1), fused, loop, update="both")
+    assert_as_plain(device, lambda: make(1), fused, loop, update="host", device_budget=2**12)
 
 
 def test_float32_copies_without_dimensions_on_the_host(device: Device) -> None:

@@ -16,7 +16,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import ScheduleFree, assert_same_training, offload, split_evenly
+from tests.states.cases import ScheduleFree, assert_same_training, offload
 from tests.weights.cases import Stack, inputs
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LayerOffload frees no memory"),
 ]
 
-WAYS: dict[str, dict[str, Any]] = {update: {"update": update} for update in ("device", "host", "both")}
+WAYS: dict[str, dict[str, Any]] = {update: {"update": update} for update in ("device", "host")}
 WAYS |= {"disk": {"disk": ReferenceDisk()}, "layered": {"streams": True}, "layered without states": {"streams": True}}
 LOOPS = ["zeroed ahead", "filled with zeros ahead", "zeroed behind", "never zeroed"]
 
@@ -68,7 +68,6 @@ def _train(model: Failing, optimizer: Any, device: Device, loop: str, *, is_plai
 def test_loop_goes_on(
     way: str, loop: str, make: Callable[[Any], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split_evenly(monkeypatch)
     device, options = ReferenceDevice(), dict(WAYS[way])
     torch.manual_seed(0)
     model = Failing(3)

@@ -19,7 +19,7 @@ from memkit.states import cut_trial
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
-from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, split_evenly, train
+from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
 from tests.threads import num_own_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
@@ -128,7 +128,7 @@ ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 @examples(100)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
-    update=st.sampled_from(["device", "device", "host", "both", "disk", "disk"]),
+    update=st.sampled_from(["device", "device", "host", "disk", "disk"]),
     budget=st.sampled_from([0, 16384]),
     at=st.integers(1, 120),
     error=st.sampled_from(ERRORS),
@@ -143,7 +143,6 @@ def test_a_fault_of_the_device(
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
-        split_evenly(patch)
         device = Faulty()
         plain, model = make_net(device), make_net(device)
         plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
@@ -369,13 +368,12 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
     has_states=st.booleans(),
     overlaps=st.booleans(),
     is_cut=st.booleans(),
-    update=st.sampled_from(["device", "device", "host", "both"]),
+    update=st.sampled_from(["device", "device", "host"]),
 )
 def test_a_fault_within_a_backward_or_beside_a_forward(
     name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool, update: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        split_evenly(patch)
         if is_cut:
             _cut(patch)
         _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps, update)

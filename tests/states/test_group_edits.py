@@ -18,7 +18,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import ScheduleFree, assert_same, offload, split_evenly
+from tests.states.cases import ScheduleFree, assert_same, offload
 from tests.states.edits import Program
 from tests.weights.cases import Stack, inputs
 
@@ -35,11 +35,9 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 NUM_STEPS = 6
 WAYS: dict[str, dict[str, Any]] = {
-    f"{when} {update}": {"when": when, "update": update}
-    for when in ("step", "backward")
-    for update in ("device", "host", "both")
+    f"{when} {update}": {"when": when, "update": update} for when in ("step", "backward") for update in ("device", "host")
 }
-WAYS |= {f"beside {update}": {"overlap_forward": True, "update": update} for update in ("device", "host", "both")}
+WAYS |= {f"beside {update}": {"overlap_forward": True, "update": update} for update in ("device", "host")}
 WAYS |= {f"{when} copies": {"when": when, "master": torch.float32} for when in ("step", "backward")}
 WAYS |= {f"{when} disk": {"when": when, "disk": ReferenceDisk(is_late=False)} for when in ("step", "backward")}
 LAYERED: dict[str, dict[str, Any] | None] = {"alone": None, "states": {}, "copies": {"master": torch.float32}}
@@ -95,7 +93,6 @@ def in_default(seed: int, way: str) -> bool:
     ],
 )
 def test_edits_between_steps(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_evenly(monkeypatch)
     device, options = ReferenceDevice(), WAYS[way]
     torch.manual_seed(seed)
     model = Stack(2).to(torch.bfloat16 if "master" in options else torch.float32)

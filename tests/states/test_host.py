@@ -1,4 +1,4 @@
-"""`update="host"` steps as the class steps CPU copies, `update="both"` does so for a fixed part."""
+"""`update="host"` steps as the class steps CPU copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.states.cases import (
     make_net,
     offload,
     often,
-    split_evenly,
     train,
 )
 
@@ -26,16 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 IS_HOST_THE_DEVICE = "cpu"
 
 
-@pytest.fixture
-def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have half of the states be stepped on either side."""
-    split_evenly(monkeypatch)
-
-
 @pytest.mark.covering(2)
 @pytest.mark.core(1)
-@pytest.mark.usefixtures("even_rates")
-@pytest.mark.parametrize("update", ["host", "both"])
+@pytest.mark.parametrize("update", ["host"])
 @pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_class_on_cpu_copies(device: Device, case: Case, update: str) -> None:
     if device.torch_device.type != IS_HOST_THE_DEVICE:
@@ -73,8 +65,7 @@ def test_host_follows_cpu_copies(device: Device) -> None:
         assert_same(reference.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.usefixtures("even_rates")
-@pytest.mark.parametrize("update", ["host", "both"])
+@pytest.mark.parametrize("update", ["host"])
 def test_with_float32_copies(device: Device, update: str) -> None:
     models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=device.torch_device.type == "cpu") for net in models]
@@ -88,25 +79,6 @@ def test_with_float32_copies(device: Device, update: str) -> None:
             train(net, own, device, range(4), clip=0.1, dtype=torch.bfloat16)
         assert_same(models[0].state_dict(), models[1].state_dict())
         assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
-
-
-@pytest.mark.usefixtures("even_rates")
-def test_the_split_is_in_the_plan(device: Device) -> None:
-    optimizer = torch.optim.AdamW(make_net(device).parameters(), fused=True)
-
-    with offload(optimizer, device, update="both") as states:
-        on_host = sum(piece.state_bytes for piece in states.plan.pieces if piece.update is Update.HOST)
-        assert 0.3 < on_host / states.plan.host_bytes < 0.7
-        assert "The split is fixed" in states.plan.explain()
-
-
-@pytest.mark.full
-def test_rates_are_measured(device: Device) -> None:
-    optimizer = torch.optim.AdamW(make_net(device).parameters(), fused=True)
-
-    with offload(optimizer, device, update="both") as states:
-        assert states.plan.rates is not None
-        assert states.plan.rates.host_numel_per_s > 1e6
 
 
 def test_an_error_of_the_class_on_the_host_says_what_is_lost(device: Device) -> None:

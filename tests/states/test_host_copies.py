@@ -22,7 +22,7 @@ from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent
 from tests.drawn import examples
 from tests.refusing import PinLimit
-from tests.states.cases import assert_same, offload, split_evenly
+from tests.states.cases import assert_same, offload
 from tests.states.test_faults import ERRORS, Faulty
 
 SIZES = [(64, 48), (48,), (7, 3), (5,), (64, 64), (1,), ()]
@@ -372,7 +372,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
 
 @examples(60)
 @given(
-    update=st.sampled_from(["host", "host", "both"]),
+    update=st.sampled_from(["host"]),
     at=st.integers(1, 90),
     error=st.sampled_from(ERRORS),
     is_cut=st.booleans(),
@@ -390,7 +390,6 @@ def test_whatever_breaks_a_step_off_each_parameter_is_old_or_new(
     options: dict[str, Any],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        split_evenly(patch)
         if is_cut:
             patch.setattr(state_pieces, "PIECE_BYTES", 9000)
             patch.setattr(state_pieces, "WINDOW_NUMEL", 256)

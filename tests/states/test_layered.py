@@ -427,7 +427,6 @@ def test_nothing_is_left_once_both_are_closed() -> None:
     [
         ({}, 'found when="step". Use when="backward"'),
         ({"when": "backward", "update": "host"}, 'found update="host". Use update="device"'),
-        ({"when": "backward", "update": "both"}, 'found update="both". Use update="device"'),
         ({"overlap_forward": True}, "found overlap_forward=True. Leave it out"),
         ({"disk": True}, 'found when="step". Use when="backward"'),
     ],

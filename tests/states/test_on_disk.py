@@ -320,7 +320,6 @@ def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch)
             ValueError,
             'are stepped on the device, update="device"; found update="host"',
         ),
-        ({"update": "both"}, ValueError, 'found update="both"'),
         ({"overlap_forward": True}, ValueError, "waits for the disk before it returns: nothing would be left to run beside"),
         ({"disk": "/tmp"}, TypeError, "disk is a memkit.Disk"),
     ],

@@ -24,7 +24,6 @@ from tests.states.cases import (
     make_net,
     offload,
     often,
-    split_evenly,
     train,
 )
 from tests.states.test_backward import Gate, Slow
@@ -32,15 +31,9 @@ from tests.states.test_backward import Gate, Slow
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
-@pytest.fixture(autouse=True)
-def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `update="both"`, have half of the states be stepped on either side."""
-    split_evenly(monkeypatch)
-
-
 @pytest.mark.core(1)
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", False), ("both", True)])
+@pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", True)])
 @pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, update: str, set_to_none: bool) -> None:
     if update != "device" and device.torch_device.type != "cpu":
@@ -62,7 +55,7 @@ def test_steps_as_the_plain_optimizer(device: Device, case: Case, update: str, s
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-@pytest.mark.parametrize("update", ["device", "host", "both"])
+@pytest.mark.parametrize("update", ["device", "host"])
 def test_with_float32_copies(device: Device, update: str) -> None:
     if update != "device" and device.torch_device.type != "cpu":
         pytest.skip("the device steps differ from the host's in last bits")
@@ -362,7 +355,7 @@ def test_betas_that_are_tensors_are_those_of_the_step() -> None:
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
-@pytest.mark.parametrize("update", ["host", "both"])
+@pytest.mark.parametrize("update", ["host"])
 def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host(update: str) -> None:
     device = ReferenceDevice()
     nets = [nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)]) for _ in range(2)]
@@ -430,7 +423,7 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
     assert not device.races
 
 
-@pytest.mark.parametrize("update", ["host", "both"])
+@pytest.mark.parametrize("update", ["host"])
 def test_closing_waits_for_the_host(update: str) -> None:
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]

@@ -17,7 +17,7 @@ from memkit.plan import StatePiece, state_pieces
 from memkit.plan.state_places import with_disk
 from memkit.states import cut_trial
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import Odd, Rebinding, assert_same, offload, split_evenly
+from tests.states.cases import Odd, Rebinding, assert_same, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -153,10 +153,9 @@ def _every_other_on_disk(pieces: Sequence[StatePiece], *_: Any, **__: Any) -> li
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("update", ["device", "host", "both", "disk"])
+@pytest.mark.parametrize("update", ["device", "host", "disk"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_evenly(monkeypatch)
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
     for module in (state_pieces, cut_trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)

@@ -16,7 +16,6 @@ from tests.states.cases import BeginsInEvalMode, Net, assert_same, assert_same_t
 OPTIONS: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"update": "host"},
-    "both": {"update": "both"},
     "backward": {"when": "backward"},
     "overlap": {"overlap_forward": True},
     "some stay": {"device_budget": "12KiB"},
@@ -54,7 +53,7 @@ def _trained(device: Device, seed: int, options: dict[str, Any] | None) -> tuple
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name == "both" else name for name in OPTIONS])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_streamed_states_leave_the_bits_of_both_modes(name: str, seed: int, device: Device) -> None:
     if "update" in OPTIONS[name] and device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")
