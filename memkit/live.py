@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from memkit.activations.stats import SavedTensorStats, stats
-from memkit.states.stats import StateStats
+from memkit.states.state_offload import StateStats
 from memkit.weights.stats import LayerStats
 
 _GIB = 2**30

@@ -16,20 +16,18 @@ from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import Update, aligned
 from memkit.plan.chunks import WRITTEN, Residency
-from memkit.states.masters import follow
+from memkit.states.memory import StateSlots
 from memkit.states.one_step import OneStep
-from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, follow_attributes, stand_in_of
-from memkit.states.records import StateRecord
+from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, follow, may_leave, moved_state, pack
+from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
 from memkit.states.shards import are_one, write_local
-from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
 from memkit.transfer.device_memory import device_memory_of
 from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
-    from memkit.states.host_memory import HostStates
+    from memkit.states.memory import HostStates
     from memkit.states.on_disk import DiskStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,21 @@ from memkit import backwards, torch_private
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
+from memkit.owners import owner_of
 from memkit.plan import Update
 from memkit.plan.chunks import Residency
-from memkit.states.noted_options import NotedOptions
-from memkit.states.one_step import OneStep
-from memkit.states.opened import weakly
-from memkit.states.pieces import Piece
-from memkit.states.records import StateRecord
-from memkit.states.stepped import ConsumedGradient, let_go_of_consumed, refuse_another
+from memkit.stand_ins import GradientStandIn
+from memkit.states.asked import refuse_gradients, weakly
+from memkit.states.one_step import NotedOptions, OneStep
+from memkit.states.pieces import ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
+from memkit.steppers import LayerStepper, stepper_of
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest
     from memkit.states.device_steps import DeviceSteps
     from memkit.states.host_steps import HostSteps
     from memkit.states.stepping import Stepping
+
 
 _AHEAD = 3
 _HELD_BYTES = 256 * 2**20
@@ -398,3 +399,143 @@ class BackwardSteps:
 
     def _consume(self, record: StateRecord) -> None:
         record.parameter.grad = ConsumedGradient.of(record.parameter)
+
+
+class LayeredSteps(BackwardSteps):
+    """Steps the parameters that a `LayerStepper` hands over: see [Note: who does what].
+
+    Args:
+        given: what `BackwardSteps` is given.
+        layers: who hands them over.
+    """
+
+    is_whole_step = True
+
+    def __init__(self, *given: Any, layers: LayerStepper) -> None:
+        super().__init__(*given)
+        self._layers: LayerStepper | None = layers
+        """None once it is closed."""
+        self._piece_of: dict[int, Piece] = {}
+        """The pieces, by the ids of their parameters."""
+
+    @property
+    def stream(self) -> Stream:
+        return self._stream
+
+    def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
+        """Have pieces be stepped when they are handed over."""
+        self._note_pieces(pieces)
+        self._piece_of.update({id(piece.records[0].parameter): piece for piece in pieces})
+        if self._layers is not None:
+            self._layers.have_stepped_by(self)
+
+    def begin_backward(self) -> None:
+        self._end_step()
+        self._follow_groups()
+
+    def step(self, parameter: Tensor) -> Event:
+        piece = self._piece_of[id(parameter)]
+        (record,) = piece.records
+        if record.group < 0:  # the optimizer has it no more
+            return self._device.record_event(self._stream, timed=False)
+        refuse_gradients(piece.records)
+        stepped = self._step_whole(piece)
+        for part in piece.parts:
+            part.let_gradients_go()
+        piece.leave_parameters()
+        return stepped
+
+    def await_steps(self) -> None:
+        self._let_go()
+
+    def end_backward(self) -> None:
+        if self._stepping.is_broken:
+            with suppress(StateOffloadError):  # whoever asks for the next step is told
+                self.mend(self._pieces)
+        self.join()
+        self._on_device.wait()  # a loop need not call `step()`, which waits: who reads `optimizer.state` finds what was stepped
+        for piece in self._pieces:
+            piece.leave_parameters()
+        run = self._stepping.unfinished
+        if run is not None and self._met:
+            run.write_all()
+            setattr(self._optimizer, torch_private.STEPPED_MARK, True)
+            self._options.note()
+            self._stepping.num_steps += 1
+
+    def leave(self) -> None:
+        self._layers = None
+
+    def check_options(self) -> None:
+        if self._layers is None:
+            raise StateOffloadError(
+                'StateOffload steps the parameters of a LayerOffload(train="fused") within the backward, and that is closed. '
+                "Close the StateOffload as well; then make another one for what is on the device"
+            )
+        super().check_options()
+        for parameter in self._layers.streamed():
+            piece, grad = self._piece_of.get(id(parameter)), parameter.grad
+            if piece is not None and grad is not None and not isinstance(grad, GradientStandIn):
+                raise StateOffloadError(
+                    f'{piece.names} streams, and has a gradient that no backward has brought: LayerOffload(train="fused") '
+                    "steps within the backward alone. Set the gradient to None"
+                )
+
+    def accumulate(self) -> NoReturn:
+        raise StateOffloadError(
+            'StateOffload: each backward is a step beside a LayerOffload(train="fused"), and nothing is accumulated. Use '
+            'train="host", which accumulates'
+        )
+
+    def close(self) -> None:
+        if self._layers is not None:
+            self._layers.have_stepped_by(None)
+        if not self._stepping.is_broken:
+            self._end_step()
+        super().close()
+
+    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
+        super().mend(pieces, gives_up=gives_up)
+        for piece in pieces:
+            piece.leave_parameters()
+
+    def _in_place(self) -> AbstractContextManager[object]:
+        stack, layers = ExitStack(), self._layers
+        for piece in self._pieces:
+            is_begun = piece.is_half_way or any(part.residency is Residency.STEPPING for part in piece.parts)
+            if layers is not None and is_begun:
+                stack.enter_context(layers.in_place(piece.records[0].parameter))
+        return stack
+
+    def _consume(self, record: StateRecord) -> None:
+        """Who has handed the parameter over lets its gradient go."""
+
+    # What a device that looks for races is told: of a slot, in which others are read meanwhile, by its `write_back`
+
+    def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
+        if owner_of(parameter.untyped_storage()) is None:
+            super()._note_brought(parameter, gradient)
+        else:
+            self._device.note_written(gradient.untyped_storage(), torch_private.version_of(gradient))
+
+    def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
+        if owner_of(parameter.untyped_storage()) is not None:
+            self._device.note_read(parameter.untyped_storage())
+            self._device.note_read(gradient.untyped_storage())
+
+    def _note_stepped(self, parameter: Tensor) -> None:
+        if owner_of(parameter.untyped_storage()) is None:
+            super()._note_stepped(parameter)
+
+
+def steps_in_backward(optimizer: torch.optim.Optimizer, *given: Any) -> BackwardSteps:
+    """Return what steps an optimizer's parameters within the backward: those that a `LayerStepper` hands over, if it has one.
+
+    Args:
+        optimizer: whose step it is.
+        given: what `BackwardSteps` is given beside that.
+    """
+    layers = stepper_of(optimizer)
+    if layers is None:
+        return BackwardSteps(optimizer, *given)
+    return LayeredSteps(optimizer, *given, layers=layers)

@@ -14,12 +14,9 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.forks import forked
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
-from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import Piece
-from memkit.states.records import StateRecord
-from memkit.states.stepped import ConsumedGradient
-from memkit.states.trial import try_out
+from memkit.states.pieces import ConsumedGradient, Piece, StateRecord
+from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out
 from memkit.states.windows import piece_of
 from memkit.torch_state import local_of
 

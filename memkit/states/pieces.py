@@ -1,25 +1,119 @@
-"""`Piece`: parameters whose states are copied and stepped together, and where these are: on the host, on a disk, in a slot."""
+"""`Piece`: parameters whose states are copied and stepped together, where these are, and what is known of each parameter."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
 from memkit.owners import owner_of
 from memkit.plan import StatePiece, Update, aligned
 from memkit.plan.chunks import Residency
+from memkit.stand_ins import GradientStandIn
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
-from memkit.states.records import StateRecord, mark_of
 from memkit.storages import byte_view
+from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.spans import Span
+
+
+class StateRecord:
+    """What is known of one parameter.
+
+    Args:
+        name: what to call it.
+        parameter: the user's.
+        has_master: whether a float32 copy is stepped instead of it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "done",
+        "group",
+        "has_master",
+        "index",
+        "is_shard",
+        "name",
+        "numbers",
+        "parameter",
+        "position",
+        "undo",
+    )
+
+    def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.has_master = has_master
+        self.is_shard = is_dtensor(parameter)
+        """Whether it is a `DTensor`, whose local tensor is stepped: see `memkit.states.shards`."""
+        self.index = 0
+        """Its position in its piece."""
+        self.group = self.position = -1
+        """The number of its group, and its position there; -1 once the optimizer does not have it any more."""
+        self.undo: Tensor | None = None
+        """A copy of the parameter from before the step, while it is stepped."""
+        self.numbers: list[tuple[Tensor, Tensor]] = []
+        """States that are not copied (counts of steps), each with a copy from before the step."""
+        self.done: tuple[weakref.ref[Tensor], int] | None = None
+        """The gradient that it was stepped with last, and the version of that: see `mark_of`."""
+
+    def is_done(self) -> bool:
+        """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
+        grad = self.parameter.grad
+        if self.done is None or grad is None:
+            return False
+        ref, version = self.done
+        return ref() is grad and version == (version_of(grad) if self.is_shard else torch_private.version_of(grad))
+
+
+def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
+    """Return a weak reference to the gradient of a parameter, and its version; None if there is no gradient."""
+    grad = record.parameter.grad
+    if grad is None:
+        return None
+    return weakref.ref(grad), version_of(grad) if record.is_shard else torch_private.version_of(grad)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to. A `DTensor` and its local tensor count apart: the sum of both."""
+    version = torch_private.version_of(tensor)
+    return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version
+
+
+class ConsumedGradient(GradientStandIn):
+    """The stand-in of `StateOffload`: see `GradientStandIn`."""
+
+    error = StateOffloadError
+    advice = 'With when="backward" gradients cannot be clipped, scaled or read. Use when="step"'
+
+
+def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
+    """Have parameters that were stepped have no gradient, rather than its stand-in."""
+    for record in records:
+        if type(record.parameter.grad) is ConsumedGradient:
+            record.parameter.grad = None
+
+
+def refuse_another(record: StateRecord) -> NoReturn:
+    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step.
+
+    Raises:
+        StateOffloadError: always.
+    """
+    raise StateOffloadError(
+        f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
+        "accumulate, put `with states.accumulate():` around all backwards but the last one; after one whose gradients you have "
+        "zeroed to leave a step out, call optimizer.step() first. A backward inside of another one can't be stepped"
+    )
+
 
 Rows = Sequence[Mapping[str, Tensor]]
 """The states of a piece, record by record."""

@@ -17,7 +17,7 @@ from memkit.torch_state import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from memkit.optimizers.shells import StateDict
-    from memkit.states.records import StateRecord
+    from memkit.states.pieces import StateRecord
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -11,11 +11,10 @@ from memkit.errors import StateOffloadError, note_on, warn_user
 from memkit.plan import Update, interleaved
 from memkit.plan.chunks import Residency
 from memkit.states.device_steps import DeviceSteps
-from memkit.states.generators import are_in_states, generators_of, states_of
 from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import Piece
-from memkit.states.stepped import ConsumedGradient
+from memkit.states.pieces import ConsumedGradient, Piece
+from memkit.states.trial import are_in_states, generators_of, states_of
 
 
 class Stepping:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.plan import StatePlan, state_pieces
-from memkit.states import StateStats, cut_trial
+from memkit.states import StateStats, trial
 from tests.distributed.cases import Model, assert_same, by_hand, local, make, step
 from tests.distributed.groups import Work
 
@@ -116,7 +116,7 @@ def in_windows() -> Iterator[None]:
     """Have the large parameter be stepped in windows."""
     with (
         mock.patch.multiple(state_pieces, PIECE_BYTES=1200, WINDOW_NUMEL=256),
-        mock.patch.object(cut_trial, "WINDOW_NUMEL", 256),
+        mock.patch.object(trial, "WINDOW_NUMEL", 256),
     ):
         yield
 

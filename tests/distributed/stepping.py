@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.errors import StateOffloadError
-from memkit.states.stepped import ConsumedGradient
+from memkit.states.pieces import ConsumedGradient
 from tests.distributed.cases import Context, Model, assert_same, local, make, step
 from tests.distributed.composing import LOW
 from tests.distributed.groups import Work

@@ -22,9 +22,8 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.distributed.host_layers import HostLayer
 from memkit.errors import ProfileError, StateOffloadError
-from memkit.states.shard_steps import ShardSteps
-from memkit.states.shard_thread import ShardThread
-from memkit.states.stepped import ConsumedGradient
+from memkit.states.pieces import ConsumedGradient
+from memkit.states.shard_steps import ShardSteps, ShardThread
 from memkit.steppers import layers_of
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.states import host_steps, in_backward
-from memkit.states.slots import StateSlot, StateSlots
+from memkit.states.memory import StateSlot, StateSlots
 from tests.engine import LateThread
 from tests.states.cases import (
     OPTIMIZERS,

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import StatePiece, Update, state_pieces
-from memkit.states import cut_trial
+from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
-from memkit.states.host_memory import HostStates
-from memkit.states.pieces import Piece
-from memkit.states.records import StateRecord
+from memkit.states.memory import HostStates
+from memkit.states.pieces import Piece, StateRecord
 from tests.states.cases import Odd, Rebinding, assert_same, offload
 
 pytestmark = [
@@ -100,7 +99,7 @@ def test_what_the_user_puts_on_parameters_between_steps(
 ) -> None:
     """The two large ones are stepped in windows."""
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
-    for module in (state_pieces, cut_trial):
+    for module in (state_pieces, trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
     dtype = torch.float32 if master is None else torch.bfloat16
     ends = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import state_pieces
-from memkit.states import cut_trial
+from memkit.states import trial
 from memkit.states.windows import CutPiece
 from memkit.torch_state import num_users
 from tests.states.cases import (
@@ -40,7 +40,7 @@ WHOLE = ("Adafactor loop", "Adafactor foreach", "Muon")
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have parameters of more than some kilobytes of states be large, and be stepped in windows of 512 elements or more."""
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 6000)
-    for module in (state_pieces, cut_trial):
+    for module in (state_pieces, trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 512)
 
 

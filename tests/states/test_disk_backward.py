@@ -24,8 +24,8 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, StateOffloadError
 from memkit.plan import state_pieces, state_places
 from memkit.states.device_steps import DeviceSteps
-from memkit.states.disk_ring import DiskRing
-from memkit.states.slots import StateSlots
+from memkit.states.memory import StateSlots
+from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk_queue import DiskTransfer
 from memkit.transfer.disk_store import DiskStore

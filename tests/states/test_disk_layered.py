@@ -16,7 +16,7 @@ from torch import nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
-from memkit.states.disk_ring import Holds
+from memkit.states.on_disk import Holds
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.states.cases import assert_same

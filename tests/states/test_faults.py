@@ -15,7 +15,7 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import state_pieces
-from memkit.states import cut_trial
+from memkit.states import trial
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
@@ -56,7 +56,7 @@ def _cut(patch: pytest.MonkeyPatch) -> None:
     """Have matrices be stepped in three windows each."""
     patch.setattr(state_pieces, "PIECE_BYTES", 1200)
     patch.setattr(state_pieces, "WINDOW_NUMEL", 256)
-    patch.setattr(cut_trial, "WINDOW_NUMEL", 256)
+    patch.setattr(trial, "WINDOW_NUMEL", 256)
 
 
 def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memkit.states.fingerprints import take_fingerprint
+from memkit.states.host_routes import take_fingerprint
 from tests.drawn import examples
 
 MODULO = 2**64

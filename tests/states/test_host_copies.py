@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import state_pieces
-from memkit.states import cut_trial
+from memkit.states import trial
 from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent
 from tests.drawn import examples
@@ -277,7 +277,7 @@ def test_what_windows_have_stepped_since_is_known(
     to be what it was when it was last stepped in the same way."""
     skip_a_gpu(device)
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    for module in (state_pieces, cut_trial):
+    for module in (state_pieces, trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
     ends = []
     for update in ("device", "host"):
@@ -393,7 +393,7 @@ def test_whatever_breaks_a_step_off_each_parameter_is_old_or_new(
         if is_cut:
             patch.setattr(state_pieces, "PIECE_BYTES", 9000)
             patch.setattr(state_pieces, "WINDOW_NUMEL", 256)
-            patch.setattr(cut_trial, "WINDOW_NUMEL", 256)
+            patch.setattr(trial, "WINDOW_NUMEL", 256)
         device = Faulty()
         plain, parameters = make(device, mixed=mixed), make(device, mixed=mixed)
         reference, optimizer = adamw(plain), adamw(parameters)

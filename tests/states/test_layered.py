@@ -21,8 +21,8 @@ from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.plan import LayerCosts, plan_streamed_ratio, state_pieces
-from memkit.states import cut_trial, in_backward
-from memkit.states.in_layers import LayeredSteps
+from memkit.states import in_backward, trial
+from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk
 from memkit.weights import choice
 from tests.interrupts import hooks_around
@@ -226,7 +226,7 @@ def _cut(patch: pytest.MonkeyPatch) -> None:
     """Have matrices be stepped in windows."""
     patch.setattr(state_pieces, "PIECE_BYTES", 1200)
     patch.setattr(state_pieces, "WINDOW_NUMEL", 128)
-    patch.setattr(cut_trial, "WINDOW_NUMEL", 128)
+    patch.setattr(trial, "WINDOW_NUMEL", 128)
 
 
 @pytest.mark.parametrize(

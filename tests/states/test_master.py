@@ -12,7 +12,7 @@ from torch import nn
 
 from memkit.device import Device
 from memkit.errors import StateOffloadError
-from memkit.states.masters import follow
+from memkit.states.packing import follow
 from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, often, train
 
 CASES = [case for case in OPTIMIZERS if case.name != "rebinding"]

@@ -22,9 +22,9 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
 from memkit.plan import state_pieces
-from memkit.states import cut_trial
-from memkit.states.disk_ring import DiskRing
-from memkit.states.host_memory import HostStates
+from memkit.states import trial
+from memkit.states.memory import HostStates
+from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import interrupts
@@ -51,7 +51,7 @@ MIB = 2**20
 def _cut(patch: pytest.MonkeyPatch) -> None:
     """Have matrices be stepped in three windows each."""
     patch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    for module in (state_pieces, cut_trial):
+    for module in (state_pieces, trial):
         patch.setattr(module, "WINDOW_NUMEL", 256)
 
 

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.states.stepped import ConsumedGradient
+from memkit.states.pieces import ConsumedGradient
 from tests.states.cases import assert_same, assert_same_training, batch, make_net, offload, train
 
 

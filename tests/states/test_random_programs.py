@@ -15,7 +15,7 @@ from torch import nn
 from memkit.device import ReferenceDevice
 from memkit.plan import StatePiece, state_pieces
 from memkit.plan.state_places import with_disk
-from memkit.states import cut_trial
+from memkit.states import trial
 from memkit.transfer import ReferenceDisk
 from tests.states.cases import Odd, Rebinding, assert_same, offload
 
@@ -157,7 +157,7 @@ def _every_other_on_disk(pieces: Sequence[StatePiece], *_: Any, **__: Any) -> li
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    for module in (state_pieces, cut_trial):
+    for module in (state_pieces, trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
     if seed % 3 == 1:
         monkeypatch.setattr(state_pieces, "with_disk", _every_other_on_disk)
