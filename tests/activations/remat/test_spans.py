@@ -26,7 +26,6 @@ from tests.activations.remat.test_region_buffers import Seen
 from tests.activations.remat.test_regions_in_steps import Watch, run
 from tests.activations.remat.test_steady import num_calls, train
 from tests.contracts.contexts import Around
-from tests.interrupts import interrupts
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
@@ -580,23 +579,3 @@ def test_spans_of_two_contexts_take_turns() -> None:
     with outer:
         assert_same_bits(gradients(model, x, lambda: inner), plain)
     assert "forward" not in vars(model)
-
-
-@pytest.mark.full
-def test_next_step_after_an_interrupt_has_the_bits_of_the_plain_run() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(inplace=True))
-    model, x = model.append(nn.Linear(8, 8)), torch.randn(4, 8)
-    state = copy.deepcopy(model.state_dict())
-    regions = Regions({SequentialSpan(model, 0, 2): RegionSpec(), SequentialSpan(model, 3, 5): RegionSpec()})
-
-    def step() -> list[Tensor]:
-        model.load_state_dict(state)
-        return gradients(model, x, lambda: regions)
-
-    model.load_state_dict(state)
-    wanted = gradients(model, x, nullcontext)
-    assert_same_bits(step(), wanted)
-
-    for place in interrupts(step, 150):
-        assert_same_bits(step(), wanted), place
-        assert "forward" not in vars(model), place
