@@ -21,6 +21,7 @@ from memkit.activations.recomputing import region_plan
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
+from tests.activations.compiled_blocks import OF_DYNAMO
 from tests.activations.conftest import open_test_device
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.contexts import KINDS, MORE_KINDS
@@ -33,8 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         NO_PLAN_FITS,
         "ignore:.*was exceeded",
-        "ignore:.*script_method:DeprecationWarning",  # by code that dynamo imports
-        "ignore:The .grad attribute of a Tensor that is not a leaf",
+        *OF_DYNAMO,
     ),
     pytest.mark.usefixtures("quick_plans"),
 ]

@@ -19,9 +19,8 @@ from memkit.plan import Action
 from memkit.torch_state import is_saved_by_compiled_code
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learned import Planned
+    from memkit.activations.budgeting.learned import Planned, PlannedMoments
     from memkit.activations.budgeting.meter import Meter
-    from memkit.activations.budgeting.schedule import Schedule
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
     from memkit.plan import DTRScore
@@ -89,7 +88,7 @@ class PlannedForward(RecordedForward):
     ) -> None:
         super().__init__(recording, window, score, limit_bytes(None), counts)
         self.planned: Planned | None = None
-        self.schedule: Schedule | None = None
+        self.schedule: PlannedMoments | None = None
         self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""

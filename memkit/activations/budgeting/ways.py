@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from memkit.plan import fit_copies, fit_regions, peak_with_regions
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
 is copied at once, and its device memory is freed when others need room, the oldest copy first. In the backward, room that
-becomes free is filled with what is needed next. A steady step does the same by a schedule (see `steady`).
+becomes free is filled with what is needed next. A steady step does the same by a schedule (see `scheduled`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.changes import change
-from memkit.activations.offloading.scheduled_sends import settle_scheduled
+from memkit.activations.offloading.scheduled import settle_scheduled
 from memkit.activations.saved.forward import Forward, LiveForwards
-from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.mending import mend
+from memkit.activations.saved.ledger import Ledger, mend
 from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
@@ -33,6 +31,30 @@ from memkit.transfer.lanes import lanes_of
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.scheduled import ScheduledForward
+
+
+def change(window: OffloadWindow, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
+    """Apply another action to a record, whose bytes are also in a storage of the user's. The caller holds the window's lock."""
+    ledger, forward = window.ledger, record.owner
+    ledger.sweep()
+    if action is Action.RECOMPUTE:
+        ledger.drop(record)
+        return
+    if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
+        ledger.restore(record, storage)
+    if forward is None:
+        return
+    is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
+    if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
+        forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
+        forward.share.stays_after_all(record.num_bytes)
+        if record.residency is SavedResidency.LEAVING:
+            ledger.stay(record)
+    elif action is Action.OFFLOAD and record.left is None and not is_waiting:
+        forward.share.stays_after_all(-record.num_bytes)
+        window.leave(forward, record, storage)
+        window.make_room(forward)
+
 
 _PASSED_OVER = 8
 """A fetched record that so many others have overtaken is given back: the backward goes another way."""

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.recomputing.anchors import Anchors
-from memkit.activations.recomputing.sources import Sources
+from memkit.activations.recomputing.sources import Anchors, Sources
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
+from memkit.activations.saved.forward import Contents, Forward, NumberedSaves, contents_of
 from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
+from memkit.activations.saved.traces import OpTrace
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow
 
 
-class RecordedForward(SavedValues):
+class RecordedForward(NumberedSaves):
     """The saved values of one forward.
 
     `moves` tells whether the same records move to host memory; otherwise, `moving` has records for what moves.
@@ -140,7 +139,7 @@ class RecordedForward(SavedValues):
     def open_moving(self) -> Forward:
         """Return the records that move. They don't refer to the recording, which a graph need not keep for moved tensors."""
         if self.moving is None:
-            from memkit.activations.offloading.ratio import RatioDecider  # only few forwards have such
+            from memkit.activations.offloading.moving_stage import RatioDecider  # only few forwards have such
 
             self.moving = Forward(RatioDecider(self.window.traces, 1.0, None), self.counts)
             self.window.open_forward(self.moving)

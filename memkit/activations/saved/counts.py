@@ -11,7 +11,7 @@ from memkit.device.base import CopyBatch, Event, busy_s_of
 from memkit.transfer.lanes import Transfer
 
 if TYPE_CHECKING:
-    from memkit.activations.saved.trial import Trial
+    from memkit.activations.saved.settled import TimedWays
 
 
 class EventPairs(deque[tuple[Event, Event]]):
@@ -111,7 +111,7 @@ class Counts:
     """The most bytes that one op has made in forwards without a plan."""
     is_to_be_judged: bool = False
     """Whether the next forward still has to check if this iteration kept to the budget."""
-    trial: Trial | None = None
+    trial: TimedWays | None = None
     """Notified when the backward begins to recompute anything."""
     has_mismatch: bool = False
     """Whether a module that was recomputed as a whole did not do the same as before."""

@@ -16,7 +16,7 @@ from memkit.plan import Action, Forecast
 from memkit.storages import counted_by
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.ratio import RatioDecider
+    from memkit.activations.offloading.moving_stage import RatioDecider
 
 Contents = tuple[int, int, int]
 """What tells what is in a tensor now from what is in others, or was in it before: the storage, the tensor that counts writes to
@@ -28,7 +28,7 @@ def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
     return torch_private.storage_address(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
 
 
-class SavedValues:
+class NumberedSaves:
     """The values that one forward has saved, by their numbers, and the backward that requests them."""
 
     def __init__(self, counts: Counts) -> None:
@@ -62,7 +62,7 @@ class SavedValues:
                 yield record
 
 
-class Forward(SavedValues):
+class Forward(NumberedSaves):
     """What one forward has saved, each value once.
 
     A value is what was in a storage when it was saved first; its number is that of the save. Where ops are recorded, this has

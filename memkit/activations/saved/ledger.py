@@ -1,13 +1,14 @@
 """`Ledger`: every change of a saved storage's residency, and the copies that go with it.
 
 The ledger makes each change safe; it decides nothing. A handle or copy that dies is noted at once, on any thread, and handled
-in `Ledger.sweep`: a finalizer never issues a copy. At whatever line an interrupt comes, `saved.mending` can repair what it
-left: see [Note: interrupts] in `memkit.interrupts`.
+in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues anew from
+the records: see [Note: interrupts] in `memkit.interrupts`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -396,3 +397,47 @@ def _let_go(handle: Handle) -> None:
 def _counts(record: Record) -> Counts:
     assert record.counts is not None
     return record.counts
+
+
+def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
+    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device.
+
+    Args:
+        others: host memory of the ledger's arena that is held elsewhere.
+    """
+    ledger.arena.drain()
+    ledger.device.synchronize()
+    for record in tuple(ledger.records):
+        for reference in record.handles:
+            reference.is_counted = reference() is not None
+        record.handles[:] = [reference for reference in record.handles if reference.is_counted]
+        record.num_handles = len(record.handles)
+        record.num_awaiting = sum(reference.is_awaiting for reference in record.handles)
+        _put_down(ledger, record)
+        if record.num_handles == 0:
+            record.owner = record.maker = None
+            ledger.close(record)
+    live = [record for record in ledger.records if record.residency in ON_DEVICE]
+    ledger.live_bytes = sum(record.num_bytes for record in live)
+    ledger.moving_bytes = sum(record.num_bytes for record in live if record.counts is not None)
+    ledger.backlog.clear()
+    ledger.coming.clear()
+    ledger.orphans.clear()
+    ledger.arena.give_all(but_for=[*others, *(record.span for record in ledger.records if record.span is not None)])
+
+
+def _put_down(ledger: Ledger, record: Record) -> None:
+    """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else
+    -> HOST, or DROPPED if it is not there. A copy is whole if it was noted that it leaves."""
+    residency = record.residency
+    if residency in (SavedResidency.DEVICE, SavedResidency.DROPPED) or record.left is None:
+        if record.span is not None:
+            ledger.give_back_span(record.span, None)
+            record.span = record.left = record.came = None
+        if residency is not SavedResidency.DEVICE:
+            ledger.enter(record, SavedResidency.DROPPED)
+    else:
+        ledger.enter(record, SavedResidency.HOST)
+    record.storage = record.fetched = None
+    if record.residency is not SavedResidency.DEVICE:
+        ledger.let_go(record)

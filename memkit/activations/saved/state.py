@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.op_trace import OpTrace
-from memkit.activations.saved.settled import Settled
-from memkit.activations.saved.traces import Traces, trace_of
-from memkit.activations.saved.trial import Trial
-from memkit.activations.saved.unasked import Unasked
+from memkit.activations.saved.entry import Unasked
+from memkit.activations.saved.settled import Settled, TimedWays
+from memkit.activations.saved.traces import OpTrace, Traces, trace_of
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memkit.activations.recomputing.decider import Decider
-    from memkit.activations.recomputing.layers import Layers
+    from memkit.activations.recomputing.unrecorded import Layers
     from memkit.recording.module_calls import NotedCall
 
 _MAX_RATIOS = 10_000
@@ -146,7 +144,7 @@ class RematState(TagState):
         """How many iterations were recorded to their end."""
         self.num_left = 0
         """How many iterations had other regions than were planned."""
-        self.trial: Trial | None = None
+        self.trial: TimedWays | None = None
         """What times whole steps, if anything does."""
         self.settled: Settled | None = None
         """What need not be recorded any more; None where the next step is."""

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.recomputing.steady import RegionStage
-from memkit.activations.saved.trial import Way
+from memkit.activations.recomputing.unrecorded import RegionStage
+from memkit.activations.saved.settled import Way
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack
 from tests.activations.budgeting.test_semantics import (

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.saved import op_trace, traces
+from memkit.activations.saved import traces
+from memkit.activations.saved import traces as op_trace
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations.offloading import steady as offloading
+from memkit.activations.offloading import moving_stage as offloading
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device

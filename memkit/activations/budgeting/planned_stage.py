@@ -1,5 +1,4 @@
-"""`SteadyStage`: what `MemoryBudget` does in a step that is expected to save what an earlier one with the same plan did: see
-`steady`."""
+"""`PlannedStage`: what `MemoryBudget` does in a step that goes like an earlier one with the same plan: see `steady_step`."""
 
 from __future__ import annotations
 
@@ -9,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.budgeting.stage import BudgetStage
-from memkit.activations.budgeting.steady import SteadySaves
-from memkit.activations.offloading.scheduled_saves import ScheduledSaves
-from memkit.activations.offloading.stage import is_from_leaf
-from memkit.activations.offloading.steady import is_free, open_scheduled
+from memkit.activations.budgeting.budget_stage import BudgetStage
+from memkit.activations.budgeting.steady_step import SteadySaves
+from memkit.activations.offloading.moving_stage import is_free, is_from_leaf, open_scheduled
+from memkit.activations.offloading.scheduled import ScheduledSaves
 from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.recording.expected import Expected, num_writes
@@ -27,13 +25,13 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.budgeting.state import BudgetState
-    from memkit.activations.budgeting.steady import Moves, SteadySave, SteadyStep
+    from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.recomputing.recorded_forward import RecordedForward
 
 
-class SteadyStage(BudgetStage):
+class PlannedStage(BudgetStage):
     """Follows what is known of a step as long as it saves what is expected; then it does what `BudgetStage` does."""
 
     def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
