@@ -270,7 +270,6 @@ class BudgetStage(RecordingStage):
         return forward
 
     def _watch(self, meter: Meter | None) -> None:
-        """Have the recorder call this meter from here on; None for no meter."""
         recorder: Any = self.recorder
         if self._is_metered:
             recorder.meter = meter

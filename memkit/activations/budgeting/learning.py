@@ -181,11 +181,9 @@ class Learning:
 
     @property
     def last(self) -> MemoryPlan | None:
-        """The plan that was followed last."""
         return None if self._last is None else self._last.plan
 
     def of(self, trace: Trace) -> LearnedStep:
-        """Return what is known of steps like a trace."""
         if trace.learned is None:
             trace.learned = LearnedStep()
         assert isinstance(trace.learned, LearnedStep)
@@ -199,12 +197,9 @@ class Learning:
         return learned.planner is None and not _is_ready(trace, learned.meter)
 
     def note_first(self, trace: Trace, meter: Meter) -> None:
-        """Note the measurement of the first step under the tag."""
         self._first = trace, meter
 
     def shown(self, trace: Trace) -> Foresight | None:
-        """Return the prediction from a measured step like a trace, either the first of all or one that is planned from; None if
-        none was measured to its end."""
         learned, first = self.of(trace), self._first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
             meter, self._first = first[1], None
@@ -448,21 +443,17 @@ class Learning:
             learned.plans.clear()
 
     def choose_again(self, traces: Iterable[Trace]) -> None:
-        """Decide anew which ways are to be timed, since the user asks for something else."""
         for trace in traces:
             self.of(trace).has_chosen = False
 
     def note_times(self, begun: Event, ended: Event) -> None:
-        """Note the events at the entry of a step and at the end of its backward."""
         self.num_ended += 1
         self._last_times = [*self._last_times[-2:], (begun, ended)]
 
     def fastest_step_s(self) -> float | None:
-        """Return the seconds of the fastest of the last three finished steps."""
         return min((begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()), default=None)
 
     def last_step_s(self) -> float | None:
-        """Return the seconds of the last finished step."""
         return last_s(self._last_times)
 
 
@@ -476,7 +467,6 @@ def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
 
 
 def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
-    """Return the user's plan for a step; raise if it is for another one."""
     difference = plan.step.difference_of(ops.step)
     if difference:
         raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
@@ -485,7 +475,6 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
 
 
 def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
-    """Return the seconds between the two events of the last pair that is reached; None if none is."""
     over = [begun.elapsed_s(ended) for begun, ended in times if ended.is_reached()]
     return over[-1] if over else None
 

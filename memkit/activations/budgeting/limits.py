@@ -41,13 +41,11 @@ class Limits:
     """Whether to raise if the budget can't be kept."""
 
     def budget_bytes(self, plain_peak_bytes: int | None) -> int | None:
-        """Return the budget in bytes; None if it is a share of a peak that is not known yet."""
         if isinstance(self.budget, int):
             return self.budget
         return None if plain_peak_bytes is None else int(self.budget * plain_peak_bytes)
 
     def allocated_bytes(self, budget_bytes: int) -> int:
-        """Return how many bytes of tensors a budget allows."""
         return int(budget_bytes / _RESERVED_PER_ALLOCATED) if self.is_of_reserved else budget_bytes
 
 
@@ -75,7 +73,6 @@ class StepPeak:
         """Whether the backward has ended."""
 
     def end_forward(self) -> None:
-        """Note what the forward has left on the device: a peak below that was reset within the backward, and is none."""
         if self._resets and not self.is_over:
             self._held_bytes = self._counter.allocated_bytes()
 
@@ -89,7 +86,6 @@ class StepPeak:
         return int(self._base_bytes + growth * (self.num_bytes - self._base_bytes))
 
     def end_backward(self) -> None:
-        """Read the peak."""
         if not self.is_over:
             peak_bytes, self.is_over = self._counter.peak_bytes(), True
             if peak_bytes >= self._held_bytes and peak_bytes != self._before_bytes:
@@ -143,7 +139,6 @@ class ComingStates:
         self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Tell whether this is for the given optimizer."""
         return optimizer is (None if self.optimizer is None else self.optimizer())
 
     def note_trained(self, parameters: Iterable[Tensor]) -> None:

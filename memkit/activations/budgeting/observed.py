@@ -58,7 +58,6 @@ class Foresight:
         return self._factor > 0
 
     def is_of(self, save: int, num_bytes: int) -> bool:
-        """Tell whether a save of `num_bytes` may be the predicted save with the ordinal `save`."""
         if save >= len(self._sizes_bytes):
             return False
         size_bytes = self._sizes_bytes[save]
@@ -155,7 +154,6 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
 
 
 def measured_s(meter: Meter, step: Step) -> list[float]:
-    """Return the seconds of each op in the trace of a measured step. Makes the host wait."""
     seconds = [0.0] * meter.num_forward_ops
     for place, taken_s in zip(meter.op_places, step.lineage.seconds, strict=True):
         seconds[place] += taken_s

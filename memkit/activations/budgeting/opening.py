@@ -137,7 +137,6 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
 
 
 def _was_whole(state: BudgetState) -> bool:
-    """Tell whether the last step ran to the end of its backward, without deviating."""
     if state.regions_tag is None:
         return state.before[0] < state.learning.num_ended and state.before[1] == state.num_deviations
     regions = remat_states.get(state.regions_tag)
@@ -147,7 +146,6 @@ def _was_whole(state: BudgetState) -> bool:
 
 
 def _let_go_of_others(state: BudgetState, way: Way) -> None:
-    """Forget the ways that were not chosen, and free their host memory."""
     if way is Way.OPS:
         remat_states.forget(regions_tag(state.tag))
     else:
@@ -185,7 +183,6 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
 
 
 def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
-    """Return a stage that recomputes regions, planned from steps that were recorded before; None if there is none."""
     assert state.regions_tag is not None
     regions, trace = remat_states.open(state.regions_tag), None if state.ways_for is None else state.ways_for[0]
     with regions.lock:
@@ -195,7 +192,6 @@ def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensor
 
 
 def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -> None:
-    """Begin a forward like that of `CPUOffload`, around an entry."""
     state.copies_tag = copies_tag(state.tag)
     copies = offload_states.open(state.copies_tag)
     entry.around = around = Entry("MemoryBudget", state.tag, is_last=False, block=entry.block)

@@ -85,7 +85,6 @@ class PlannedStage(BudgetStage):
         return self._steady.pack
 
     def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
-        """Return what moves tensors in a step that recomputes nothing; None if this is not possible now."""
         state, window = self._state, forward.window
         with state.lock:
             if window.is_broken:
@@ -196,7 +195,6 @@ class PlannedStage(BudgetStage):
     # What is not
 
     def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Take a tensor that the schedule doesn't have."""
         if self._step is not None and torch_private.backward_task() == -1:
             if self._is_complete and self._scheduled is not None and self._scheduled.has_backward:
                 with self._lock:
@@ -207,13 +205,11 @@ class PlannedStage(BudgetStage):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether everything expected was saved."""
         if self._scheduled is not None:
             return self._scheduled.is_complete
         return self._steady is not None and self._steady.is_complete
 
     def _leave(self) -> None:
-        """Go on without a plan and record, since something unexpected was saved."""
         steady, scheduled, forward = self._steady, self._scheduled, self._opened
         if steady is not None:
             steady.is_on = False

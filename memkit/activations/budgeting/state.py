@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 
 def regions_tag(tag: str) -> str:
-    """Return the tag under which regions are planned for the steps of `tag`."""
     return f"{tag} (regions of MemoryBudget)"
 
 
 def copies_tag(tag: str) -> str:
-    """Return the tag under which copies beside regions are planned for the steps of `tag`."""
     return f"{tag} (copies of MemoryBudget)"
 
 
@@ -106,7 +104,6 @@ class BudgetState(RematState):
 
     @property
     def counter(self) -> MemoryCounter | None:
-        """The device's counter of allocated bytes."""
         device = self.costs.device
         return None if device is None else device.memory_counter()
 

@@ -117,7 +117,6 @@ def _copies_of(
 
 
 def _counts(moments: Sequence[int], num_places: int) -> list[int]:
-    """Return for each place how many of the sorted `moments` are before it or at it."""
     due = [0] * num_places
     for moment in moments:
         if moment < num_places:
@@ -132,7 +131,6 @@ def _changes(
     numbers: Mapping[int, int],
     sizes_bytes: Mapping[int, int],
 ) -> list[int]:
-    """Return the change in bytes on the device at each save."""
     changes, known = [0] * (len(seen) + 2), set[int]()
     for place, save in enumerate(seen):
         if save.value != NO_VALUE and save.value not in known:
@@ -221,7 +219,6 @@ class StepNotes:
     """Before each op, the number of the next value, and how many ops had been recorded."""
 
     def begin_op(self, recording: Recording) -> None:
-        """Called before each op."""
         self._counts_at.append((recording.num_values, len(recording.calls)))
 
     def note(self, tensor: Tensor, forward: PlannedForward, num_before: int) -> None:
@@ -412,7 +409,6 @@ class SteadySaves:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all expected tensors were saved."""
         return self.num_saves == len(self._saves)
 
     def pack_between(self, tensor: Tensor) -> Any:
@@ -423,7 +419,6 @@ class SteadySaves:
             return self.pack(tensor)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves."""
         if self.is_on and torch_private.backward_task() == -1:
             place, kind = self.num_saves, type(tensor)
             save = self._saves[place] if place < len(self._saves) else None
@@ -493,5 +488,4 @@ def _changes_shape(func: Any) -> bool:
 
 
 def _only_makes(kind: OpKind) -> bool:
-    """Tell whether an op only makes new values."""
     return kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics)

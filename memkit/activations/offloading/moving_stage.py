@@ -90,7 +90,6 @@ class ScheduledStage(Stage):
 
     @property
     def _asked(self) -> tuple[Hashable, ...]:
-        """The options that what is seen of a forward depends on."""
         return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
 
     def note_pause(self) -> None:
@@ -149,7 +148,6 @@ class ScheduledStage(Stage):
         return forward
 
     def _end_part(self) -> None:
-        """End a forward, since another one begins."""
         if self._scheduled is not None:
             self._end_scheduled(self._scheduled)
         self._file_seen()
@@ -196,7 +194,6 @@ class ScheduledStage(Stage):
         self._scheduled = None
 
     def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
-        """Go on save by save after a part that has followed a schedule."""
         scheduled.stop()
         self._left = scheduled.trace
         if scheduled.num_saves:
@@ -270,7 +267,6 @@ def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, coun
 
 
 def _spans_for(schedule: Schedule, window: OffloadWindow) -> list[Span | None] | None:
-    """Return the host memory that a schedule needs; None if it is not there, or not pinned."""
     spans, is_short = list[Span | None](), False
     for num_bytes in schedule.host_bytes:
         span = None
@@ -323,7 +319,6 @@ def _trace_with(
 
 
 def is_free(window: OffloadWindow) -> bool:
-    """Tell whether no graph is likely to ask for anything."""
     ledger, is_used = window.ledger, window.scheduled is not None or window.is_broken or window.is_retired
     if is_used or window.device.is_capturing():
         return False
@@ -338,7 +333,6 @@ def is_free(window: OffloadWindow) -> bool:
 def _schedule_of(
     trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], ratio: float, window_bytes: int | None
 ) -> Schedule | None:
-    """Return the schedule of a trace; None if it is of no use."""
     found = trace.schedule
     if found is None or found[0] != key:
         assert trace.seen is not None
@@ -429,7 +423,6 @@ class RatioDecider(RatioSoFar):
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that the forward follows; once it is over, the one that it was."""
         return self._filed or self.follower.trace
 
     def finish(self) -> bool:
@@ -452,14 +445,12 @@ class RatioDecider(RatioSoFar):
     # The backward
 
     def order(self) -> tuple[int, ...]:
-        """Return the numbers of the saves in the order in which the backward is thought to ask for them."""
         trace, num_saves = self.trace, len(self.follower.keys)
         if trace is None or trace.order is None or len(trace.keys) != num_saves:
             return tuple(range(num_saves))[::-1]
         return trace.order
 
     def forecast(self) -> Forecast | None:
-        """Return how full the device will be in the backward; None unless one like it was seen."""
         trace = self.trace
         if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
             return None
@@ -490,7 +481,6 @@ class RatioDecider(RatioSoFar):
             trace.schedule, trace.requests = None, requests
 
     def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
-        """File all that the hooks were given: see `Trace`."""
         trace, follower = self._filed, self.follower
         if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
             return  # a forward that is new is looked at again
@@ -603,7 +593,6 @@ class MovingStage(ScheduledStage):
             self._state.warn_once("shared", f"nothing moves: {why_nothing_is_freed(self._saw_shared)}")
 
     def _warn_of_whole_model(self) -> None:
-        """Warn where a model is compiled as one graph: that is one node, which saves its tensors once all of them are made."""
         sizes_bytes = max(self._saves_of_nodes.values(), key=sum, default=[])
         share = sum(sizes_bytes) / max(1, sum(map(sum, self._saves_of_nodes.values())))
         if len(sizes_bytes) >= _MANY_SAVES and share >= _MOST and self.counts.ratio != 0:
@@ -781,7 +770,6 @@ def _is_leaf(node: torch.autograd.graph.Node | None) -> bool:
 
 
 def offload_figures(tag: str) -> dict[str, Any] | None:
-    """Return what is known under a tag, by the fields of `SavedTensorStats`."""
     state = offload_states.get(tag)
     if state is None:
         return None

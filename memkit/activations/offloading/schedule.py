@@ -309,7 +309,6 @@ def make_schedule(
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
-    """Return what is due in a backward at the first request of each value whose requests are seen in any backward."""
     due = dict(zip(part.requests, part.num_fetched, strict=True))
     requests, num_fetched, num = [], [], 0
     for value in dict.fromkeys(asked):
@@ -411,7 +410,6 @@ class PlacedCopies:
 
 
 def _parts(pieces: Sequence[Tensor], edges: Sequence[int], start: int, num_bytes: int) -> list[tuple[int, Tensor]]:
-    """Return the host memory of some bytes of a span, cut where its pieces meet, with where each part begins."""
     found, at = [], start
     index = bisect_right(edges, start) - 1
     while at < start + num_bytes:

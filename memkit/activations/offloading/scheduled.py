@@ -204,7 +204,6 @@ class ScheduledForward:
 
     @mended
     def stop(self) -> None:
-        """Stop following the schedule. What was copied is freed on the device."""
         with self.at_home():
             if self.is_forward:
                 self.take_no_more()
@@ -226,7 +225,6 @@ class ScheduledForward:
             self.held[value] = None
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        """Return the copy of a single value, for a step that deviates."""
         assert self.placement is not None
         return self.placement.copy_alone(value, is_out=is_out)
 
@@ -243,7 +241,6 @@ class ScheduledForward:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all saves of the schedule have come, and no others."""
         return self.num_saves == len(self.schedule.saves) and not self.was_stopped
 
     @property
@@ -253,7 +250,6 @@ class ScheduledForward:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was done yet: all that was saved stays."""
         return self.is_over and not (self.num_sent or self.alone)
 
     @property
@@ -263,17 +259,14 @@ class ScheduledForward:
 
     @property
     def num_values(self) -> int:
-        """The number of distinct values that were saved so far."""
         return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
 
     @property
     def num_live(self) -> int:
-        """The number of values that a graph may still request, as far as is known."""
         return self.num_values if self.life() is not None else sum(value < self.num_values for value in self.schedule.rest)
 
     @mended
     def end_forward(self) -> None:
-        """End the forward: no more saves belong to it."""
         with self.at_home():
             if self.num_saves < len(self.schedule.saves):
                 self.stop()
@@ -287,7 +280,6 @@ class ScheduledForward:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the values that it holds on the device."""
         sizes_bytes = self.schedule.sizes_bytes
         return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
 
@@ -348,7 +340,6 @@ class ScheduledForward:
         return True
 
     def _fetch_next(self) -> bool:
-        """Put the next batch of copies to the device on the lane. Return False if there was no room."""
         if self.device.stream_number() != self.stream:  # each request gets its own there
             self._has_left = True
             return False
@@ -446,7 +437,6 @@ class ScheduledForward:
         return tensor
 
     def _give_ready(self, value: int, tensor: Tensor) -> Tensor:
-        """Return what was fetched for a single request, and drop the reference to it."""
         number = self._coming.get(value)
         if number is not None:
             self._await(number)
@@ -464,7 +454,6 @@ class ScheduledForward:
         return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
 
     def _turn(self, task: int) -> None:
-        """Begin to serve another backward, or the first one."""
         number, num_known = self._num_backwards, len(self.schedule.parts)
         if number == 0:
             self.end_forward()
@@ -480,7 +469,6 @@ class ScheduledForward:
         backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
 
     def _release_late(self) -> None:
-        """Free what the schedule frees before the first request of a backward."""
         late = self.schedule.copies.num_released_at_request
         if late > self.num_released and not self.was_stopped:
             with self.at_home():
@@ -505,7 +493,6 @@ class ScheduledForward:
         return storage
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
-        """Fetch a value that is needed now."""
         schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
         storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
@@ -549,8 +536,6 @@ class ScheduledForward:
             self.counts.served_bytes += storage.nbytes()
 
     def _let_go_of_served(self, *, wait: bool) -> None:
-        """Free values that were requested while they were being copied out, if the copy is done; with `wait`, let the stream
-        wait for it."""
         device = self.device
         while self._leaving and (wait or self._leaving[0][1].done.is_reached()):
             device.wait_event(self.home, self._leaving[0][1].done)
@@ -558,7 +543,6 @@ class ScheduledForward:
 
     @mended
     def end_backward(self, task: int, *, has_failed: bool) -> None:
-        """End a backward: free what was fetched and not requested."""
         self._has_left = self._has_left or has_failed
         if self.task == task:
             self._is_asking = False
@@ -584,7 +568,6 @@ class ScheduledForward:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward has requested anything."""
         return self.task != _NO_BACKWARD
 
     @mended
@@ -618,7 +601,6 @@ class ScheduledForward:
 
     @mended
     def push_out(self) -> None:
-        """Free on the device all that was copied, since another forward begins."""
         self.let_go_of_sent()
 
     def mend(self) -> list[Span]:
@@ -718,7 +700,6 @@ class ScheduledSaves:
         return self._take(tensor)
 
     def _is_here(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is a plain one on the device."""
         return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:

@@ -66,7 +66,6 @@ class ReadOnly:
     """The indices of the small buffers."""
 
     def is_of(self, parts: Sequence[nn.Module], buffers: Sequence[Tensor | None]) -> bool:
-        """Tell whether this is about the given submodules and buffers."""
         return (
             len(parts) == len(self.parts)
             and len(buffers) == len(self.buffers)
@@ -90,18 +89,15 @@ _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_dec
 
 @functools.cache
 def _getters() -> tuple[partial[Any], ...]:
-    """Return functions that read each of them. They are called for each call of each region, and so are not Python."""
     autocast = [partial(get, kind) for kind in ("cpu", "cuda") for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
     return (*autocast, partial(torch.is_autocast_cache_enabled), *setting_getters())
 
 
 def current_surroundings() -> Surroundings:
-    """Return the current surroundings."""
     return tuple(map(partial.__call__, _getters()))
 
 
 def set_surroundings(wanted: Surroundings) -> None:
-    """Set the surroundings, where they differ; may be called again."""
     found = current_surroundings()
     if found[:_NUM_AUTOCAST] != wanted[:_NUM_AUTOCAST]:
         torch.set_autocast_enabled("cpu", wanted[0])
@@ -153,7 +149,6 @@ def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]
 
 
 def set_generators(states: tuple[GeneratorState, ...]) -> None:
-    """Set generators to these states; may be called again."""
     for generator, state in states:
         if isinstance(state, Tensor):
             generator.set_state(state)
@@ -165,7 +160,6 @@ def set_generators(states: tuple[GeneratorState, ...]) -> None:
 
 
 def states_of(generators: Sequence[GeneratorState]) -> tuple[GeneratorState, ...]:
-    """Return the current states of the given generators."""
     return tuple(
         (generator, generator.get_state() if isinstance(state, Tensor) else (generator.initial_seed(), generator.get_offset()))
         for generator, state in generators
@@ -291,7 +285,6 @@ class ModuleState:
         self._learned = learned
 
     def look_again(self) -> None:
-        """Note the parameters that the submodules have now."""
         self._note_parameters(self.of_parts)
 
     def _note_parameters(self, of_parts: Iterable[dict[str, nn.Parameter | None]]) -> None:
@@ -320,7 +313,6 @@ class ModuleState:
         return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
 
     def have_hooks(self, first: int = 0) -> bool:
-        """Tell whether a submodule, from index `first` on, has hooks."""
         hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts[first:]) if own.get(name)]
         return bool(hooks)
 
@@ -344,7 +336,6 @@ class ModuleState:
         return found
 
     def note_buffers(self, noted: Noted) -> None:
-        """Note the buffers before a forward."""
         noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
         noted.versions = _versions_of(noted.buffers)
         noted.is_known, noted.clones = noted.flags in self._written, {}
@@ -365,7 +356,6 @@ class ModuleState:
         return {place: buffer.clone() for place, buffer in found if buffer is not None}
 
     def _is_as_learned(self, noted: Noted) -> bool:
-        """Tell whether the last step showed that a forward in this state writes to no buffer."""
         known = self._learned.last
         return (
             known is not None
@@ -397,11 +387,9 @@ class ModuleState:
         return tuple(map(len, map(vars, self.parts)))
 
     def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
-        """Return the indices of the buffers that a forward may write to, as far as it is known."""
         return self._written.get(flags, frozenset()).union(*[places for part, places in self._norms if flags[part]])
 
     def note_written(self, noted: Noted) -> None:
-        """Note, after a forward, which buffers it has written to."""
         now, found = tuple([buffers.get(name) for buffers, name in self.places]), _versions_of(noted.buffers)
         if noted.is_known and not noted.clones and found == noted.versions and all(map(is_, now, noted.buffers)):
             return
@@ -428,7 +416,6 @@ class ModuleState:
     # Around a recompute
 
     def what_parameter_has_changed(self, noted: Noted) -> str:
-        """Return in words how the parameters differ from those that the forward found."""
         now, num = tuple(chain.from_iterable(map(partial.__call__, self.parameter_facts))), len(self.parameters)
         if now[:num] != noted.parameters[:num]:
             return "a parameter that was written to"
@@ -496,13 +483,11 @@ class ModuleState:
         return scratch
 
     def set_attributes(self, wanted: tuple[Any, ...]) -> None:
-        """Set the plain attributes."""
         for (own, name), value in zip(self.attributes, wanted, strict=True):
             if value is not NOT_PLAIN:
                 own[name] = value
 
     def set_flags(self, flags: tuple[bool, ...]) -> None:
-        """Set the training flags."""
         for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
 
@@ -538,7 +523,6 @@ def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 
 def _are_same(clone: Tensor, buffer: Any) -> bool:
-    """Tell whether a buffer has the same bits as its clone."""
     return clone.shape == buffer.shape and torch.equal(
         clone.contiguous().flatten().view(torch.uint8), buffer.contiguous().flatten().view(torch.uint8)
     )

@@ -98,7 +98,6 @@ class RecordingStage(Stage):
 
     @property
     def _needs_calls(self) -> bool:
-        """Whether module calls are noted, since they may become regions."""
         return self._needs_plan
 
     def begin(self) -> None:
@@ -147,7 +146,6 @@ class RecordingStage(Stage):
         return self._make_forward(recording, state.window(device))
 
     def _decide(self, *, raises: bool) -> Decider:
-        """Return the decider of a forward."""
         state, options = self._state, self._options
         with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
         return BudgetDecider(
@@ -155,17 +153,14 @@ class RecordingStage(Stage):
         )
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
-        """Return the saved values of a forward that begins."""
         return RecordedForward(recording, window, self._options.score, self._decider.limit_bytes, self.counts)
 
     def _make_recorder(self) -> Recorder:
-        """Return the recorder of the ops."""
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
         return Recorder(self._forward.recording, self._options.kinds, default_generator, self._state.costs.estimate_s)
 
     def _note_plan(self) -> None:
-        """Remember the plan that is followed, to show it to users."""
         state, decider = self._state, self._decider
         plan = decider.plan if isinstance(decider, BudgetDecider) else None
         if plan is not None and plan is not state.plan:
@@ -173,7 +168,6 @@ class RecordingStage(Stage):
             state.plan = plan
 
     def _end_forward(self, *, learn: bool) -> None:
-        """Called when no more saves belong to the forward."""
         forward, state, follower, counts = self._forward, self._state, self._decider.follower, self.counts
         if not forward.is_forward:
             return
@@ -349,7 +343,6 @@ class RecordingStage(Stage):
         return handle
 
     def _move(self, forward: RecordedForward, tensor: Tensor) -> KeptHandle:
-        """Return the handle of a tensor that moves."""
         window = forward.window
         if not window.device.has_own_memory:
             self._state.warn_once("shared", f"saved tensors stay: {why_nothing_is_freed(window.device)}")
@@ -428,7 +421,6 @@ def open_recording(
 
 
 def remat_figures(tag: str) -> dict[str, Any] | None:
-    """Return the figures of a tag, by the fields of `SavedTensorStats`; None if there are none."""
     state = remat_states.get(tag)
     if state is None:
         return None

@@ -72,14 +72,12 @@ def take_off(pack: Callable[[Tensor], object]) -> bool:
 
 
 def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
-    """Tell whether `frame` is `start`, or one of its callers."""
     while start is not None and start is not frame:
         start = start.f_back
     return start is not None
 
 
 def is_going_on(frame: FrameType) -> bool:
-    """Tell whether a frame is on the stack of any thread."""
     return any(is_on_stack(frame, start) for start in sys._current_frames().values())
 
 
@@ -240,7 +238,6 @@ class Recompute:
         return tensor
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Run the forward in the surroundings of the first run; return whether everything needed was made."""
         call, is_back = self._call, False
         try:
             try:
@@ -276,7 +273,6 @@ class Recompute:
         return self.num_saved > self._last
 
     def _put_back(self) -> None:
-        """Restore what was set before; may be called again."""
         if self._nesting is not None:
             self._nesting.end()
         top = torch_private.top_saved_tensor_hooks(True)
@@ -298,7 +294,6 @@ class Recompute:
             self._call.region.state.set_flags(self._flags)
 
     def forget(self) -> None:
-        """Free what was made, so that the rest counts as missing."""
         for place in self._places:
             if place is not None:
                 place.tensor = None
@@ -309,7 +304,6 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
-    """Return the tensor that a backward is to have for one that a recompute has saved, and its version."""
     storage = tensor.untyped_storage() if is_range_of_bytes(tensor) else None
     found = None if storage is None else originals.get(torch_private.storage_address(storage))
     if found is None:
@@ -321,7 +315,6 @@ def _original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
 
 
 def unpack_recomputed(tensor: Tensor) -> Tensor:
-    """The unpack hook for tensors saved in a recompute, whose forward may itself run a backward."""
     return tensor
 
 
@@ -368,11 +361,9 @@ class Recomputed:
         """End a call that an interrupt has left open, and the calls within it."""
 
     def nesting(self, call: RegionCall) -> Nesting | None:
-        """Return what makes regions inside a call be regions in its recompute; None if there are none."""
         return None
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
-        """Return the error to raise if a recompute can't be exact."""
         if self.counts is not None:
             self.counts.has_mismatch = True
         return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")

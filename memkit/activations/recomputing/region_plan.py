@@ -170,14 +170,12 @@ def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:
-    """Return the seconds of a step that is recorded and recomputes single ops."""
     num_saves = len(planner.step.saves)
     recorded_s = num_ops * costs.recorded_s + num_saves * costs.saved_s + plan.num_replayed_ops * costs.replayed_s
     return costs.step_s(planner.plain_device_s + plan.predicted_replay_s, planner.plain_host_s + recorded_s)
 
 
 def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budget_bytes: int) -> Plan:
-    """Return a choice of regions as an action for each saved value."""
     step, dropped = planner.step, planner.dropped(choice)
     lineage, inside = step.lineage, dict[int, str]()
     for index in choice.chosen:

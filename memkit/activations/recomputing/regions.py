@@ -101,7 +101,6 @@ def _why_not_sharded(module: nn.Module) -> str:
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Tell whether a module sharded by FSDP2 has hooks beside FSDP2's."""
     return not all(_are_own(getattr(module, name), _AROUND_SHARDED) for name in torch_private.MODULE_HOOKS)
 
 
@@ -119,7 +118,6 @@ def _are_own(hooks: Mapping[int, object], beside: tuple[str, ...] = ()) -> bool:
 
 
 def _home_of(hook: Any) -> str:
-    """Return the name of the module that defines a hook."""
     hook = getattr(hook, "_hook", hook)
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
@@ -200,7 +198,6 @@ class Regions(Exclusive):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether one of the modules or their submodules has hooks, other than FSDP2's."""
         return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or any(
             region.is_sharded and has_other_hooks(region.module) for region in self._regions
         )
@@ -246,7 +243,6 @@ class RegionModule(Recomputed):
         self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
 
     def watch(self, hooks: HookSet) -> None:
-        """Set hooks on the module that see its calls."""
         if self.is_sharded:
             hooks.within_hooks(self.module, before=self._before, after=self._after)
         elif self.code is None:
@@ -367,7 +363,6 @@ class _Nesting(Nesting):
 
 
 def _watch(regions: Iterable[Recomputed], hooks: HookSet) -> None:
-    """Set hooks on regions, and call spans as one module."""
     forwards = [region.forward for region in regions if isinstance(region, RegionModule) and region.forward is not None]
     for forward in dict.fromkeys(forwards):
         forward.put(hooks)

@@ -95,7 +95,6 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
 
 
 def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: bool = True) -> RegionPlan | None:
-    """Return the regions of a step in place of a plan of single ops; None if it is to have none."""
     if trace.ops is None or trace.has_marks or state.num_left >= _MOST_DEVIATIONS:
         return None
     device = state.costs.device

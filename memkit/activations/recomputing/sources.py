@@ -39,18 +39,15 @@ class Anchors:
 
     @property
     def last(self) -> int:
-        """The latest value that is held, -1 if none is."""
         return next(reversed(self._handles), -1)
 
     def hold(self, value: int, tensor: Tensor) -> Handle:
-        """See `memkit.recording.roots.Holder`."""
         handle = self._open(tensor)
         self._handles[value] = handle
         self._known[value] = weakref.ref(handle)
         return handle
 
     def copy(self, value: int) -> None:
-        """See `memkit.recording.roots.Holder`."""
         handle = self._handles.get(value)
         if handle is not None and handle.record.residency is SavedResidency.LEAVING:
             self.window.ledger.release(handle.record)  # the lane reads what is about to be written to
@@ -59,11 +56,9 @@ class Anchors:
             self._handles[value] = self._open(Geometry.of(alias).over(alias.untyped_storage().clone()))
 
     def release(self, value: int) -> None:
-        """See `memkit.recording.roots.Holder`."""
         self._handles.pop(value, None)
 
     def handle(self, value: int) -> Handle | None:
-        """Return the handle of a value that is held and was not written to, else None."""
         handle, known = self._handles.get(value), self._known.get(value)
         if handle is None and known is not None:
             handle = known()

@@ -53,7 +53,6 @@ class IdleStage(Stage):
 
     @property
     def pair(self) -> HookPair:
-        """The hooks that it needs."""
         return NO_PAIR
 
     def begin(self) -> None:
@@ -103,7 +102,6 @@ class WatchStage(IdleStage):
         return self.pack, unpack
 
     def pack(self, tensor: Tensor) -> _Packed | KeptHandle:
-        """Take a tensor that autograd saves."""
         if type(tensor) not in _PLAIN_TYPES:
             return self._hand_on(tensor)
         try:
@@ -151,7 +149,6 @@ class RegionStage(IdleStage):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether its modules or their submodules have hooks."""
         return self._regions.has_hooks
 
     def begin(self) -> None:
@@ -186,7 +183,6 @@ class RegionStage(IdleStage):
         self._state.unsettle()
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
-        """Return the handle of an input of a region."""
         place = self._place
         self._place = place + 1
         if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
@@ -195,7 +191,6 @@ class RegionStage(IdleStage):
 
 
 def all_have_hooks() -> bool:
-    """Tell whether global module hooks are set."""
     everywhere = vars(nn.modules.module)
     return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
 
@@ -278,7 +273,6 @@ def open_layers(
 
 
 def open_layers_again(state: RematState, options: RematOptions, outer: SavedTensorHooks | None) -> LayerStage | None:
-    """Do the same for `Rematerialize`."""
     if options.strict or not (options.may_settle and options.may_drop):
         return None
     with state.lock:

@@ -203,7 +203,6 @@ class Entry:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages, in the order in which a tensor comes to them."""
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
     def begin(self, pair: HookPair | None = None) -> None:
@@ -275,7 +274,6 @@ _bare = _Bare()
 
 
 def entries_around() -> list[Entry]:
-    """Return the entries of the contexts that this thread is in, the innermost first."""
     for _, entry in _bare.entries[::-1]:
         if entry.block is not None and entry.block() is None:
             entry.end(has_failed=True)  # an interrupt has kept it from hearing that it was left
@@ -301,7 +299,6 @@ def stop_recording() -> None:
 
 
 def is_within(tag: str) -> bool:
-    """Tell whether this thread is in a context under a tag."""
     return any(entry.tag == tag for entry in entries_around())
 
 

@@ -62,7 +62,6 @@ class Ledger:
 
     @property
     def num_records(self) -> int:
-        """The number of records that a graph may still request."""
         return sum(record.num_handles > 0 for record in self.records)
 
     # Saving
@@ -125,16 +124,13 @@ class Ledger:
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
-        """LEAVING -> HOST for the record with the oldest copy: its stream waits for the copy, and the storage is freed."""
         self._release(self.backlog.popleft())
 
     def release(self, record: Record) -> None:
-        """LEAVING -> HOST for one record."""
         self.backlog.remove(record)
         self._release(record)
 
     def release_dead(self, *, wait: bool) -> None:
-        """Release the records in the backlog that no graph can ask for any more: all, or those whose copy is done."""
         for record in [record for record in self.backlog if record.num_handles == 0]:
             assert record.left is not None
             if wait or record.left.done.is_reached():
@@ -158,7 +154,6 @@ class Ledger:
         record.storage = None
 
     def _wait(self, stream: Stream, event: Event) -> tuple[Event, Event]:
-        """Let a stream wait for an event. Return a pair of events whose difference is how long it waited."""
         device = self.device
         with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
             before = device.record_event(stream)
@@ -191,7 +186,6 @@ class Ledger:
         self._give_back(record)
 
     def adopt(self, record: Record, owner: Forward, index: int) -> None:
-        """Let a record that could only be dropped be moved by a forward as well."""
         record.owner, record.index = owner, index
         self.count_moves(record, owner.counts)
 
@@ -238,7 +232,6 @@ class Ledger:
         self.enter(record, SavedResidency.BACK)
 
     def take_back(self, record: Record) -> None:
-        """COMING -> HOST: free a fetched copy that was not requested. Host memory still has the bytes."""
         assert record.residency is SavedResidency.COMING
         self._give_up_copy(record)
         self.enter(record, SavedResidency.HOST)
@@ -287,7 +280,6 @@ class Ledger:
         return tensor
 
     def serve(self, handle: Handle) -> None:
-        """Note that the backward was given the tensor of a handle."""
         reference = handle.reference
         if reference.is_awaiting:
             reference.is_awaiting = False
@@ -348,7 +340,6 @@ class Ledger:
             self.enter(record, SavedResidency.DROPPED if record.span is None else SavedResidency.HOST)
 
     def close(self, record: Record) -> None:
-        """Any -> GONE: no graph can request the record again."""
         if record.residency is SavedResidency.COMING:
             self._give_up_copy(record)
         self._give_back(record)

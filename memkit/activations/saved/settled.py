@@ -47,11 +47,9 @@ class TimedWays:
 
     @property
     def lacks_ops(self) -> bool:
-        """Whether another step of single ops is to be timed."""
         return self._prefers_ops is None and len(self._pairs[Way.OPS]) + (self._way is Way.OPS) < _NUM_COUNTED
 
     def begin_step(self, device: Device) -> None:
-        """Begin to time a step: a context is entered."""
         if self._prefers_ops is None:
             self._device, self._start, self._way = device, device.record_event(), None
 
@@ -104,7 +102,6 @@ class SizesSeen:
         """Of all else: inputs, and what was made without a graph. The budget may count it or not."""
 
     def note(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Note a tensor that is saved, if its storage was not seen before."""
         address = torch_private.storage_address(storage)
         if address in self.seen:
             return

@@ -60,12 +60,10 @@ class TagState(ABC):
         self._warned = set[str]()
 
     def windows(self) -> list[OffloadWindow]:
-        """Return the windows, one for each device."""
         with self.lock:
             return list(self._windows.values())
 
     def window(self, device: Device) -> OffloadWindow:
-        """Return the window of a device."""
         with self.lock:
             if device not in self._windows:
                 self._windows[device] = OffloadWindow(
@@ -84,18 +82,15 @@ class TagState(ABC):
             window.is_broken = is_broken
 
     def mend(self) -> None:
-        """Repair what an interrupt left: see [Note: interrupts] in `memkit.interrupts`."""
         for window in self._windows.values():
             window.mend()
 
     @mended
     def sweep(self) -> None:
-        """Handle deaths of handles and copies, and free what was waiting for copies that are done."""
         for window in self._windows.values():
             window.settle()
 
     def warn_once(self, what: str, message: str) -> None:
-        """Warn the user, once under the tag for each `what`."""
         if self.warns_for is not None:
             self.warns_for.warn_once(what, message)
         elif what not in self._warned:
@@ -226,11 +221,9 @@ class RematState(TagState):
         return all(trace.ops.is_measured for trace in self.traces if trace.ops is not None and trace.is_worth_a_plan)
 
     def note_timed(self, trace: OpTrace | None, recording: Recording) -> None:
-        """The ops of a forward were timed: what they took is read later, when they are done."""
         self._timed.append((trace, recording))
 
     def read_times(self) -> None:
-        """Take up what the ops of the last iteration took."""
         for trace, recording in self._timed:
             self.costs.learn(recording.read_times())
             call_times = recording.read_call_times()
@@ -282,7 +275,6 @@ class States(dict[str, _State]):
             return self.setdefault(tag, self._make(tag)) if found is None else found
 
     def forget(self, tag: str) -> None:
-        """Forget what is kept under a tag. Unknown tags are fine; graphs that are alive keep working."""
         with self._lock:
             state = self.pop(tag, None)
         for window in () if state is None else state.windows():

@@ -61,7 +61,6 @@ class SeenSave:
     """What it adds to the bytes that could leave by their kind."""
 
     def is_like(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor may be saved here, by what shows at once."""
         kind = type(tensor)
         if (kind is not Tensor and kind is not nn.Parameter) or tensor.is_nested:
             return self.shape is None
@@ -100,7 +99,6 @@ class OpTrace:
     _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
 
     def planner(self, score: DTRScore) -> RematPlanner:
-        """Return who plans it."""
         if self._planner is None or self._planner.score != score:
             self._planner = RematPlanner(self.step, score, lambda value: self.names.get(value, ("", "")))
         return self._planner
@@ -319,7 +317,6 @@ class Traces:
 
     @property
     def latest(self) -> Trace | None:
-        """The last one followed."""
         return self._known[0] if self._known else None
 
     @property
@@ -329,7 +326,6 @@ class Traces:
         return None if last is None else self._after.get((self._before, last)) or self._after.get((None, last))
 
     def follow(self, trace: Trace) -> None:
-        """A forward has followed a trace."""
         last = self.latest
         if last is not None:
             self._after[self._before, last] = self._after[None, last] = trace
@@ -337,11 +333,9 @@ class Traces:
         self._before = last
 
     def has_report(self) -> bool:
-        """Tell whether there is a trace that was only foretold."""
         return any(trace.is_report for trace in self._known)
 
     def add(self, trace: Trace) -> None:
-        """Put a trace first; forget the one that was not followed for the longest time if there are many."""
         if trace in self._known:
             self._known.remove(trace)
         self._known.insert(0, trace)
@@ -388,7 +382,6 @@ class Traces:
         return None
 
     def find(self, keys: Sequence[SaveKey], funcs: Sequence[Any] = ()) -> Trace | None:
-        """Return the trace of exactly these saves and ops that an earlier forward has left."""
         for trace in self._known:
             is_as_long = len(trace.keys) == len(keys) and len(trace.funcs) == len(funcs)
             if is_as_long and not trace.is_report and _begins(trace.keys, keys) and _begins(trace.funcs, funcs):
@@ -464,7 +457,6 @@ class Follower:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has come to the end of its trace."""
         return self.trace is not None and self._place == len(self.trace.keys)
 
     def ended_as(self, funcs: Sequence[Any] = ()) -> Trace | None:
