@@ -1,18 +1,18 @@
-"""Ctrl-C at any line: the invariants that must hold then, and two tools that several parts use for it.
+"""What holds after an exception inside memkit, Ctrl-C included, and the tools that several parts use for it.
 
-[Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. So at each line:
+[Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. No number is
+wrong then, and contexts end:
 
+- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the object of the lock as broken. The next
+  call, at the latest that of the next forward, waits for the device, gives back what nothing holds, derives sums, queues and
+  counts from the objects themselves (records and handles, segments and spans), and goes on. What cannot be rebuilt raises by
+  name. That is rare, and may take long. See `mended`.
 - *Held before issued.* A copy is put on a lane only when its storage and its host memory are noted where they are held. They
   are let go only when a stream has waited for the event recorded after the copy, or the host for the device.
-- *Totals follow.* The truth is in the objects themselves: a record and its handles, a segment and its spans. Everything derived
-  from them (sums, queues, gaps, numbers of waiting handles) can be computed again.
-- *Who locks, mends.* If a call under a lock is broken off by any exception, that is noted. The next call, which is that of the
-  next forward at the latest, first repairs what was left: the host waits for the device, a copy that was not noted as made is
-  ignored, what no caller can request is freed. That is rare, and may take long. See `mended`.
 - *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
   is lost, and the rest of the finalizer with it.
-- *What was entered is left.* If the interrupt comes in `__enter__`, everything is undone at once. If it comes in `__exit__`,
-  the next context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
+- *Contexts end.* An interrupt in `__enter__` undoes it at once. After one in `__exit__`, the next context to be entered in the
+  thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
 - *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
   may let one in right after it was given back: what a call returns then is lost. So whatever the caller would lose can be found
   otherwise: by a weak reference that dies with it, or, for host memory, as allocated and not held (`Arena.give_all`).

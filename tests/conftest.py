@@ -20,7 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 import memkit
 from memkit import step_hooks
 from memkit.activations.budgeting import learning
-from memkit.activations.budgeting import link as planned_link
+from memkit.activations.budgeting import learning as planned_link
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states

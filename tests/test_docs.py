@@ -18,7 +18,7 @@ import torch
 import torchvision
 
 import memkit
-from memkit.activations.offloading import stage
+from memkit.activations.offloading import moving_stage as stage
 from memkit.cli import _parser, main
 from memkit.plan.gpus import GPUS
 from memkit.weights.chunks import LayerChunk

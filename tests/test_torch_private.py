@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import memkit
 from memkit import torch_lookup, torch_private
-from memkit.activations.offloading.stage import is_from_leaf
+from memkit.activations.offloading.moving_stage import is_from_leaf
 from memkit.device import ReferenceDevice
 from memkit.errors import MissingTorchNameError
 from memkit.profile.simulate import attention, autocast, dtypes, target, twins

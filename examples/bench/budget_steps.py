@@ -18,7 +18,7 @@ from torch import nn
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from memkit.bench import Workload
 from memkit.bench.engines import plain
 from memkit.bench.measure import Engine

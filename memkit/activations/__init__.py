@@ -3,11 +3,10 @@
 - `cpu_offload`: `CPUOffload`
 - `rematerialize`: `Rematerialize`
 - `memory_budget`: `MemoryBudget`
-- `attach`: `attach`: a context around each forward of a module
+- `attach`: `attach`: a context around each forward of a module; warns where that is never called
 - `context`: what all contexts share, so that `attach` can enter them
 - `marks`: `keep`, `offload`, `recompute`: the user's choice for single tensors
 - `stats`: `stats`: what contexts did under a tag
-- `unused`: warns where an attached module is trained and its forward never called
 - `saved/`: what every context does: hooks, records, the ledger of bytes
 - `offloading/`: moving: what `CPUOffload` does with each tensor
 - `recomputing/`: dropping and recomputing: what `Rematerialize` does with each tensor

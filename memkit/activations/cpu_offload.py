@@ -10,11 +10,9 @@ from torch import nn
 
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
-from memkit.activations.offloading.figures import offload_figures
-from memkit.activations.offloading.stage import MovingStage
-from memkit.activations.offloading.steady import OffloadOptions, paused
+from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions, offload_figures, paused
 from memkit.activations.recomputing.budget import marks_alone
-from memkit.activations.recomputing.opening import open_recording
+from memkit.activations.recomputing.recording_stage import open_recording
 from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, refuse_in_budget, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import report_from

@@ -18,9 +18,9 @@ from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.context import RecordedContext
-from memkit.activations.offloading.figures import offload_figures
+from memkit.activations.offloading.moving_stage import offload_figures
 from memkit.activations.recomputing.budget import recorded_alone
-from memkit.activations.recomputing.figures import remat_figures
+from memkit.activations.recomputing.recording_stage import remat_figures
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.state import remat_states

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import RematOptions
-from memkit.activations.recomputing.figures import remat_figures
-from memkit.activations.recomputing.opening import open_recording
+from memkit.activations.recomputing.recording_stage import RecordingStage, open_recording, remat_figures
 from memkit.activations.recomputing.settling import NEXT_STEPS
-from memkit.activations.recomputing.stage import RecordingStage
-from memkit.activations.recomputing.steady import open_steady
+from memkit.activations.recomputing.unrecorded import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, refuse_in_budget, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
@@ -149,7 +147,7 @@ class Rematerialize(RecordedContext):
             steady = open_steady(self.tag, self._options, hooks)
             state = remat_states.get(self.tag)
             if steady is None and state is not None and state.gives_up_plans:
-                from memkit.activations.recomputing.layers import open_layers_again  # only now: a long chain of imports
+                from memkit.activations.recomputing.unrecorded import open_layers_again  # only now: a long chain of imports
 
                 steady = open_layers_again(state, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memkit.activations.offloading.stage import is_from_leaf
+from memkit.activations.offloading.moving_stage import is_from_leaf
 from memkit.bench.measure import Engine
 from memkit.device import cuda_is_available
 

@@ -14,6 +14,8 @@ from memkit.device import Device
 from tests.compiling import Backend, in_form
 
 WIDTH = 32
+OF_DYNAMO = "ignore:.*script_method:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
+"""It imports code that warns, and looks at what warns."""
 
 
 class MLP(nn.Module):

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.module_state import NoRegion
+from memkit.activations.recomputing.region_calls import Inputs
 from memkit.hooks import HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle

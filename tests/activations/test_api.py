@@ -14,7 +14,6 @@ import memkit
 from memkit import schedules
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
-from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
 from tests.activations.conftest import Offload
@@ -88,42 +87,6 @@ def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None
 
 
 # Grad mode off
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_a_context_costs_nothing(mode: type, device: Device, offloading: Offload) -> None:
-    def schedule(iteration: int) -> float:
-        asked.append(iteration)
-        return 1.0
-
-    x, asked = leaf_on(device.torch_device), []
-    context = offloading(schedule, "mode", window_bytes=0)
-    with mode(), context:
-        assert innermost_pack() is None
-        chain(x, [1, 1])
-    assert "mode" not in offload_states
-    step(x, [1], lambda: context)
-    with mode(), context:
-        chain(x, [1, 1])
-    step(x, [1], lambda: context)
-
-    assert asked == [0, 1]
-    assert memkit.stats("mode").num_iterations == 2
-
-
-def test_grad_mode_may_change_inside(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    with offloading(1.0, "inside", window_bytes=0):
-        with torch.no_grad():
-            chain(x, [1] * 3)
-        y = chain(x, [1] * 2)
-    y.sum().backward()
-    assert _moved("inside") == 2
-
-    with torch.no_grad(), offloading(1.0, "inside", window_bytes=0), torch.enable_grad():
-        y = chain(x, [1] * 2)
-    y.sum().backward()
-    assert memkit.stats("inside").num_iterations == 1
 
 
 # Regions without offload
@@ -258,25 +221,6 @@ def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: 
         memkit.stats("reset")
     step(x, [1] * 4, lambda: offloading(0.5, "reset", window_bytes=0))
     assert memkit.stats("reset").num_iterations == 1
-
-
-def test_reset_while_a_graph_is_alive(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    with offloading(1.0, "alive", window_bytes=0):
-        y = chain(x, [1] * 6)
-    (window,) = offload_states["alive"].windows()
-    memkit.reset("alive")
-    assert window.arena.in_use_bytes == 6 * UNIT_BYTES
-    other = step(leaf_on(device.torch_device), [1] * 6, lambda: offloading(1.0, "alive", window_bytes=0))
-    y.sum().backward()
-
-    plain = step(leaf_on(device.torch_device), [1] * 6)
-    assert_same_bits([y.detach(), x.grad], plain)
-    assert_same_bits(other, plain)
-    device.synchronize()
-    del y
-    window.settle()
-    assert (window.arena.in_use_bytes, window.arena.held_bytes) == (0, 0)
 
 
 # CPU tensors

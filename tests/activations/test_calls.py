@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.offloading.scheduled_saves import ScheduledSaves
+from memkit.activations.offloading.scheduled import ScheduledSaves
 from memkit.activations.saved import entry
 from memkit.device import ReferenceDevice
 from memkit.plan import Action, MemoryPlan

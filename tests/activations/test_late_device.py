@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.recomputing import stage
+from memkit.activations.recomputing import recording_stage as stage
 from memkit.activations.saved.state import remat_states
 from tests.activations.cases import assert_same_bits
 

@@ -1,4 +1,4 @@
-"""What one engine for all saved tensors must not lose: who counts, what is remembered, and what interrupts leave."""
+"""What one engine for all saved tensors must not lose: who counts, and what is remembered."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import CpuDevice, ReferenceDevice
 from memkit.plan import DTRScore
 from memkit.recording.recording import Recording
-from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.interrupts import hooks_around, interrupts
 
 UNIT_BYTES = 64 * 64 * 4
 
@@ -136,69 +134,6 @@ def test_a_warning_that_is_raised_leaves_no_forward_behind() -> None:
         assert entry() is None
     finally:
         gc.enable()
-
-
-def test_what_is_saved_after_an_interrupt_stays() -> None:
-    x, device = _leaf(), ReferenceDevice()
-    places = list[str]()
-
-    def forward() -> None:
-        with _offload("broken", device):
-            try:
-                _chain(x)
-            except KeyboardInterrupt:
-                num_copies = memkit.stats("broken").num_copies_out
-                _chain(x)
-                assert memkit.stats("broken").num_copies_out == num_copies
-                raise
-
-    for place in interrupts(forward, 6, within="leave", prepare=lambda: memkit.reset("broken")):
-        places.append(place)
-        with _offload("broken", device):
-            y = _chain(x)
-        assert memkit.stats("broken").num_copies_out >= 7, place
-        x.grad = None
-        y.sum().backward()
-    assert len(places) == 6
-
-
-class _Loop:
-    """Steps whose `CPUOffload` gives its recording up to a context inside, and goes on where an interrupt has come."""
-
-    def __init__(self) -> None:
-        self.device = ReferenceDevice()
-        self.x = _leaf()
-
-    def step(self) -> Tensor:
-        self.x.grad = None
-        with _offload("outside", self.device):
-            y, has_come = memkit.recompute(self.x.sin()).exp(), False
-            try:
-                with memkit.Rematerialize(2 * UNIT_BYTES, "inside", min_bytes=0, device=self.device):
-                    z = _chain(y)
-            except KeyboardInterrupt:
-                has_come = True
-                z = _chain(memkit.keep(y))
-            loss = _chain(z).sum()
-        loss.backward()
-        if has_come:
-            raise KeyboardInterrupt
-        return self.x.grad
-
-
-@pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded")
-def test_an_interrupt_where_a_recording_is_given_up() -> None:
-    loop = _Loop()
-    plain = torch.autograd.grad(_chain(_chain(loop.x.sin().exp())).sum(), loop.x)[0]
-    for _ in range(2):
-        assert torch.equal(loop.step(), plain)
-    around = hooks_around()
-
-    for function in ("stop_recording", "take_off", "end"):
-        for place in interrupts(loop.step, 30, within=function):
-            assert loop.x.grad is None or torch.equal(loop.x.grad, plain), place
-            assert torch.equal(loop.step(), plain), place
-            assert hooks_around() == around, place
 
 
 def test_what_another_context_was_given_is_known_though_addresses_are_used_again() -> None:

@@ -774,6 +774,17 @@ def test_error_in_the_forward_ends_the_region() -> None:
     assert_same_bits(torch.autograd.grad(loss, x), wanted)
 
 
+def test_hooks_of_the_user_are_off_after_an_interrupt() -> None:
+    def interrupt(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    region = Run(interrupt)
+    with Regions({region: ALL}), pytest.raises(KeyboardInterrupt), torch.autograd.graph.save_on_cpu():
+        region(leaf())
+
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_transform_is_no_region() -> None:
     region, x = Run(sines), leaf(3, 4)
     wanted = torch.func.vmap(torch.func.grad(lambda x: sines(x).sum()))(x.detach())

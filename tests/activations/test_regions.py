@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit.activations.recomputing.region_reasons import why_not_region
-from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
 from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
 from tests.activations.region_trial import RegionTrial

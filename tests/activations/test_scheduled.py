@@ -93,34 +93,6 @@ FIGURES = (
 
 
 @pytest.mark.parametrize("options", SETTINGS)
-def test_backward_again_and_again(offloads: Offloads, options: dict[str, Any]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    y = learned(offloads, lambda: chain(x, IN_BATCHES), **options)
-
-    for _ in range(3):
-        (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        assert_same_bits([found], [wanted])
-    assert_same_bits([gradient_of(y, x)], [wanted])
-    with pytest.raises(RuntimeError, match="second time"):
-        gradient_of(y, x)
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-def test_gradient_of_a_gradient(offloads: Offloads, options: dict[str, Any]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-
-    def of_gradient(y: Tensor) -> list[Tensor]:
-        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x)
-        return [first.detach(), second]
-
-    wanted = of_gradient(chain(x, IN_BATCHES))
-    y = learned(offloads, lambda: chain(x, IN_BATCHES), **options)
-    assert_same_bits(of_gradient(y), wanted)
-
-
-@pytest.mark.parametrize("options", SETTINGS)
 def test_parts_of_the_backward_in_another_order(offloads: Offloads, options: dict[str, Any]) -> None:
     x = leaf_on(offloads.device.torch_device)
 
@@ -167,28 +139,6 @@ def test_backward_in_another_thread_while_the_next_forward_runs(offloads: Offloa
         thread.join()
         assert_same_bits([*found, gradient_of(second, x)], [wanted] * 2)
         del second
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-def test_two_forwards_are_alive_at_once(offloads: Offloads, options: dict[str, Any]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    for is_reversed in (False, True):
-        graphs = [learned(offloads, lambda: chain(x, IN_BATCHES), **options)]
-        for _ in range(2):
-            with offloads(**options):
-                graphs.append(chain(x, IN_BATCHES))
-        while graphs:
-            assert_same_bits([gradient_of(graphs.pop(-1 if is_reversed else 0), x)], [wanted])
-
-
-def test_backward_inside_the_context(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    for num_forwards in (1, 1, 1, 1, 2, 1, 1, 2, 2, 3, 1):
-        with offloads(window_units=2):
-            for _ in range(num_forwards):
-                assert_same_bits([gradient_of(chain(x, IN_BATCHES), x)], [wanted])
 
 
 @pytest.mark.parametrize("num_units", [[1] * 3, [1] * 12, [2, 1], []])

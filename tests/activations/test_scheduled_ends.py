@@ -172,32 +172,6 @@ def _unhinted(message: str) -> str:
 # Ends
 
 
-def test_graph_without_backward(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    for units in (0, 3, 40):
-        y = learned(offloads, lambda: chain(x, IN_BATCHES), window_units=units)
-        del y
-        offloads.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-@pytest.mark.parametrize("place", [0, 5, 10])
-def test_forward_fails(offloads: Offloads, place: int, options: dict[str, Any]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    for _ in range(2):
-        offloads.learn(lambda: chain(x, IN_BATCHES), **options)
-        with pytest.raises(KeyError), offloads(**options):  # noqa: PT012
-            y = chain(x, IN_BATCHES[:place])
-            raise KeyError
-        del y
-        offloads.assert_nothing_is_left()
-        with offloads(**options):
-            y = chain(x, IN_BATCHES)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
 @pytest.mark.parametrize("options", SETTINGS)
 def test_backward_fails_and_is_run_again(offloads: Offloads, options: dict[str, Any]) -> None:
     x = leaf_on(offloads.device.torch_device)

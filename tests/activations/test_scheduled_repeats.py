@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading import steady
+from memkit.activations.offloading import moving_stage as steady
 from memkit.activations.offloading.scheduled import ScheduledForward
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on

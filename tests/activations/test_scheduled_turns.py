@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading import placement
-from memkit.activations.offloading.placement import Placement
-from memkit.activations.offloading.schedule import Schedule
+from memkit.activations.offloading import schedule as placement
+from memkit.activations.offloading.schedule import PlacedCopies, Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
@@ -123,7 +122,7 @@ def test_a_batch_waits_for_the_one_ahead(waits: bool) -> None:
             back.start([made])
 
 
-def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, Placement]:
+def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, PlacedCopies]:
     """Return the schedule of the last step, and its copies."""
     x = leaf_on(offloads.device.torch_device)
     for number in range(num_steps):
@@ -151,9 +150,9 @@ def test_copies_back_take_turns_once_a_backward_has_hardly_waited(offloads: Offl
 def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
     offloads: Offloads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, look = [], Placement.has_come_early
+    looks, look = [], PlacedCopies.has_come_early
     monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: 1e3)
-    monkeypatch.setattr(Placement, "has_come_early", lambda made: looks.append(made) or look(made))
+    monkeypatch.setattr(PlacedCopies, "has_come_early", lambda made: looks.append(made) or look(made))
 
     schedule, made = _take_steps_back(offloads, 12)
 
@@ -221,7 +220,7 @@ def test_steps_are_plain_where_a_turn_is_a_part_of_a_storage(
     monkeypatch.setattr(Schedule, "takes_turns_back", property(lambda _: True, lambda *_: None), raising=False)
     x, placed, place = leaf_on(offloads.device.torch_device), [], Schedule.place
 
-    def note_placed(*args: Any) -> Placement:
+    def note_placed(*args: Any) -> PlacedCopies:
         placed.append(place(*args))
         return placed[-1]
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import memkit
-from memkit.activations.budgeting.learned import Planned
-from memkit.activations.budgeting.schedule import Schedule
-from memkit.activations.offloading.schedule import Placement
+from memkit.activations.budgeting.learned import Planned, PlannedMoments
+from memkit.activations.offloading.schedule import PlacedCopies
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.chains import chain, leaf_on, step
 from tests.activations.remat.cases import random_numbers
@@ -141,7 +140,7 @@ def _values_of(thing: object) -> Iterator[object]:
         yield getattr(thing, name, None)
 
 
-_BY_CHANCE = (Placement, Planned, Schedule)
+_BY_CHANCE = (PlacedCopies, Planned, PlannedMoments)
 """What of a GPU is up to chance, the first on all devices. A schedule of offloading keeps a few placements, by which host
 memory was free when forwards began; a budget has one more plan, with what is followed of it, where more bytes were beside a
 step."""

@@ -20,9 +20,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import memkit
 from memkit import torch_private
+from memkit.activations.budgeting.limits import UNKNOWN_STATE_BYTES
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES
-from memkit.activations.recomputing.region_reasons import why_not_region
+from memkit.activations.recomputing.regions import why_not_region
 from memkit.device import ReferenceDevice
 from memkit.recording.borders import FSDP
 from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, train

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import memkit
+from memkit.activations.budgeting.limits import UNKNOWN_STATE_BYTES, coming_state_bytes
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES, coming_state_bytes
 from memkit.device import ReferenceDevice
 from tests.distributed.cases import (
     Collectives,

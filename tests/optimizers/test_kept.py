@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.budgeting.states import coming_state_bytes
+from memkit.activations.budgeting.limits import coming_state_bytes
 from memkit.device import ReferenceDevice
 from memkit.optimizers import kept_states
 from memkit.plan import aligned

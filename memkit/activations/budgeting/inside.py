@@ -103,8 +103,6 @@ class InsideBudgets:
         return len(set(self.chosen.values())) <= 1
 
     def for_all(self) -> AbstractContextManager[object]:
-        """Return a context, for a whole forward, in which all blocks are compiled with their budget if it is the same for all.
-        For forwards in which calls of blocks are not intercepted."""
         value = next(iter(self.chosen.values()), None) if self.are_alike else None
         if value is None:
             return nullcontext()

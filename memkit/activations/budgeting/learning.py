@@ -7,17 +7,18 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
-from memkit.activations.budgeting.foresight import Foresight
-from memkit.activations.budgeting.learned import LearnedStep, Planned
-from memkit.activations.budgeting.link import PlannedLink
-from memkit.activations.budgeting.observed import is_other_link, measured_s, observed_trace
-from memkit.activations.budgeting.schedule import schedule_of
-from memkit.activations.budgeting.searching import search
+from memkit.activations.budgeting.learned import LearnedStep, Planned, schedule_of
+from memkit.activations.budgeting.observed import Foresight, is_other_link, measured_s, observed_trace
 from memkit.activations.budgeting.ways import Ways, ways_within
+from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, fit_regions, make_problem
+from memkit.sizes import format_bytes
+from memkit.transfer import Link, measure_link
+from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +26,113 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.budgeting.planned_forward import PlannedForward
-    from memkit.activations.budgeting.steady import SteadyStep, StepNotes
+    from memkit.activations.budgeting.steady_step import SteadyStep, StepNotes
     from memkit.activations.context import Shapes
-    from memkit.activations.saved.op_trace import OpTrace
-    from memkit.activations.saved.traces import Trace
+    from memkit.activations.saved.traces import OpTrace, Trace
     from memkit.device import Device, Event
     from memkit.plan import Problem, RegionNeeds
     from memkit.recording.ops import OpKinds
+
+
+def search(
+    planner: JointPlanner,
+    allowed_bytes: int,
+    headroom_bytes: int,
+    budget_bytes: int,
+    device: Device,
+    warn: Callable[[str], None] | None,
+    reserved_bytes: int,
+) -> MemoryPlan:
+    """Return a plan; without the headroom if there is none with it.
+
+    Args:
+        planner: the planner for the step.
+        allowed_bytes: the most bytes the step may take, without the headroom.
+        headroom_bytes: bytes to leave free if possible.
+        budget_bytes: the user's budget for the whole device.
+        device: the device of the step.
+        warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
+        reserved_bytes: how many of the bytes that are left free are for the states of an optimizer that is not known.
+
+    Raises:
+        BudgetInfeasible: there is no plan, and `warn` is None.
+    """
+    try:
+        is_roomy = planner.least().peak_bytes <= allowed_bytes
+        return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
+    except BudgetInfeasible as error:
+        free_bytes = budget_bytes - allowed_bytes - headroom_bytes
+        told, held = str(error), device_memory_of(device).describe()
+        if free_bytes:
+            asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
+            told = f"{asked} are left free, or are there beside the step: {error}"
+        if reserved_bytes:
+            told = f"{format_bytes(reserved_bytes)} are reserved for optimizer states; pass optimizer= if it keeps less: {told}"
+        if held:
+            told = f"{told}. Of what is there, {held}"
+        if warn is None:
+            raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
+        warn(f"{told}. It is exceeded by as little as can be.")
+        return planner.plan(planner.least().peak_bytes)
+
+
+_OF_LINK = 0.9
+"""Plans use this fraction of the link's measured bandwidth, since other processes may use the link too."""
+_PROBED_BYTES = 64 * 2**20
+_NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
+"""With it no plan moves anything, unless there is no other."""
+_links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
+"""The bandwidth of each device, measured once."""
+
+
+class PlannedLink:
+    """The link between one device and the host, for the steps of one tag.
+
+    Args:
+        warn: see `Learning`.
+    """
+
+    def __init__(self, warn: Callable[[str, str], None]) -> None:
+        self._warn = warn
+        self.known: GpuSpec | None = None
+        """What plans are made with; None before the first one."""
+        self.has_host = True
+        """Whether there is host memory to move to, as far as is known."""
+
+    def spec(self, device: Device) -> GpuSpec:
+        """Return a spec with the bandwidths between a device and the host."""
+        if self.known is None:
+            link = self._link_of(device)
+            counter = device.memory_counter()
+            capacity_bytes = None if counter is None else counter.capacity_bytes()
+            self.known = GpuSpec(
+                name=device.name,
+                memory_bytes=capacity_bytes or 2**62,
+                bytes_per_s=1.0,
+                flops_per_s={},
+                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
+                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
+                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
+                copy_latency_s=link.latency_s,
+                source="measured in this process",
+                is_measured=link is not _NO_LINK,
+            )
+        return self.known
+
+    def _link_of(self, device: Device) -> Link:
+        """Return the speed of copies, as good as none where they free nothing or there is no host memory for them."""
+        if device.has_own_memory and self.has_host and device not in _links:
+            try:
+                _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
+            except HostMemoryError as error:
+                self.note_no_host(error)
+        return _links[device] if device.has_own_memory and self.has_host else _NO_LINK
+
+    def note_no_host(self, error: HostMemoryError) -> None:
+        """Warn that there is no host memory for a saved tensor. Later plans move none, so that they keep to the budget."""
+        self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
+        self.has_host, self.known = False, None
+
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLANS = 3
@@ -80,11 +181,9 @@ class Learning:
 
     @property
     def last(self) -> MemoryPlan | None:
-        """The plan that was followed last."""
         return None if self._last is None else self._last.plan
 
     def of(self, trace: Trace) -> LearnedStep:
-        """Return what is known of steps like a trace."""
         if trace.learned is None:
             trace.learned = LearnedStep()
         assert isinstance(trace.learned, LearnedStep)
@@ -98,12 +197,9 @@ class Learning:
         return learned.planner is None and not _is_ready(trace, learned.meter)
 
     def note_first(self, trace: Trace, meter: Meter) -> None:
-        """Note the measurement of the first step under the tag."""
         self._first = trace, meter
 
     def shown(self, trace: Trace) -> Foresight | None:
-        """Return the prediction from a measured step like a trace, either the first of all or one that is planned from; None if
-        none was measured to its end."""
         learned, first = self.of(trace), self._first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
             meter, self._first = first[1], None
@@ -347,21 +443,17 @@ class Learning:
             learned.plans.clear()
 
     def choose_again(self, traces: Iterable[Trace]) -> None:
-        """Decide anew which ways are to be timed, since the user asks for something else."""
         for trace in traces:
             self.of(trace).has_chosen = False
 
     def note_times(self, begun: Event, ended: Event) -> None:
-        """Note the events at the entry of a step and at the end of its backward."""
         self.num_ended += 1
         self._last_times = [*self._last_times[-2:], (begun, ended)]
 
     def fastest_step_s(self) -> float | None:
-        """Return the seconds of the fastest of the last three finished steps."""
         return min((begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()), default=None)
 
     def last_step_s(self) -> float | None:
-        """Return the seconds of the last finished step."""
         return last_s(self._last_times)
 
 
@@ -375,7 +467,6 @@ def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
 
 
 def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
-    """Return the user's plan for a step; raise if it is for another one."""
     difference = plan.step.difference_of(ops.step)
     if difference:
         raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
@@ -384,7 +475,6 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
 
 
 def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
-    """Return the seconds between the two events of the last pair that is reached; None if none is."""
     over = [begun.elapsed_s(ended) for begun, ended in times if ended.is_reached()]
     return over[-1] if over else None
 

@@ -1,15 +1,25 @@
-"""`Limits`: what the user asks of a budget, and how many bytes of it a step may allocate."""
+"""What a device budget leaves for saved tensors: what else is there, what a step took, which optimizer states are to come."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import Tensor
 
+from memkit import torch_private
+from memkit.kept import KeptHandle, nothing
+from memkit.optimizers import kept_states
+from memkit.owners import with_offloaded_states
+from memkit.torch_state import has_own_dispatch, local_of
+
+if TYPE_CHECKING:
+    from memkit.device.base import MemoryCounter
     from memkit.plan import MemoryPlan
+
 
 _RESERVED_PER_ALLOCATED = 1.10
 """Ratio of reserved to allocated bytes, until it is known."""
@@ -31,11 +41,141 @@ class Limits:
     """Whether to raise if the budget can't be kept."""
 
     def budget_bytes(self, plain_peak_bytes: int | None) -> int | None:
-        """Return the budget in bytes; None if it is a share of a peak that is not known yet."""
         if isinstance(self.budget, int):
             return self.budget
         return None if plain_peak_bytes is None else int(self.budget * plain_peak_bytes)
 
     def allocated_bytes(self, budget_bytes: int) -> int:
-        """Return how many bytes of tensors a budget allows."""
         return int(budget_bytes / _RESERVED_PER_ALLOCATED) if self.is_of_reserved else budget_bytes
+
+
+class StepPeak:
+    """The most bytes on the device from the entry of a step to the end of its backward.
+
+    It is read as the backward ends, before anyone resets the counter between two steps. The counter is the user's as well, so
+    only steps that teach something reset it. In any other step the peak is known only where it is higher than all before.
+
+    Args:
+        counter: the device's counter.
+        resets: whether to reset it now.
+    """
+
+    def __init__(self, counter: MemoryCounter, *, resets: bool) -> None:
+        if resets:
+            counter.reset_peak()
+        self._counter, self._resets = counter, resets
+        self._before_bytes = -1 if resets else counter.peak_bytes()
+        self._base_bytes = counter.allocated_bytes() if resets else 0
+        self._held_bytes = 0
+        self.num_bytes: int | None = None
+        """The peak, once the backward has ended; None where it is not known."""
+        self.is_over = False
+        """Whether the backward has ended."""
+
+    def end_forward(self) -> None:
+        if self._resets and not self.is_over:
+            self._held_bytes = self._counter.allocated_bytes()
+
+    def foretold_bytes(self) -> int | None:
+        """Return the peak of a step whose forward has just ended, as if all in it had grown by as much as what that has left on
+        the device; None if it is not known."""
+        own_bytes = self._held_bytes - self._base_bytes
+        if self.num_bytes is None or own_bytes <= 0:
+            return None
+        growth = (self._counter.allocated_bytes() - self._base_bytes) / own_bytes
+        return int(self._base_bytes + growth * (self.num_bytes - self._base_bytes))
+
+    def end_backward(self) -> None:
+        if not self.is_over:
+            peak_bytes, self.is_over = self._counter.peak_bytes(), True
+            if peak_bytes >= self._held_bytes and peak_bytes != self._before_bytes:
+                self.num_bytes = peak_bytes
+
+
+UNKNOWN_STATE_BYTES = 8
+"""Bytes left free for each element of a trainable parameter if no optimizer is known: two float32 states, as those of
+`torch.optim.AdamW`."""
+
+
+def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
+    """Return the bytes of the states that the next step of an optimizer will make, for its parameters that have none yet.
+
+    A step of a copy tells their size (`kept_states`). If that fails, 8 bytes per element are counted. Of a sharded parameter
+    (`DTensor`), this rank's part counts. With a `StateOffload`, only states that stay on the device count, since the memory for
+    the others is already allocated.
+
+    Args:
+        kind: the type of device whose states count, such as "cuda"; None for all.
+    """
+    if optimizer in with_offloaded_states:
+        return with_offloaded_states[optimizer]()
+    waiting = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and not optimizer.state.get(parameter) and kind in (None, parameter.device.type)
+    ]
+    try:
+        kept = kept_states(optimizer).of if waiting else {}
+    except Exception:  # no copy of it can step by itself
+        return sum(UNKNOWN_STATE_BYTES * local_of(parameter).numel() for parameter in waiting)
+    return sum(state.num_bytes for parameter in waiting for state in kept[id(parameter)] if state.is_there)
+
+
+class ComingStates:
+    """The bytes of the states that an optimizer has yet to make.
+
+    Args:
+        optimizer: the user's; None if it is not known. Then a change of the parameters tells that one has stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._num_bytes = dict[str | None, int]()
+        """Bytes by type of device."""
+        self._trained: list[KeptHandle] | None = None
+        """Of two of the parameters, without their bytes. They are checked before each forward until an optimizer has stepped;
+        not every loop has one."""
+        self._is_over = False
+
+    def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        return optimizer is (None if self.optimizer is None else self.optimizer())
+
+    def note_trained(self, parameters: Iterable[Tensor]) -> None:
+        """Note the parameters that a first forward has read. Of sharded ones, this rank's part counts."""
+        found = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.optimizer is not None or self._trained is not None or not found:
+            return
+        for parameter in found:
+            num_bytes, kind = UNKNOWN_STATE_BYTES * local_of(parameter).numel(), parameter.device.type
+            for each in (None, kind):
+                self._num_bytes[each] = self._num_bytes.get(each, 0) + num_bytes
+        # In a shard, an op on it counts there, and one on its local tensor there.
+        few = found[0], found[-1]
+        watched = {id(tensor): tensor for parameter in few for tensor in (parameter, local_of(parameter))}
+        self._trained = [_counting(tensor) for tensor in watched.values()]
+
+    def num_bytes(self, kind: str | None = None) -> int:
+        """Return the bytes on a type of device. Cheap once the states exist, since this is called before each forward."""
+        self._is_over = self._is_over or self._have_come()
+        if self._is_over:
+            return 0
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None and kind not in self._num_bytes:
+            self._num_bytes[kind] = coming_state_bytes(optimizer, kind)
+        return self._num_bytes.get(kind, 0)
+
+    def _have_come(self) -> bool:
+        if self.optimizer is not None:
+            optimizer = self.optimizer()
+            return optimizer is None or bool(optimizer.state)
+        return not all(handle.is_unchanged() for handle in self._trained or ())
+
+
+def _counting(tensor: Tensor) -> KeptHandle:
+    """Return a handle that only counts the writes to a tensor. Torch swaps no tensor that has a weak reference."""
+    with torch_private.without_python_dispatch():  # then that of a wrapper wraps nothing
+        handle = KeptHandle(tensor)
+    if not has_own_dispatch(tensor):
+        handle.alias.data = nothing(tensor.dtype, tensor.device)
+    return handle

@@ -82,7 +82,6 @@ class Meter:
         return self._device.record_begin(AHEAD_OF_COMPILED_S) if self._may_be_opaque else self._device.record_event()
 
     def begin_op(self) -> None:
-        """Called before each op of the forward."""
         self._note_released()
         if self._counter is not None:
             self._counter.reset_peak()  # what a save has dropped by now counts once
@@ -99,7 +98,6 @@ class Meter:
         self._beside_bytes = self._gone_less_extra(self._forward)
 
     def end_op(self, name: str, results: Any) -> None:
-        """Called after each op of the forward."""
         recording = self._forward.recording
         place, num_calls = len(self.live_bytes), len(self.op_places)
         self._note_peak()
@@ -115,12 +113,10 @@ class Meter:
         self._last = self._begin_opaque()
 
     def begin_save(self) -> None:
-        """Called at a save that counts, before it is handled: handling it may take time, to free memory."""
         if self._may_be_opaque:
             self._since.append((self._last, self._device.record_event()))
 
     def end_save(self) -> None:
-        """Called once a save that counts is noted."""
         forward = self._forward
         value = forward.saves[-1]
         if value in forward.recording.roots and value not in self._opaque:
@@ -142,7 +138,6 @@ class Meter:
             self._alive[value] = record.original
 
     def end_forward(self) -> None:
-        """Called once no more saves belong to the forward."""
         place = len(self.live_bytes)
         for value in self._alive:
             self.released.setdefault(value, place + 1)
@@ -161,7 +156,6 @@ class Meter:
     # Backward
 
     def begin_request(self) -> None:
-        """Called when the backward requests a saved value."""
         if torch_private.backward_task() == -1 or self._begun is None:
             return
         self._note_peak()
@@ -169,7 +163,6 @@ class Meter:
         self._begun = None
 
     def end_request(self) -> None:
-        """Called before the backward goes on with the value."""
         if self._begun is not None or self.is_whole or torch_private.backward_task() == -1:
             return
         self._beside_bytes = self._gone_less_extra(self._forward)
@@ -178,7 +171,6 @@ class Meter:
         self._begun = self._device.record_begin()
 
     def end_backward(self) -> None:
-        """Called when the backward has ended without an error."""
         if self._begun is not None and self._events:
             self._note_peak()
             self._events.append((self._begun, self._device.record_event()))

@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memkit import backwards
-from memkit.activations.budgeting.peaks import StepPeak
+from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
-from memkit.activations.offloading.stage import MovingStage
-from memkit.activations.offloading.steady import OffloadOptions
+from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions
 from memkit.activations.recomputing.settling import choices_ahead, settle_ahead
-from memkit.activations.recomputing.steady import IdleStage, RegionStage, open_steady
+from memkit.activations.recomputing.unrecorded import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
+from memkit.activations.saved.settled import TimedWays, Way
 from memkit.activations.saved.state import offload_states, remat_states
-from memkit.activations.saved.trial import Trial, Way
 from memkit.hooks import innermost_hooks
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ _MOST_REPLAYED = 30
 """Where a step has run so many times its ops again, later steps are not recorded."""
 
 
-class _StepClock(Trial):
+class _StepClock(TimedWays):
     """Times a step that recomputes regions, from its entry to the end of its backward."""
 
     def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
@@ -78,16 +77,16 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             state.note_in_vain(had_plan=False, is_enough=True)
         may_be_regions = ways is not None and not ways.is_decided  # which keep to the budget, where they can
         if state.gives_up_plans and limits.plan is None and not may_be_regions:
-            from memkit.activations.recomputing.layers import open_layers  # only now: what it needs is a long way down
+            from memkit.activations.recomputing.unrecorded import open_layers  # only now: what it needs is a long way down
 
             layers = open_layers(state, None, takes_less=state.learning.takes_less)
             if layers is not None:
                 state.judged, entry.recording = None, layers
                 return layers.pair
-        from memkit.activations.budgeting.steady_stage import SteadyStage  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.planned_stage import PlannedStage  # only now: what it needs is a long way down
 
         state.before = state.learning.num_ended, state.num_deviations
-        entry.recording = steady = SteadyStage(state, options, limits)
+        entry.recording = steady = PlannedStage(state, options, limits)
         if ways is not None and ways.way is Way.OPS and steady.counts.follows_plan:
             ways.count_step()
         pack = steady.follow_known(entry.pack)
@@ -138,7 +137,6 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
 
 
 def _was_whole(state: BudgetState) -> bool:
-    """Tell whether the last step ran to the end of its backward, without deviating."""
     if state.regions_tag is None:
         return state.before[0] < state.learning.num_ended and state.before[1] == state.num_deviations
     regions = remat_states.get(state.regions_tag)
@@ -148,7 +146,6 @@ def _was_whole(state: BudgetState) -> bool:
 
 
 def _let_go_of_others(state: BudgetState, way: Way) -> None:
-    """Forget the ways that were not chosen, and free their host memory."""
     if way is Way.OPS:
         remat_states.forget(regions_tag(state.tag))
     else:
@@ -186,7 +183,6 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
 
 
 def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
-    """Return a stage that recomputes regions, planned from steps that were recorded before; None if there is none."""
     assert state.regions_tag is not None
     regions, trace = remat_states.open(state.regions_tag), None if state.ways_for is None else state.ways_for[0]
     with regions.lock:
@@ -196,7 +192,6 @@ def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensor
 
 
 def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -> None:
-    """Begin a forward like that of `CPUOffload`, around an entry."""
     state.copies_tag = copies_tag(state.tag)
     copies = offload_states.open(state.copies_tag)
     entry.around = around = Entry("MemoryBudget", state.tag, is_last=False, block=entry.block)

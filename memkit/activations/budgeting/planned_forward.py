@@ -19,9 +19,8 @@ from memkit.plan import Action
 from memkit.torch_state import is_saved_by_compiled_code
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learned import Planned
+    from memkit.activations.budgeting.learned import Planned, PlannedMoments
     from memkit.activations.budgeting.meter import Meter
-    from memkit.activations.budgeting.schedule import Schedule
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
     from memkit.plan import DTRScore
@@ -89,7 +88,7 @@ class PlannedForward(RecordedForward):
     ) -> None:
         super().__init__(recording, window, score, limit_bytes(None), counts)
         self.planned: Planned | None = None
-        self.schedule: Schedule | None = None
+        self.schedule: PlannedMoments | None = None
         self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
@@ -118,12 +117,10 @@ class PlannedForward(RecordedForward):
             window.fit_arena(self.schedule.moving_bytes)
 
     def measure(self, meter: Meter) -> None:
-        """Measure this forward and its backward by a meter."""
         self.meter, self.unpacker = meter, MeteredUnpacker(self.window, meter)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a record is to leave once the op that saves it is over."""
         return bool(self._waiting)
 
     @property
@@ -133,7 +130,6 @@ class PlannedForward(RecordedForward):
         return self.recording.held_bytes + sum(pinned)
 
     def follow(self, planned: Planned | None) -> None:
-        """Follow another plan from here on, after a deviation."""
         self.planned = planned
         self.schedule = None if planned is None else planned.schedule
 
@@ -240,7 +236,6 @@ class PlannedForward(RecordedForward):
         return record
 
     def _release(self, value: int) -> None:
-        """Free a value on the device once its copy to the host is done."""
         self._release_record(self._record_that_moves(value))
 
     def _release_record(self, record: Record | None) -> None:
@@ -248,7 +243,6 @@ class PlannedForward(RecordedForward):
             self.ledger.release(record)
 
     def make_room(self) -> bool:
-        """Drop values until the limit is kept, then move others, the oldest first; tell whether the limit is kept."""
         if super().make_room():
             return True
         if self.schedule is not None:
@@ -257,7 +251,6 @@ class PlannedForward(RecordedForward):
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
 
     def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
-        """Move values, the oldest first and none of `stays`, until `is_enough()`; tell whether it is."""
         if is_enough():
             return True
         for record in self.records():
@@ -325,7 +318,6 @@ class PlannedForward(RecordedForward):
                 break
 
     def _fetch(self, value: int) -> bool:
-        """Begin to fetch a value if it is only in host memory; return whether there was memory for it."""
         record = self._record_that_moves(value)
         if record is None or record.residency is not SavedResidency.HOST or record.original() is not None:
             return True
@@ -390,7 +382,6 @@ class PlannedForward(RecordedForward):
             self._stays = None
 
     def end_backward(self) -> None:
-        """Called when a backward has ended without an error: nothing is held for its replays any more."""
         self._lent.clear()
         on_end, self.on_end = self.on_end, None
         if on_end is not None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.inside import InsideBudgets
 from memkit.activations.budgeting.learned import Planned
 from memkit.activations.budgeting.learning import Learning
-from memkit.activations.budgeting.states import ComingStates
+from memkit.activations.budgeting.limits import ComingStates
+from memkit.activations.budgeting.observed import Foresight
 from memkit.activations.saved.state import RematState, States, remat_states
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.limits import Limits
-    from memkit.activations.budgeting.peaks import StepPeak
+    from memkit.activations.budgeting.limits import Limits, StepPeak
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.region_plan import RegionPlan
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
 
 
 def regions_tag(tag: str) -> str:
-    """Return the tag under which regions are planned for the steps of `tag`."""
     return f"{tag} (regions of MemoryBudget)"
 
 
 def copies_tag(tag: str) -> str:
-    """Return the tag under which copies beside regions are planned for the steps of `tag`."""
     return f"{tag} (copies of MemoryBudget)"
 
 
@@ -107,7 +104,6 @@ class BudgetState(RematState):
 
     @property
     def counter(self) -> MemoryCounter | None:
-        """The device's counter of allocated bytes."""
         device = self.costs.device
         return None if device is None else device.memory_counter()
 

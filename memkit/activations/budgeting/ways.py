@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from memkit.plan import fit_copies, fit_regions, peak_with_regions
 
 if TYPE_CHECKING:
@@ -100,12 +100,10 @@ class Ways:
 
     @property
     def way(self) -> Way:
-        """The way of the next step."""
         return self._now.way
 
     @property
     def limit_bytes(self) -> int:
-        """The most bytes that saved values may take with regions, including those that move."""
         return self._now.limit_bytes
 
     @property
@@ -124,12 +122,10 @@ class Ways:
 
     @property
     def begun(self) -> Event | None:
-        """When the current step began; None if it goes none of the ways."""
         return self._begun
 
     @property
     def is_decided(self) -> bool:
-        """Whether a way was chosen."""
         return self._is_decided
 
     @property
@@ -162,7 +158,6 @@ class Ways:
             self._decide()
 
     def predicted_bytes(self, regions: RegionPlan) -> int:
-        """Return the predicted peak of a step with regions: a simulation, corrected by the peaks of earlier ones."""
         beside_bytes = self._besides.get((self.way, self.limit_bytes), self._beside_bytes)
         return max(self._simulated_bytes(regions) + beside_bytes, 0)
 
@@ -210,7 +205,6 @@ class Ways:
             now.pairs.append((begun, ended))
 
     def _change(self, by_bytes: int) -> bool:
-        """Raise or lower the limit; tell whether it was changed."""
         now = self._now
         if by_bytes > 0:
             if now.way is Way.REGIONS_AND_COPIES:
@@ -227,7 +221,6 @@ class Ways:
         return True
 
     def _lower(self, by_bytes: int) -> None:
-        """Lower the limit of the chosen way, since a step exceeded the allowed bytes."""
         now = self._now
         if now.num_changes < _MOST_CHANGES:
             now.num_changes += 1
@@ -246,13 +239,11 @@ class Ways:
             self._choose()
 
     def _go_on(self) -> None:
-        """Try the next way."""
         before, self._place = self._now, self._place + 1
         if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # what was learned of it
             self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
     def _choose(self) -> None:
-        """Choose the way with the fastest step; single ops if no step was timed."""
         fastest_s = [
             min((begun.elapsed_s(ended) for begun, ended in tried.pairs if ended.is_reached()), default=math.inf)
             for tried in self._tries

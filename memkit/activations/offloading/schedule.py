@@ -1,22 +1,24 @@
-"""`Schedule`: for a forward that goes like an earlier one, what is done at each save and each request, and prepared copies."""
+"""`Schedule`: the copies of a step, ahead of it; `PlacedCopies`: the same copies from and to given host memory."""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from memkit.activations.offloading.placement import Placement
-from memkit.activations.saved.seen import NO_VALUE, SeenSave
-from memkit.device.base import Device
+from memkit.activations.saved.traces import NO_VALUE, SeenSave
+from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.actions import Action
 from memkit.storages import Geometry
 from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
+from memkit.transfer.turns import copy_by_turns
 
 _MOST_PASSED = 64
 _MOST_LOOKS = 3
@@ -191,7 +193,7 @@ class Schedule:
         """Whether those to the device are."""
         self._num_looks = 0
         """How many backwards were looked at for that."""
-        self._placed: dict[object, Placement] = {}
+        self._placed: dict[object, PlacedCopies] = {}
 
     def find_no_room(self) -> None:
         """Note that there is no host memory for it now: some forwards do without it, more each time, up to `_MOST_PASSED`."""
@@ -226,7 +228,7 @@ class Schedule:
                     live_bytes -= sizes_bytes.get(value, 0)
         return peak_bytes
 
-    def see_to_turns(self, placement: Placement) -> None:
+    def see_to_turns(self, placement: PlacedCopies) -> None:
         """Have copies to the host, or to the device, take turns from the next forward on, if a step need not wait for them: see
         [Note: copies by turns] in `transfer.lanes`. Nothing is known where the host is ahead of all copies.
 
@@ -242,7 +244,7 @@ class Schedule:
         if before != (self.takes_turns, self.takes_turns_back):
             self._placed.clear()
 
-    def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> Placement:
+    def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> PlacedCopies:
         """Return the prepared copies from and to spans of `host_bytes`; those of the last forward if its spans were the
         same."""
         key = tuple(
@@ -253,7 +255,7 @@ class Schedule:
         if found is None:
             if len(self._placed) == _MAX_PLACES:
                 del self._placed[next(iter(self._placed))]
-            found = self._placed[key] = Placement(self, spans, device, lanes)
+            found = self._placed[key] = PlacedCopies(self, spans, device, lanes)
         return found
 
 
@@ -307,7 +309,6 @@ def make_schedule(
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
-    """Return what is due in a backward at the first request of each value whose requests are seen in any backward."""
     due = dict(zip(part.requests, part.num_fetched, strict=True))
     requests, num_fetched, num = [], [], 0
     for value in dict.fromkeys(asked):
@@ -333,3 +334,86 @@ def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
                 waiting.append((save.value, save.node))
     ready.update({value: len(seen) for value, _ in waiting})
     return ready
+
+
+_MOST_STALL = 1 / 20
+"""A backward has hardly waited for its copies if it was for no more than this share of the time that they took."""
+
+
+class PlacedCopies:
+    """The prepared copies of a schedule from and to given spans. Forwards that are alive at once never share one."""
+
+    def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
+        self._device, self._lanes = device, lanes
+        self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
+        for span, is_rest in zip(spans, (False, True), strict=True):
+            if span is None:
+                continue
+            edges, start = list(itertools.accumulate((piece.numel() for piece in span.pieces), initial=0)), 0
+            for batch in schedule.copies.out:
+                for value in batch:
+                    if (value in schedule.rest) is is_rest:
+                        num_bytes = schedule.sizes_bytes[value]
+                        self._pieces[value] = list(_parts(span.pieces, edges, start, num_bytes))
+                        start += rounded(num_bytes, ALIGNMENT_BYTES)
+        self.out = self._prepare(schedule.copies.out, lanes.out_by_turns, is_out=True, by_turns=schedule.takes_turns)
+        self.back = [
+            self._prepare(part.back, lanes.back_by_turns, is_out=False, by_turns=schedule.takes_turns_back)
+            for part in schedule.parts
+        ]
+        """For each backward."""
+        self._alone: dict[tuple[int, bool], CopyBatch] = {}
+
+    def _prepare(
+        self, batches: Sequence[Sequence[int]], streams: tuple[Stream, Stream], *, is_out: bool, by_turns: bool
+    ) -> list[CopyBatch]:
+        made = list[CopyBatch]()
+        for values in batches:
+            pieces, ahead = self._of(values), made[-1] if made else None
+            if by_turns:
+                made.append(copy_by_turns(self._device, streams, pieces, is_out=is_out, ahead=ahead))
+            else:
+                made.append(self._device.copy_batch(streams[0], pieces, is_out=is_out))
+        return made
+
+    def has_come_back(self) -> bool:
+        """Tell whether backwards have waited for copies to the device, and all of these are done.
+
+        The last one may be of an earlier step than others, if a backward has ended before it came to that.
+        """
+        came = self._came()
+        return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
+
+    def has_come_early(self) -> bool:
+        """Tell whether backwards have hardly waited for copies to the device, of which `has_come_back` has told that they are
+        done."""
+        came = self._came()
+        return sum(batch.stall_s() for batch in came) <= _MOST_STALL * busy_s_of(came)
+
+    def _came(self) -> list[CopyBatch]:
+        return [batch for part in self.back for batch in part if batch.waited is not None]
+
+    def _of(self, values: Sequence[int]) -> list[Piece]:
+        return [
+            Piece(index, start, host, host.data_ptr(), host.numel())
+            for index, value in enumerate(values)
+            for start, host in self._pieces[value]
+        ]
+
+    def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
+        """Return the copy of a single value, for a step that deviates."""
+        found = self._alone.get((value, is_out))
+        if found is None:
+            lane = self._lanes.out if is_out else self._lanes.back
+            found = self._alone[value, is_out] = self._device.copy_batch(lane, self._of([value]), is_out=is_out)
+        return found
+
+
+def _parts(pieces: Sequence[Tensor], edges: Sequence[int], start: int, num_bytes: int) -> list[tuple[int, Tensor]]:
+    found, at = [], start
+    index = bisect_right(edges, start) - 1
+    while at < start + num_bytes:
+        end = min(edges[index + 1], start + num_bytes)
+        found.append((at - start, pieces[index][at - edges[index] : end - edges[index]]))
+        at, index = end, index + 1
+    return found

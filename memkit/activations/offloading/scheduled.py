@@ -1,7 +1,7 @@
-"""`ScheduledForward`: a forward that goes like an earlier one, and its backwards, by the arrays of a `Schedule`.
+"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: the pack hook of such a forward.
 
-Nothing is searched for here. When a save or a request is not the one that is due, the forward goes on save by save in the
-window; what was saved until then is still served from here.
+The forward notes each save and starts the copies that are due. A backward waits for what it requests and fetches what is due.
+A deviation ends that: what was copied is freed, and the rest goes save by save.
 """
 
 from __future__ import annotations
@@ -9,32 +9,65 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.scheduled_fetches import ScheduledFetches
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch
 from memkit.errors import note_no_room
 from memkit.interrupts import mended
-from memkit.kept import KeptHandle, modified_error
+from memkit.kept import KeptHandle, ScheduledHandle, modified_error
 from memkit.labels import label
 from memkit.sizes import format_mib
+from memkit.torch_state import is_saved_by_compiled_code
 from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.placement import Placement
-    from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+    from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
     from memkit.activations.offloading.window import OffloadWindow
 
+
+def wait_for(batch: CopyBatch) -> None:
+    """Let the current stream wait for a batch of copies."""
+    if torch_private.profiler_is_on():
+        with label("wait"):
+            batch.wait()
+    else:
+        batch.wait()
+
+
+def settle_scheduled(window: OffloadWindow) -> None:
+    """Close the forwards that are over; see `ScheduledForward.put_by` for one that is spent. The caller holds the lock."""
+    over = [scheduled for scheduled in window.all_scheduled if scheduled.is_over]
+    for scheduled in over:
+        scheduled.close()
+    if over:
+        window.scheduled = None if window.scheduled in over else window.scheduled
+        window.put_by = [scheduled for scheduled in window.put_by if scheduled not in over]
+    if window.scheduled is not None and window.scheduled.is_spent:
+        window.scheduled.put_by()
+        window.put_by, window.scheduled = [*window.put_by, window.scheduled], None
+
+
 _NO_BACKWARD = -1
+_NO_CONTEXT = nullcontext()
 
 
-class ScheduledForward(ScheduledFetches):
+class Life:
+    """Held by each handle of a forward, and by whoever takes its saves, so that its death says that the forward is over."""
+
+    __slots__ = ("__weakref__", "forward")
+
+    def __init__(self, forward: ScheduledForward) -> None:
+        self.forward = forward
+
+
+class ScheduledForward:
     """One forward that follows a schedule, and its backwards.
 
     Args:
@@ -50,12 +83,71 @@ class ScheduledForward(ScheduledFetches):
         self,
         window: OffloadWindow,
         schedule: Schedule,
-        placement: Placement | None,
+        placement: PlacedCopies | None,
         spans: Sequence[Span | None],
         trace: Trace,
         counts: Counts,
     ) -> None:
-        super().__init__(window, schedule, placement, trace, counts)
+        self.schedule = schedule
+        self.trace = trace
+        self.window = window
+        self.device = device = window.device
+        self.lock = window.lock
+        self.out: list[CopyBatch] = [] if placement is None else placement.out
+        """The batches that leave."""
+        self.placement = placement
+        self.counts = counts
+        self.is_broken = False
+        self.is_forward = True
+        """Whether it takes saves."""
+        self.life: Callable[[], Life | None] = lambda: None
+        """Returns what the handles hold, for as long as any is alive or may be made: but for what no backward asks for."""
+        self.rest: Callable[[], Life | None] = lambda: None
+        """Returns what the handles of that hold."""
+        self.saves: Callable[[], ScheduledSaves | None] = lambda: None
+        """Returns who takes its saves."""
+        self.was_stopped = False
+        """Whether a save, or another, has said that it goes another way."""
+        self.num_saves = 0
+        """How many saves have followed the schedule."""
+        self.began_at = 0
+        """How many of these another schedule has seen to, which begins like this one."""
+        self.tried: tuple[Trace, ...] = (trace,)
+        """This trace, and others that it has turned out not to be there."""
+        self.num_pauses = 0
+        """How many times a region of `no_offload` has begun, or ended."""
+        self.num_sent = self.num_released = 0
+        """How many of the batches that leave are on the lane, and were let go of."""
+        num_values = schedule.num_values
+        self.held: list[torch.UntypedStorage | None] = [None] * num_values
+        """For each value what is held of it on the device: what it was saved in, or what was fetched."""
+        self.originals: list[Any] = [None] * num_values
+        """For each value that leaves a weak reference to what it was saved in."""
+        self.counters: list[Any] = [None] * num_values
+        """For each of them a weak reference to what counts the writes to it, and the count."""
+        self.use_orders: list[int] | None = None
+        """For each value when in the forward it was saved; None where no others bring anything by the lanes."""
+        if window.lanes.are_shared(window):
+            self.use_orders = [0] * num_values
+        self.nodes: dict[int, int] = {}
+        """For values that were saved before they are written, the node."""
+        self.alone: dict[int, CopyBatch] = {}
+        """Values that have left by themselves, with their copies."""
+        self.stream, self.home = device.stream_number(), device.current_stream()
+        """What all that is held belongs to."""
+        self._has_left = False
+        """Whether a backward has gone another way than the schedule has it."""
+        self._is_asking = False
+        """Whether one has begun, and is not over."""
+        self._go_along(0)
+        self._fetched = bytearray(num_values)
+        """Whether what is held was fetched."""
+        self._coming: dict[int, int] = {}
+        """For each value that is being fetched, and that the stream has not waited for, its batch."""
+        self._ready: list[Tensor | None] = [None] * num_values
+        """For each value that is being fetched for one request alone, the tensor."""
+        self._behind = -1
+        """The last batch of those that leave that the lane back has waited for."""
         self.task = _NO_BACKWARD
         """Autograd's number of the backward that asks; -1 before the first."""
         self._num_backwards = 0
@@ -66,6 +158,237 @@ class ScheduledForward(ScheduledFetches):
         """Called once, when a backward has ended well."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
+
+    # The forward: what leaves
+
+    def at_home(self) -> AbstractContextManager[object]:
+        """Return a context in which the stream that the held storages belong to is current: copies wait for its work, and freed
+        memory goes back to it."""
+        return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
+
+    def keep_up(self, num_sent: int, num_released: int) -> None:
+        """Start copies, and free what was copied, up to these numbers of batches."""
+        schedule = self.schedule
+        while self.num_sent < num_sent:
+            values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
+            if self.nodes and not self._are_written(values):
+                break
+            held: list[Any] = [self.held[value] for value in values]
+            if torch_private.profiler_is_on():
+                with label("evict"):
+                    batch.start(held)
+            else:
+                batch.start(held)
+            self.num_sent += 1
+            self.counts.moved_out.batches.append(batch)
+        while self.num_released < min(num_released, self.num_sent):
+            self._release_next()
+
+    def _are_written(self, values: tuple[int, ...]) -> bool:
+        node, nodes = torch_private.node_number(), self.nodes
+        return node not in map(nodes.get, values)
+
+    def _release_next(self) -> None:
+        schedule, number = self.schedule, self.num_released
+        batch = self.out[number]
+        wait_for(batch)
+        self.counts.stall_out.batches.append(batch)
+        for value in schedule.copies.out[number]:
+            self.held[value] = None
+        self.num_released = number + 1
+
+    def take_no_more(self) -> None:
+        self.is_forward, saves = False, self.saves()
+        if saves is not None and saves.forward is self:
+            saves.life = saves.rest = None
+
+    @mended
+    def stop(self) -> None:
+        with self.at_home():
+            if self.is_forward:
+                self.take_no_more()
+                self.was_stopped = True
+                for value, storage in enumerate(self.held):
+                    if storage is not None and self.nodes.get(value) != torch_private.node_number():
+                        self._send_alone(value, storage)
+                self.let_go_of_sent()
+
+    def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
+        """Copy a value that was to be copied in a batch with others, which do not come, and free it."""
+        number = self.schedule.batch_of[value]
+        if number >= self.num_sent and value not in self.alone:
+            batch = self.copy_alone(value, is_out=True)
+            batch.start([storage])
+            self.counts.moved_out.batches.append(batch)
+            self.alone[value] = batch
+            batch.wait()
+            self.held[value] = None
+
+    def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
+        assert self.placement is not None
+        return self.placement.copy_alone(value, is_out=is_out)
+
+    def let_go_of_sent(self) -> None:
+        with self.at_home():
+            while self.num_released < self.num_sent:
+                self._release_next()
+
+    def note_pause(self) -> bool:
+        """Note that a region of `no_offload` begins or ends. Return whether the schedule has that here as well."""
+        paused, number = self.trace.paused, self.num_pauses
+        self.num_pauses = number + 1
+        return number < len(paused) and paused[number] == self.num_saves
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_saves == len(self.schedule.saves) and not self.was_stopped
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no graph can request anything any more."""
+        return self.life() is None and self.rest() is None
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.is_over and not (self.num_sent or self.alone)
+
+    @property
+    def leaving(self) -> set[int]:
+        """The values that have left, or are about to."""
+        return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self.alone)
+
+    @property
+    def num_values(self) -> int:
+        return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
+
+    @property
+    def num_live(self) -> int:
+        return self.num_values if self.life() is not None else sum(value < self.num_values for value in self.schedule.rest)
+
+    @mended
+    def end_forward(self) -> None:
+        with self.at_home():
+            if self.num_saves < len(self.schedule.saves):
+                self.stop()
+            elif self.is_forward:
+                copies = self.schedule.copies
+                self.take_no_more()
+                self.nodes = {}
+                self.keep_up(copies.num_sent[-1], copies.num_released[-1])
+                if self.placement is not None:
+                    self.schedule.see_to_turns(self.placement)
+
+    @property
+    def live_bytes(self) -> int:
+        sizes_bytes = self.schedule.sizes_bytes
+        return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
+
+    # What comes back, backward by backward
+
+    def _go_along(self, number: int) -> None:
+        """Begin with the fetches that are due in one of the backwards, by its number."""
+        schedule = self.schedule
+        self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
+        self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
+        self._cursor = self._num_fetched = 0
+        """The request that comes next, and how many of the batches that come back are on the lane."""
+        self._asked = bytearray(schedule.num_values)
+        self._awaiting = list(schedule.num_requests[number])
+        """For each value how often the backward is yet to ask for it."""
+
+    def _leave(self) -> None:
+        """Stop fetching ahead since a backward deviates: the next forward goes save by save, and its backwards are learned
+        anew."""
+        self._has_left, self.trace.requests = True, None
+
+    def _note_request(self, value: int) -> None:
+        """Fetch what is due at the first request of a value."""
+        self._asked[value] = 1
+        if self._has_left or self.was_stopped:
+            return
+        copies, cursor = self._copies, self._cursor
+        if cursor == len(copies.requests) or copies.requests[cursor] != value:
+            self._leave()
+            return
+        self._cursor = cursor + 1
+        while self._num_fetched < copies.num_fetched[cursor]:
+            if (
+                self.use_orders is not None
+                and self._can_wait(value)
+                and not self.window.is_turn_of(self._next_use_order(self.use_orders))
+            ):
+                return  # what is left of it comes at a later request
+            if not self._fetch_next():
+                return
+
+    def _can_wait(self, value: int) -> bool:
+        """Tell whether what is fetched next is not needed for the value that is requested now."""
+        return self.held[value] is not None or value not in self.schedule.batch_of
+
+    def _next_use_order(self, use_orders: list[int]) -> int:
+        return max(use_orders[value] for value in self._copies.back[self._num_fetched])
+
+    def bring_until(self, use_order: int) -> bool:
+        """Fetch what is needed sooner than what was left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        copies, use_orders = self._copies, self.use_orders
+        if use_orders is None or not self._is_asking or self._cursor == 0 or self.device.stream_number() != self.stream:
+            return True
+        while not self._has_left and self._num_fetched < len(copies.back) and self._next_use_order(use_orders) > use_order:
+            if self._num_fetched == copies.num_fetched[self._cursor - 1]:
+                return False  # there is no room for it yet
+            self._fetch_next()
+        return True
+
+    def _fetch_next(self) -> bool:
+        if self.device.stream_number() != self.stream:  # each request gets its own there
+            self._has_left = True
+            return False
+        schedule, number = self.schedule, self._num_fetched
+        values = self._copies.back[number]
+        device, held, storages, made = self.device, self.held, [], []
+        for value in values:
+            if held[value] is not None or self._awaiting[value] <= 0:
+                self._has_left = True
+                return False
+            whole, tensor = schedule.whole[value], None
+            try:
+                if whole is None:
+                    storage = device.allocate(schedule.sizes_bytes[value])
+                else:
+                    tensor = device.allocate_tensor(*whole)
+                    storage = tensor.untyped_storage()
+            except torch.OutOfMemoryError:
+                self._has_left = True  # it may be needed less soon than what took the room
+                return False
+            storages.append(storage)
+            made.append(tensor)
+        batch, behind = self._back[number], self._behind_of[number]
+        for value, storage in zip(values, storages, strict=True):
+            held[value] = storage
+        after = self.out[behind] if behind > self._behind else None
+        if torch_private.profiler_is_on():
+            with label("fetch"):
+                batch.start(storages, after)
+        else:
+            batch.start(storages, after)
+        if after is not None:
+            self._behind = behind
+        for value, tensor in zip(values, made, strict=True):
+            self._coming[value] = number
+            self._fetched[value] = 1
+            self._ready[value] = tensor  # last: it is given as it is
+        self._num_fetched = number + 1
+        self.counts.moved_in.batches.append(batch)
+        return True
+
+    def _await(self, number: int) -> None:
+        """Let the current stream wait for a batch of copies to the device, once for all of it."""
+        wait_for(self._back[number])
+        self.counts.stall_in.batches.append(self._back[number])
+        for value in self._copies.back[number]:
+            self._coming.pop(value, None)
+
+    # Requests
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
         """Return a saved tensor, for work on the current stream, and fetch what is due."""
@@ -114,7 +437,6 @@ class ScheduledForward(ScheduledFetches):
         return tensor
 
     def _give_ready(self, value: int, tensor: Tensor) -> Tensor:
-        """Return what was fetched for a single request, and drop the reference to it."""
         number = self._coming.get(value)
         if number is not None:
             self._await(number)
@@ -132,7 +454,6 @@ class ScheduledForward(ScheduledFetches):
         return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
 
     def _turn(self, task: int) -> None:
-        """Begin to serve another backward, or the first one."""
         number, num_known = self._num_backwards, len(self.schedule.parts)
         if number == 0:
             self.end_forward()
@@ -148,7 +469,6 @@ class ScheduledForward(ScheduledFetches):
         backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
 
     def _release_late(self) -> None:
-        """Free what the schedule frees before the first request of a backward."""
         late = self.schedule.copies.num_released_at_request
         if late > self.num_released and not self.was_stopped:
             with self.at_home():
@@ -173,7 +493,6 @@ class ScheduledForward(ScheduledFetches):
         return storage
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
-        """Fetch a value that is needed now."""
         schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
         storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
@@ -217,8 +536,6 @@ class ScheduledForward(ScheduledFetches):
             self.counts.served_bytes += storage.nbytes()
 
     def _let_go_of_served(self, *, wait: bool) -> None:
-        """Free values that were requested while they were being copied out, if the copy is done; with `wait`, let the stream
-        wait for it."""
         device = self.device
         while self._leaving and (wait or self._leaving[0][1].done.is_reached()):
             device.wait_event(self.home, self._leaving[0][1].done)
@@ -226,7 +543,6 @@ class ScheduledForward(ScheduledFetches):
 
     @mended
     def end_backward(self, task: int, *, has_failed: bool) -> None:
-        """End a backward: free what was fetched and not requested."""
         self._has_left = self._has_left or has_failed
         if self.task == task:
             self._is_asking = False
@@ -252,7 +568,6 @@ class ScheduledForward(ScheduledFetches):
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward has requested anything."""
         return self.task != _NO_BACKWARD
 
     @mended
@@ -286,7 +601,6 @@ class ScheduledForward(ScheduledFetches):
 
     @mended
     def push_out(self) -> None:
-        """Free on the device all that was copied, since another forward begins."""
         self.let_go_of_sent()
 
     def mend(self) -> list[Span]:
@@ -315,3 +629,146 @@ def _end_backward(forward: weakref.ref[ScheduledForward], task: int, *, has_fail
     found = forward()
     if found is not None:
         found.end_backward(task, has_failed=has_failed)
+
+
+_Parameter = nn.Parameter
+
+
+class _NoForward:
+    """A forward without saves, for when no forward follows a schedule."""
+
+    num_saves = 0
+    is_forward = False
+
+
+class ScheduledSaves:
+    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next.
+
+    Args:
+        take: takes every other tensor. It may call `follow` to have a forward followed from this tensor on.
+    """
+
+    def __init__(self, take: Callable[[Tensor], Any]) -> None:
+        self.forward: Any = _NoForward
+        self.life: Life | None = None
+        self.rest: Life | None = None
+        """What its handles hold, and those of what no backward asks for."""
+        self._num_saves = 0
+        self._take = take
+
+    def follow(self, forward: ScheduledForward) -> None:
+        """Take the saves of a forward from the next one on."""
+        self.forward, self.life, self.rest = forward, Life(forward), Life(forward)
+        forward.life, forward.rest, forward.saves = weakref.ref(self.life), weakref.ref(self.rest), weakref.ref(self)
+        self._device = forward.device
+        self._torch_device = forward.device.torch_device
+        self._notes = forward.device.takes_notes
+        self._stream = forward.device.stream_number()
+        self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
+        self._addresses: dict[int, int] = {}
+        """For the address of a storage, the last value that it was held for."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd is to keep for a tensor. This is the pack hook."""
+        forward = self.forward
+        place = forward.num_saves
+        if place < self._num_saves and forward.is_forward:
+            save, kind = self._saves[place], type(tensor)
+            try:
+                is_due = (
+                    (kind is Tensor or kind is _Parameter)
+                    and tensor.shape == save.shape
+                    and tensor.dtype is save.dtype
+                    and torch_private.backward_task() == -1
+                )
+            except RuntimeError:  # it has no shape
+                is_due = False
+            if is_due:
+                if self._notes and save.value >= 0 and self._is_here(tensor):
+                    self._device.note_written(tensor.untyped_storage(), torch_private.version_of(tensor))
+                if save.stays and save.num_sent == forward.num_sent and save.num_released == forward.num_released:
+                    forward.num_saves = place + 1
+                    return tensor.detach(), torch_private.version_of(tensor)
+                packed = self._pack(save, tensor)
+                if packed is not None:
+                    return packed
+            elif save.shape is None:
+                forward.num_saves = place + 1
+                return KeptHandle(tensor)
+        if forward.is_forward and torch_private.backward_task() == -1:
+            forward.stop()
+        return self._take(tensor)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device == self._torch_device and tensor.layout is torch.strided
+
+    def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
+        """Return the handle of a save for which, or at which, something is due; None if it is not the save that is due."""
+        forward = self.forward
+        with forward.lock:
+            if forward.is_broken:
+                forward.mend()
+            if not forward.is_forward:
+                return None
+            try:
+                if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
+                    return None  # no region of `no_offload` begins or ends here
+                version = torch_private.version_of(tensor)
+                if save.is_moved:
+                    if not self._hold(save, tensor, version):
+                        return None
+                    alias = tensor.detach()
+                    alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                else:
+                    alias = tensor.detach()
+                forward.num_saves += 1
+                if save.num_sent > forward.num_sent or save.num_released > forward.num_released:
+                    if save.is_moved:  # on the stream that it is held for
+                        forward.keep_up(save.num_sent, save.num_released)
+                    else:
+                        with forward.at_home():
+                            forward.keep_up(save.num_sent, save.num_released)
+                if save.is_kept:
+                    return alias, version
+                return tuple.__new__(ScheduledHandle, (self.rest if save.is_rest else self.life, save, alias, version))
+            except BaseException:
+                forward.is_broken = True
+                raise
+
+    def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
+        """Hold the storage of a value that leaves. Return whether it is the one that is due."""
+        if tensor.device != self._torch_device or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if (
+            tensor.stride() != save.stride
+            or tensor.storage_offset() != save.offset
+            or storage.nbytes() != save.num_bytes
+            or type(tensor) is not Tensor
+            or (tensor.requires_grad != save.is_written and not (save.is_written and is_saved_by_compiled_code()))
+            or tensor.is_conj() != save.is_conj
+            or tensor.is_neg() != save.is_neg
+            or torch_private.is_zero_tensor(tensor)
+            or self._device.stream_number() != self._stream
+        ):
+            return False
+        forward, value, address = self.forward, save.value, torch_private.storage_address(storage)
+        base = torch_private.base_of(tensor)
+        if not save.is_first:
+            counter, was = forward.counters[value]
+            is_same = forward.originals[value]() is storage and counter() is (tensor if base is None else base)
+            return is_same and bool(was == version)
+        known = self._addresses.get(address)
+        if known is not None and forward.originals[known]() is not storage:
+            known = None  # another one had that address
+        if known != save.before:
+            return False
+        forward.originals[value] = weakref.ref(storage)
+        forward.counters[value] = (weakref.ref(tensor if base is None else base), version)
+        self._addresses[address] = value
+        if forward.use_orders is not None:
+            forward.use_orders[value] = forward.window.lanes.next_use()
+        if not save.is_written:
+            forward.nodes[value] = torch_private.node_number()
+        forward.held[value] = storage
+        return True

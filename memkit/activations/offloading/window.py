@@ -2,7 +2,7 @@
 
 The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
 is copied at once, and its device memory is freed when others need room, the oldest copy first. In the backward, room that
-becomes free is filled with what is needed next. A steady step does the same by a schedule (see `steady`).
+becomes free is filled with what is needed next. A steady step does the same by a schedule (see `scheduled`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.changes import change
-from memkit.activations.offloading.scheduled_sends import settle_scheduled
+from memkit.activations.offloading.scheduled import settle_scheduled
 from memkit.activations.saved.forward import Forward, LiveForwards
-from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.mending import mend
+from memkit.activations.saved.ledger import Ledger, mend
 from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
@@ -33,6 +31,29 @@ from memkit.transfer.lanes import lanes_of
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.scheduled import ScheduledForward
+
+
+def change(window: OffloadWindow, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
+    ledger, forward = window.ledger, record.owner
+    ledger.sweep()
+    if action is Action.RECOMPUTE:
+        ledger.drop(record)
+        return
+    if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
+        ledger.restore(record, storage)
+    if forward is None:
+        return
+    is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
+    if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
+        forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
+        forward.share.stays_after_all(record.num_bytes)
+        if record.residency is SavedResidency.LEAVING:
+            ledger.stay(record)
+    elif action is Action.OFFLOAD and record.left is None and not is_waiting:
+        forward.share.stays_after_all(-record.num_bytes)
+        window.leave(forward, record, storage)
+        window.make_room(forward)
+
 
 _PASSED_OVER = 8
 """A fetched record that so many others have overtaken is given back: the backward goes another way."""
@@ -68,7 +89,6 @@ class OffloadWindow:
         """Whether others are asked to bring what is theirs."""
 
     def mend(self) -> None:
-        """Repair what an interrupt left: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
         mend(self.ledger, [span for scheduled in self.all_scheduled for span in scheduled.mend()])
@@ -76,12 +96,10 @@ class OffloadWindow:
 
     @property
     def all_scheduled(self) -> list[ScheduledForward]:
-        """The forwards that followed schedules and that graphs may still request values of."""
         return self.put_by if self.scheduled is None else [*self.put_by, self.scheduled]
 
     @mended
     def open_forward(self, forward: Forward) -> None:
-        """Begin a forward: free what is not needed any more, and pin host memory that its plan will need."""
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
         if self.scheduled is not None:
@@ -141,7 +159,6 @@ class OffloadWindow:
 
     @mended
     def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Let a record that could only be dropped be moved by a forward as well."""
         if record.owner is None:
             contents, root, _ = forward.look_up(storage, tensor)
             forward.share.action(tensor, storage, Action.OFFLOAD)
@@ -178,7 +195,6 @@ class OffloadWindow:
             self._warn("host", f"it leaves {format_mib(record.num_bytes)} on the device: {error}")
 
     def make_room(self, forward: Forward) -> None:
-        """Free the device memory of records that leave, the oldest copy first, until the limit is kept."""
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
             ledger.release_oldest()
@@ -189,7 +205,6 @@ class OffloadWindow:
 
     @mended
     def end_forward(self, forward: Forward, *, learn: bool) -> None:
-        """The context has been left, or the backward has begun: no more saves belong to it."""
         self._send_written(forward)
         self.make_room(forward)
         if forward.is_forward and forward.finish_forward(learn=learn):
@@ -277,7 +292,6 @@ class OffloadWindow:
         return True
 
     def _note_request(self, forward: Forward, record: Record) -> None:
-        """Note the first request of a record by a backward."""
         if not self._follow_backward(forward):
             return
         forward.requests.append(record.index)
@@ -291,7 +305,6 @@ class OffloadWindow:
             self._take_back(forward, until=forward.place_of(record) - _PASSED_OVER)
 
     def _fetch_now(self, record: Record) -> None:
-        """Fetch a record for the current stream now, even beyond the limit."""
         ledger = self.ledger
         if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             if ledger.fetched_copy(record) is not None and record.fetched_on == self.device.current_stream():
@@ -338,7 +351,6 @@ class OffloadWindow:
         return True
 
     def is_turn_of(self, use_order: int) -> bool:
-        """Tell whether what was used at `use_order` may be fetched now, before what other prefetchers bring."""
         self._is_asking = True
         is_turn = self.lanes.is_turn_of(self, use_order)
         self._is_asking = False
@@ -375,7 +387,6 @@ class OffloadWindow:
 
     @mended
     def _end_backward(self, forward: Forward, task: int) -> None:
-        """End a backward that has succeeded."""
         self.ledger.sweep()
         if forward.task == task:
             self._take_back(forward, until=None)
@@ -385,7 +396,6 @@ class OffloadWindow:
 
     @mended
     def settle(self, *, wait: bool = False) -> None:
-        """Handle deaths of handles and copies, and free what waits for copies that are done; with `wait`, for any."""
         self.ledger.sweep()
         settle_scheduled(self)
         self.ledger.release_dead(wait=wait)

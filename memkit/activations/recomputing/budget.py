@@ -41,14 +41,12 @@ class RematOptions:
     """What is known of ops, with the user's `pure_ops`."""
 
     def is_like(self, other: RematOptions) -> bool:
-        """Tell whether the arguments and the device are the same."""
         here, there = self.device, other.device
         is_there = here is there or (here is not None and there is not None and here.torch_device == there.torch_device)
         return is_there and self == other and self.keeps_all == other.keeps_all
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the budget is the share 1.0, so that nothing is dropped."""
         return isinstance(self.budget, float) and self.budget == 1
 
     @property
@@ -58,7 +56,6 @@ class RematOptions:
 
     @property
     def may_drop(self) -> bool:
-        """Whether values may be dropped that the user didn't mark."""
         return not self.keeps_all and self.budget != NO_BUDGET
 
 
@@ -147,7 +144,6 @@ class BudgetDecider(Decider):
             self._set_limit()
 
     def _budget_of(self, trace: Trace | None) -> float:
-        """Return the budget in bytes, as far as it is known: a share is one of all saved bytes."""
         budget = self._options.budget
         if isinstance(budget, int):
             return budget

@@ -81,7 +81,6 @@ class CompiledCalls:
         self._finding.around_all_forwards(before=self._before, after=_nothing)
 
     def end(self) -> None:
-        """Remove all hooks; may be called again."""
         self.is_on, self.setting = False, None
         self._finding.remove()
         self._outermost.remove()
@@ -91,7 +90,6 @@ class CompiledCalls:
     # Which there are
 
     def _before(self, module: nn.Module, *_: Any) -> None:
-        """Called before the forward of an outermost module."""
         if threading.get_ident() != self._thread or isinstance(module, torch.jit.ScriptModule):
             return
         self._stand_around(module)
@@ -99,7 +97,6 @@ class CompiledCalls:
         self._outermost.around_forward(module, before=_nothing, after=self._after)
 
     def _stand_around(self, model: nn.Module) -> None:
-        """Intercept the calls of the compiled modules in a model from now on."""
         if is_compiled(model):
             raise RuntimeError(self._refusal(f"{type(model).__name__}, which is compiled as a whole, was called"))
         found = list(compiled_in(model))
@@ -120,7 +117,6 @@ class CompiledCalls:
     # One call
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a compiled module."""
         is_alone = torch_private.num_dispatch_modes() == 1  # else nothing would be compiled, as in the plain run
         if threading.get_ident() != self._thread or not self.is_on or self._given is not None or not is_alone:
             return code(*args, **kwargs)
@@ -173,8 +169,6 @@ class CompiledCalls:
         return results
 
     def _note(self, written: list[Tensor], results: Any) -> None:
-        """Note which tensors a compiled module has written to, too late to copy their old contents, and what it has
-        returned."""
         recording = self._recorder.recording
         recording.funcs.append(_COMPILED)
         for tensor in written:
@@ -193,7 +187,6 @@ class CompiledCalls:
         return self._given is not None and torch_private.storage_address(storage) not in self._given
 
     def add_made(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        """Return a number for a value made by a compiled module."""
         recording = self._recorder.recording
         value = recording.add_root(tensor, storage, is_inside=True)
         recording.why_kept[value] = _WHY_KEPT
@@ -226,7 +219,6 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _by_storage(found: list[Any]) -> dict[int, Tensor]:
-    """Return tensors by the keys of their storages, without those that are no range of bytes."""
     return {torch_private.storage_address(tensor.untyped_storage()): tensor for tensor in found if _is_plain(tensor)}
 
 

@@ -37,7 +37,6 @@ class Decider(ABC):
 
     @property
     def known_s(self) -> Sequence[float]:
-        """Seconds of each op, as measured in the forward that is followed."""
         trace = self.follower.trace
         return () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
 

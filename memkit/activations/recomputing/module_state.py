@@ -1,13 +1,15 @@
-"""What a module's forward reads and writes of the module itself: parameters, buffers, training mode. A recompute must see what
-the forward saw, and leave everything unchanged.
+"""What must be as it was when a region runs again.
 
-A recompute writes to no buffer of the module: copies take their places while the forward runs again.
+`ModuleState`: parameters, buffers and training mode. `Surroundings`: random number generators, autocast and grad mode.
+`LearnedReads`: modules whose forward only reads their buffers.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -17,10 +19,152 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.read_only import LearnedReads, ReadOnly, small_of
-from memkit.activations.recomputing.region_inputs import NoRegion
+from memkit.device import default_generator
+from memkit.recording.settings import change_settings, setting_getters
 from memkit.sequentials import SequentialSpan
 from memkit.torch_state import has_gathered
+
+
+class NoRegion(Exception):  # noqa: N818  # it is no error
+    """Raised if a call can't be recomputed. Its message says why."""
+
+
+_MOST_CLONED_BYTES = 2**16
+"""Up to this size, a recompute reads a clone of a buffer, and is exact even if the forward does write to it."""
+
+
+class LearnedReads:
+    """What the last step has learned of a module's buffers, for the next one."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: ReadOnly | None = None
+        """The state in which the forward only read its buffers; None if it wrote to one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOnly:
+    """The state of a module whose forward wrote to no buffer. A forward in the same state is expected to write to none either.
+
+    This can't be known if the forward depends on something else, such as a global or its inputs.
+    """
+
+    flags: tuple[bool, ...]
+    """The training flag of each submodule."""
+    attributes: tuple[Any, ...]
+    """The values of their plain attributes."""
+    names: tuple[str, ...]
+    """The names of these attributes."""
+    nums_attributes: tuple[int, ...]
+    """How many attributes of any type each submodule has."""
+    parts: tuple[weakref.ref[nn.Module], ...]
+    buffers: tuple[weakref.ref[Tensor] | None, ...]
+    versions: tuple[int, ...]
+    """The versions of the buffers."""
+    small: tuple[int, ...]
+    """The indices of the small buffers."""
+
+    def is_of(self, parts: Sequence[nn.Module], buffers: Sequence[Tensor | None]) -> bool:
+        return (
+            len(parts) == len(self.parts)
+            and len(buffers) == len(self.buffers)
+            and all(map(is_, map(weakref.ref.__call__, self.parts), parts))
+            and all(map(is_, [known and known() for known in self.buffers], buffers))
+        )
+
+
+def small_of(clones: dict[int, Tensor]) -> tuple[int, ...]:
+    """Return the indices of the buffers that are cloned for each recompute."""
+    return tuple(place for place, clone in clones.items() if clone.untyped_storage().nbytes() <= _MOST_CLONED_BYTES)
+
+
+Surroundings = tuple[Any, ...]
+"""A thread's autocast state, followed by the process-wide settings."""
+
+_NUM_AUTOCAST = 5
+_NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
+"""Both are called from C, so that no interrupt comes in between: the depth can only be read by changing it."""
+
+
+@functools.cache
+def _getters() -> tuple[partial[Any], ...]:
+    autocast = [partial(get, kind) for kind in ("cpu", "cuda") for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
+    return (*autocast, partial(torch.is_autocast_cache_enabled), *setting_getters())
+
+
+def current_surroundings() -> Surroundings:
+    return tuple(map(partial.__call__, _getters()))
+
+
+def set_surroundings(wanted: Surroundings) -> None:
+    found = current_surroundings()
+    if found[:_NUM_AUTOCAST] != wanted[:_NUM_AUTOCAST]:
+        torch.set_autocast_enabled("cpu", wanted[0])
+        torch.set_autocast_dtype("cpu", wanted[1])
+        torch.set_autocast_enabled("cuda", wanted[2])
+        torch.set_autocast_dtype("cuda", wanted[3])
+        torch.set_autocast_cache_enabled(wanted[4])
+        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost is left
+            torch.clear_autocast_cache()
+    change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
+
+
+GeneratorState = tuple[torch.Generator, Any]
+"""A generator with its state: for the CPU the state tensor, for a CUDA device the seed and the offset."""
+
+
+_of_device: dict[torch.device, torch.Generator] = {}
+"""The default generators, which stay the same objects."""
+
+
+def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
+    """Return the states of the default generators of CUDA devices.
+
+    Raises:
+        RuntimeError: they can't be read, since the work is being captured into a CUDA graph.
+    """
+    states: list[GeneratorState] = []
+    for device in devices:
+        generator = _of_device.get(device)
+        if generator is None:
+            generator = _of_device[device] = default_generator(device)
+        states.append((generator, (generator.initial_seed(), generator.get_offset())))
+    return tuple(states)
+
+
+def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]:
+    """Return those of the given generator states, the CPU's first, whose generator has moved on since."""
+    cpu, state = before[0]
+    if torch_private.num_dispatch_modes():
+        with torch_private.without_python_dispatch():  # a comparison is no part of the forward
+            is_same = torch.equal(state, cpu.get_state())
+    else:
+        is_same = torch.equal(state, cpu.get_state())
+    drawn = () if is_same else before[:1]
+    for one in before[1:]:
+        if one[1] != (one[0].initial_seed(), one[0].get_offset()):
+            drawn += (one,)
+    return drawn
+
+
+def set_generators(states: tuple[GeneratorState, ...]) -> None:
+    for generator, state in states:
+        if isinstance(state, Tensor):
+            generator.set_state(state)
+            continue
+        seed, offset = state
+        if generator.initial_seed() != seed:
+            generator.manual_seed(seed)
+        generator.set_offset(offset)
+
+
+def states_of(generators: Sequence[GeneratorState]) -> tuple[GeneratorState, ...]:
+    return tuple(
+        (generator, generator.get_state() if isinstance(state, Tensor) else (generator.initial_seed(), generator.get_offset()))
+        for generator, state in generators
+    )
+
 
 UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules that update their buffers in training mode without reading them for the output."""
@@ -141,7 +285,6 @@ class ModuleState:
         self._learned = learned
 
     def look_again(self) -> None:
-        """Note the parameters that the submodules have now."""
         self._note_parameters(self.of_parts)
 
     def _note_parameters(self, of_parts: Iterable[dict[str, nn.Parameter | None]]) -> None:
@@ -170,7 +313,6 @@ class ModuleState:
         return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
 
     def have_hooks(self, first: int = 0) -> bool:
-        """Tell whether a submodule, from index `first` on, has hooks."""
         hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts[first:]) if own.get(name)]
         return bool(hooks)
 
@@ -194,7 +336,6 @@ class ModuleState:
         return found
 
     def note_buffers(self, noted: Noted) -> None:
-        """Note the buffers before a forward."""
         noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
         noted.versions = _versions_of(noted.buffers)
         noted.is_known, noted.clones = noted.flags in self._written, {}
@@ -215,7 +356,6 @@ class ModuleState:
         return {place: buffer.clone() for place, buffer in found if buffer is not None}
 
     def _is_as_learned(self, noted: Noted) -> bool:
-        """Tell whether the last step showed that a forward in this state writes to no buffer."""
         known = self._learned.last
         return (
             known is not None
@@ -247,11 +387,9 @@ class ModuleState:
         return tuple(map(len, map(vars, self.parts)))
 
     def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
-        """Return the indices of the buffers that a forward may write to, as far as it is known."""
         return self._written.get(flags, frozenset()).union(*[places for part, places in self._norms if flags[part]])
 
     def note_written(self, noted: Noted) -> None:
-        """Note, after a forward, which buffers it has written to."""
         now, found = tuple([buffers.get(name) for buffers, name in self.places]), _versions_of(noted.buffers)
         if noted.is_known and not noted.clones and found == noted.versions and all(map(is_, now, noted.buffers)):
             return
@@ -278,7 +416,6 @@ class ModuleState:
     # Around a recompute
 
     def what_parameter_has_changed(self, noted: Noted) -> str:
-        """Return in words how the parameters differ from those that the forward found."""
         now, num = tuple(chain.from_iterable(map(partial.__call__, self.parameter_facts))), len(self.parameters)
         if now[:num] != noted.parameters[:num]:
             return "a parameter that was written to"
@@ -346,13 +483,11 @@ class ModuleState:
         return scratch
 
     def set_attributes(self, wanted: tuple[Any, ...]) -> None:
-        """Set the plain attributes."""
         for (own, name), value in zip(self.attributes, wanted, strict=True):
             if value is not NOT_PLAIN:
                 own[name] = value
 
     def set_flags(self, flags: tuple[bool, ...]) -> None:
-        """Set the training flags."""
         for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
 
@@ -388,7 +523,6 @@ def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 
 def _are_same(clone: Tensor, buffer: Any) -> bool:
-    """Tell whether a buffer has the same bits as its clone."""
     return clone.shape == buffer.shape and torch.equal(
         clone.contiguous().flatten().view(torch.uint8), buffer.contiguous().flatten().view(torch.uint8)
     )

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.recomputing.anchors import Anchors
-from memkit.activations.recomputing.sources import Sources
+from memkit.activations.recomputing.sources import Anchors, Sources
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
+from memkit.activations.saved.forward import Contents, Forward, NumberedSaves, contents_of
 from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
+from memkit.activations.saved.traces import OpTrace
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow
 
 
-class RecordedForward(SavedValues):
+class RecordedForward(NumberedSaves):
     """The saved values of one forward.
 
     `moves` tells whether the same records move to host memory; otherwise, `moving` has records for what moves.
@@ -91,12 +90,10 @@ class RecordedForward(SavedValues):
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of the records."""
         return self.window.ledger
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """The lock of the records."""
         return self.window.lock
 
     # Forward
@@ -115,7 +112,6 @@ class RecordedForward(SavedValues):
         self.save_nodes.append(node)
 
     def note_offer(self, value: int, tensor: Tensor) -> bool:
-        """Note that a tensor may move. Return whether it has all bytes of the value (see `counted_by`)."""
         contents, root = contents_of(tensor, tensor.untyped_storage()), counted_by(tensor)
         found = self._offered.get(contents)
         if found is None or found[0]() is not root:  # else the addresses were another tensor's before
@@ -123,14 +119,12 @@ class RecordedForward(SavedValues):
         return found[1] == value
 
     def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
-        """Move a record to host memory once the op whose node saved it is over."""
         raise AssertionError("what leaves has records of its own")
 
     def end_save(self, node: int) -> None:
         """Called when a save by the graph node `node` has been handled."""
 
     def is_saved(self, value: int) -> bool:
-        """Tell whether a value that counts was already saved."""
         return value in self._saved_at
 
     def note_record(self, value: int, record: Record) -> None:
@@ -140,14 +134,13 @@ class RecordedForward(SavedValues):
     def open_moving(self) -> Forward:
         """Return the records that move. They don't refer to the recording, which a graph need not keep for moved tensors."""
         if self.moving is None:
-            from memkit.activations.offloading.ratio import RatioDecider  # only few forwards have such
+            from memkit.activations.offloading.moving_stage import RatioDecider  # only few forwards have such
 
             self.moving = Forward(RatioDecider(self.window.traces, 1.0, None), self.counts)
             self.window.open_forward(self.moving)
         return self.moving
 
     def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
-        """Apply another action to a saved value whose storage is still the user's."""
         if action is Action.RECOMPUTE:
             self.walk.drop(record.value)
             return
@@ -157,14 +150,12 @@ class RecordedForward(SavedValues):
         self.window.change(record, storage, action)
 
     def moved_values(self) -> frozenset[int]:
-        """Return the values that an outer context has moved to host memory."""
         handles = ((value, reference()) for value, reference in self.others.items())
         return frozenset(value for value, handle in handles if isinstance(handle, Handle) and handle.record.left is not None)
 
     # Backward
 
     def _begin_backward(self, task: int) -> None:
-        """Begin a backward: its requests come in the order that is known, or else in the reverse order of the saves."""
         is_first, self.task = self.task == -1, task
         if self.counts.trial is not None:
             self.counts.trial.begin_backward()
@@ -180,7 +171,6 @@ class RecordedForward(SavedValues):
         self._awaited = sorted(self.by_number)
 
     def note_request(self, record: Record, node: int) -> None:
-        """Note that a graph node requests a record."""
         task = torch_private.backward_task()
         if task == -1:
             return
@@ -189,7 +179,6 @@ class RecordedForward(SavedValues):
         self._note_use(record.value, node)
 
     def note_last_use(self, record: Record) -> None:
-        """Note the last expected request of a record, just before it is handed out."""
         self.walk.evictable.pop(record.value, None)
 
     def _note_use(self, value: int, node: int) -> None:
@@ -208,7 +197,6 @@ class RecordedForward(SavedValues):
         """Called when a backward has ended without an error."""
 
     def learn_order(self) -> None:
-        """Learn the order of requests from the first backward, if it was complete."""
         trace = self.trace
         if trace is not None and not trace.has_order and next(self.records(), None) is None:
             rewritten = rewritten_bytes(self.recording.roots, self.recording.overwritten)
@@ -297,7 +285,6 @@ class RecordedForward(SavedValues):
         return handle.unpacker.lend(handle) if isinstance(handle, Handle) else handle.unpack().untyped_storage()
 
     def secure(self, value: int) -> bool:
-        """Hold all roots that a value is made from; tell whether it can be recomputed."""
         return self._sources.secure(value)
 
     def drop(self, value: int) -> bool:
@@ -328,7 +315,6 @@ class RecordedForward(SavedValues):
         self._replay.made.pop(value, None)
 
     def make_room(self) -> bool:
-        """Drop values until the limit is kept to; tell whether it is."""
         self.recording.sync()
         return self.walk.make_room(0)
 

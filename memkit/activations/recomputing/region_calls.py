@@ -14,25 +14,33 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import itemgetter
-from types import FrameType
+from operator import attrgetter, is_, itemgetter
+from types import BuiltinFunctionType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
-from memkit.activations.recomputing.read_only import LearnedReads
-from memkit.activations.recomputing.recompute import ADVICE, AS_IT_WAS, CHANGE_LATER, Recompute
-from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
-from memkit.activations.recomputing.stacks import is_going_on, take_off
-from memkit.activations.recomputing.surroundings import (
+from memkit.activations.recomputing.module_state import (
+    NOT_PLAIN,
+    PLAIN,
     GeneratorState,
+    LearnedReads,
+    ModuleState,
+    NoRegion,
+    Noted,
     Surroundings,
     current_surroundings,
+    set_generators,
+    set_surroundings,
+    states_of,
     states_on,
+    training_flag,
 )
 from memkit.activations.saved.counts import Counts
 from memkit.compiled import code_of
@@ -41,7 +49,273 @@ from memkit.hooks import HookSet
 from memkit.kept import ForwardedHandle, KeptHandle, modified_error
 from memkit.labels import label
 from memkit.sequentials import kind_of
+from memkit.storages import Geometry, is_range_of_bytes
 from memkit.torch_state import leave_untraced
+
+if TYPE_CHECKING:
+    from memkit.activations.recomputing.module_state import Originals
+
+
+def take_off(pack: Callable[[Tensor], object]) -> bool:
+    """Remove the hooks with this pack function, even below others; return whether they were on."""
+    top = torch_private.top_saved_tensor_hooks(True)
+    above = []
+    while top is not None and top[0] is not pack:
+        above.append(top)
+        torch_private.pop_saved_tensor_hooks()
+        top = torch_private.top_saved_tensor_hooks(True)
+    if top is not None:
+        torch_private.pop_saved_tensor_hooks()
+    for pair in reversed(above):
+        torch_private.push_saved_tensor_hooks(*pair)
+    return top is not None
+
+
+def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
+    while start is not None and start is not frame:
+        start = start.f_back
+    return start is not None
+
+
+def is_going_on(frame: FrameType) -> bool:
+    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
+
+
+class Inputs:
+    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute.
+
+    Raises:
+        NoRegion: an argument is of a kind that a forward may change.
+    """
+
+    __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec", "devices")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Callable[[Tensor], KeptHandle]) -> None:
+        leaves: list[Any] = [*args, *kwargs.values()]
+        self._kwargs = tuple(kwargs)
+        self._spec = None
+        for leaf in leaves:
+            if type(leaf) not in _SINGLE:
+                leaves, self._spec = torch_private.tree_flatten((args, kwargs))
+                break
+        self._handles: list[KeptHandle] = []
+        self._needs_grad: list[bool] = []
+        self._indices: list[int] = []
+        """For each leaf, the index of its tensor; -1 if it is none. A tensor that is passed twice is one tensor in a recompute
+        as well."""
+        self.devices: list[torch.device] = []
+        """The CUDA devices of the tensors."""
+        found: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                if type(leaf) not in _SINGLE and not isinstance(leaf, _CONSTANTS):
+                    raise NoRegion(f"it is called with a {type(leaf).__name__}, which its forward may change")
+                self._indices.append(-1)
+                continue
+            index = found.get(id(leaf), -1)
+            if index < 0:
+                index = found[id(leaf)] = len(found)
+                self._handles.append(KeptHandle(leaf) if type(leaf) is nn.Parameter else keep(leaf))
+                self._needs_grad.append(leaf.requires_grad)
+                if leaf.is_cuda:
+                    self.devices.append(leaf.device)
+            self._indices.append(index)
+            leaves[place] = None
+        self._leaves = leaves
+
+    def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the arguments for a recompute.
+
+        Raises:
+            RuntimeError: one of the tensors was written to since.
+        """
+        tensors = []
+        for handle, needs_grad in zip(self._handles, self._needs_grad, strict=True):
+            tensor = handle.unpack().detach()
+            if needs_grad:
+                tensor.requires_grad_()
+            tensors.append(tensor)
+        leaves = self._leaves.copy()
+        for place, index in enumerate(self._indices):
+            if index >= 0:
+                leaves[place] = tensors[index]
+        if self._spec is not None:
+            args, kwargs = torch_private.tree_unflatten(leaves, self._spec)
+            return args, kwargs
+        num_args = len(leaves) - len(self._kwargs)
+        return leaves[:num_args], dict(zip(self._kwargs, leaves[num_args:], strict=True))
+
+
+_SINGLE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+"""Types that contain no others and never change."""
+_CONSTANTS = (
+    *(int, float, complex, str, bytes, type(None), type(...), slice, range, Enum, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""The same, and types made of these."""
+
+
+AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
+CHANGE_LATER = "Change it after the backward"
+ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
+_NO_NODE = -1
+_training_flag = attrgetter("training")
+
+
+class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
+    """Raised at the save of the last tensor that a backward needs, or at the next save."""
+
+
+class Recompute:
+    """One recompute of a call. It is itself the pack hook of the recompute, and remembers what to restore after it."""
+
+    __slots__ = (
+        "_attributes",
+        "_before",
+        "_buffers",
+        "_call",
+        "_drawn",
+        "_flags",
+        "_grad",
+        "_last",
+        "_nesting",
+        "_originals",
+        "_places",
+        "_unwritten",
+        "num_saved",
+    )
+
+    def __init__(self, call: RegionCall) -> None:
+        state = call.region.state
+        self._call = call
+        self._places: list[Placeholder | None] = list(map(weakref.ref.__call__, call.places))
+        last = len(self._places) - 1
+        while self._places[last] is None:
+            last -= 1
+        self._last = last
+        self._unwritten = _NO_NODE
+        """The last node that saved a tensor without grad. Its op may not have written the tensor yet, and must run to its end
+        (see [Note: saved before it is written] in `memkit.activations.offloading.window`)."""
+        self.num_saved = 0
+        self._grad = torch.is_grad_enabled()
+        self._before = current_surroundings()
+        self._drawn = states_of(call.drawn) if call.drawn else ()
+        self._buffers = state.others(call.noted) if state.has_others else ()
+        self._originals = state.originals(call.noted, self._buffers) if call.noted.statistics else None
+        self._flags = tuple(map(_training_flag, state.parts))
+        try:
+            self._attributes = tuple(
+                chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts))
+            )
+        except KeyError as error:
+            raise call.region.error(AS_IT_WAS, f"that its attribute {error} was deleted", CHANGE_LATER) from None
+        self._nesting = call.region.nesting(call) if call.inner else None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        number = self.num_saved
+        if number > self._last:
+            if self._unwritten not in (_NO_NODE, torch_private.node_number()) and torch_private.backward_task() == -1:
+                raise _Stop
+            return tensor.detach()  # of a backward in the forward
+        self.num_saved = number + 1
+        place = self._places[number]
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        else:
+            self._unwritten = torch_private.node_number()
+        if place is not None:
+            if tensor.shape != place.shape or tensor.dtype is not place.dtype:
+                raise self._call.region.error(
+                    f"its forward to save {_described(place.shape, place.dtype)} as number {number} whenever it is run",
+                    _described(tensor.shape, tensor.dtype),
+                    ADVICE,
+                )
+            place.tensor, place.version = tensor, torch_private.version_of(tensor)
+            if self._originals:
+                place.tensor, place.version = _original(tensor, self._originals)
+        if number == self._last and self._unwritten != torch_private.node_number():
+            raise _Stop
+        return tensor
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        call, is_back = self._call, False
+        try:
+            try:
+                if self._nesting is not None:
+                    self._nesting.begin()
+                torch_private.push_saved_tensor_hooks(self, unpack_recomputed)
+                if not self._grad:
+                    torch.set_grad_enabled(True)
+                if self._before != call.surroundings:
+                    set_surroundings(call.surroundings)
+                if call.drawn:
+                    set_generators(call.drawn)
+                for buffers, name, _, other in self._buffers:
+                    buffers[name] = other
+                if not all(map(is_, self._attributes, call.noted.attributes)):
+                    call.region.state.set_attributes(call.noted.attributes)
+                if self._flags != call.noted.flags:
+                    call.region.state.set_flags(call.noted.flags)
+                if call.device is None and not torch_private.num_function_modes():
+                    (call.region.code or call.region.module.forward)(*args, **kwargs)
+                else:
+                    with call.device or torch.device("cpu"):
+                        (call.region.code or call.region.module.forward)(*args, **kwargs)
+            except _Stop:
+                if self.num_saved <= self._last:
+                    raise  # it is another's
+            finally:
+                self._put_back()
+                is_back = True
+        finally:
+            if not is_back:  # an interrupt came in between
+                self._put_back()
+        return self.num_saved > self._last
+
+    def _put_back(self) -> None:
+        if self._nesting is not None:
+            self._nesting.end()
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is self:
+            torch_private.pop_saved_tensor_hooks()
+        else:
+            take_off(self)
+        if not self._grad:
+            torch.set_grad_enabled(False)
+        if self._before != self._call.surroundings:
+            set_surroundings(self._before)
+        if self._drawn:
+            set_generators(self._drawn)
+        for buffers, name, buffer, _ in self._buffers:
+            buffers[name] = buffer
+        if self._attributes:
+            self._call.region.state.set_attributes(self._attributes)
+        if self._flags != self._call.noted.flags:
+            self._call.region.state.set_flags(self._flags)
+
+    def forget(self) -> None:
+        for place in self._places:
+            if place is not None:
+                place.tensor = None
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} of {dtype}"
+
+
+def _original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
+    storage = tensor.untyped_storage() if is_range_of_bytes(tensor) else None
+    found = None if storage is None else originals.get(torch_private.storage_address(storage))
+    if found is None:
+        return tensor, torch_private.version_of(tensor)
+    if tensor.shape == found[0].shape:
+        return found
+    view = Geometry.of(tensor).over(found[0].untyped_storage())
+    return view, torch_private.version_of(view)
+
+
+def unpack_recomputed(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Placeholder:
@@ -87,11 +361,9 @@ class Recomputed:
         """End a call that an interrupt has left open, and the calls within it."""
 
     def nesting(self, call: RegionCall) -> Nesting | None:
-        """Return what makes regions inside a call be regions in its recompute; None if there are none."""
         return None
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
-        """Return the error to raise if a recompute can't be exact."""
         if self.counts is not None:
             self.counts.has_mismatch = True
         return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")
@@ -245,5 +517,7 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
     return tensor
 
 
-for _hook in (RegionCall.__call__, unpack):
-    leave_untraced(_hook)
+leave_untraced(Recompute.__call__)
+leave_untraced(unpack_recomputed)
+leave_untraced(RegionCall.__call__)
+leave_untraced(unpack)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit.activations.recomputing.read_only import LearnedReads
-from memkit.activations.recomputing.region_reasons import why_not_region
+from memkit.activations.recomputing.module_state import LearnedReads
+from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.op_trace import OpTrace
-from memkit.activations.saved.trial import Trial
+from memkit.activations.saved.settled import TimedWays
+from memkit.activations.saved.traces import OpTrace
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
 from memkit.sequentials import SpanReference
@@ -43,7 +43,7 @@ class RegionPlan:
     """What the calls take, one by one."""
     plan: Plan
     """The same choice as an action for each saved value, for users."""
-    trial: Trial
+    trial: TimedWays
     """Times whether this is faster than single ops."""
 
     def counts(self, budget: int | float, budget_bytes: float) -> Counts:
@@ -113,7 +113,7 @@ def plan_regions(
         num_dropped=len(plan.dropped),
         needs=planner.needs(choice),
         plan=plan,
-        trial=Trial(is_open=is_open),
+        trial=TimedWays(is_open=is_open),
     )
 
 
@@ -170,14 +170,12 @@ def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:
-    """Return the seconds of a step that is recorded and recomputes single ops."""
     num_saves = len(planner.step.saves)
     recorded_s = num_ops * costs.recorded_s + num_saves * costs.saved_s + plan.num_replayed_ops * costs.replayed_s
     return costs.step_s(planner.plain_device_s + plan.predicted_replay_s, planner.plain_host_s + recorded_s)
 
 
 def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budget_bytes: int) -> Plan:
-    """Return a choice of regions as an action for each saved value."""
     step, dropped = planner.step, planner.dropped(choice)
     lineage, inside = step.lineage, dict[int, str]()
     for index in choice.chosen:

@@ -9,9 +9,8 @@ import torch
 
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions, region_choices
-from memkit.activations.saved.settled import Settled
+from memkit.activations.saved.settled import Settled, TimedWays, Way
 from memkit.activations.saved.traces import Trace
-from memkit.activations.saved.trial import Trial, Way
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Plan
 
@@ -96,7 +95,6 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
 
 
 def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: bool = True) -> RegionPlan | None:
-    """Return the regions of a step in place of a plan of single ops; None if it is to have none."""
     if trace.ops is None or trace.has_marks or state.num_left >= _MOST_DEVIATIONS:
         return None
     device = state.costs.device
@@ -105,7 +103,7 @@ def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: b
     return trace.ops.regions(of_ops, plan)
 
 
-def _lacks_ops(state: RematState, trial: Trial, *, is_timed: bool) -> bool:
+def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
     """Tell whether the next step is to recompute single ops: because another one is to be timed, or they are faster."""
     device = state.costs.device
     if device is None or device.torch_device.type == "cpu":

@@ -11,7 +11,7 @@ from memkit.device.base import CopyBatch, Event, busy_s_of
 from memkit.transfer.lanes import Transfer
 
 if TYPE_CHECKING:
-    from memkit.activations.saved.trial import Trial
+    from memkit.activations.saved.settled import TimedWays
 
 
 class EventPairs(deque[tuple[Event, Event]]):
@@ -25,7 +25,6 @@ class EventPairs(deque[tuple[Event, Event]]):
         """Copies made ahead that were waited for."""
 
     def total_s(self) -> float:
-        """Return the sum over the pairs that are reached. Does not wait for the others."""
         while self and self[0][1].is_reached():
             start, end = self.popleft()
             self._total_s += start.elapsed_s(end)
@@ -45,12 +44,10 @@ class Transfers(deque[Transfer]):
 
     @property
     def num_bytes(self) -> int:
-        """What was copied, or is about to be."""
         return self._done_bytes + sum(transfer.num_bytes for transfer in self) + sum(batch.num_bytes for batch in self.batches)
 
     @property
     def num_copies(self) -> int:
-        """How many storages were copied."""
         return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
 
     def rate(self) -> float | None:
@@ -111,7 +108,7 @@ class Counts:
     """The most bytes that one op has made in forwards without a plan."""
     is_to_be_judged: bool = False
     """Whether the next forward still has to check if this iteration kept to the budget."""
-    trial: Trial | None = None
+    trial: TimedWays | None = None
     """Notified when the backward begins to recompute anything."""
     has_mismatch: bool = False
     """Whether a module that was recomputed as a whole did not do the same as before."""

@@ -2,7 +2,7 @@
 
 A tensor comes to the first *stage* of the entry. The recording stage drops what can be recomputed, the moving stage moves
 tensors to host memory. A stage hands on what it does nothing with, and the last one keeps it. The stages of an outer context
-of memkit come after those of an inner one: the inner context decides first.
+of memkit come after those of an inner one: the inner context decides first. `Unasked` notices forwards without a backward.
 """
 
 from __future__ import annotations
@@ -11,17 +11,107 @@ import functools
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.saved.unasked import Unasked
+from memkit.errors import warn_user
 from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
 from memkit.interrupts import Block
 from memkit.kept import ForwardedHandle, KeptHandle, ScheduledHandle, modified_error
 from memkit.plan import Action
+from memkit.sizes import format_bytes
+
+
+def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) -> str:
+    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`.
+
+    Args:
+        sizes_bytes: of the distinct ones, at least one.
+        done: what would have been done with larger ones: "moved", "dropped".
+    """
+    found = (
+        "the only saved tensor has"
+        if len(sizes_bytes) == 1
+        else (f"the {len(sizes_bytes)} saved tensors have {format_bytes(sum(sizes_bytes))} in all, and the largest")
+    )
+    return (
+        f"nothing was {done}: only tensors of at least min_bytes ({format_bytes(min_bytes)}) are, and {found} "
+        f"{format_bytes(max(sizes_bytes))}. Pass a smaller min_bytes (min_bytes=0 to try it out), or leave the context out: "
+        "where all tensors are as small as these it saves little."
+    )
+
+
+_MOST = 4
+"""Graphs that may go before the first backward without a word. The one of the last step is often still alive."""
+
+
+class Unasked:
+    """Watches the forwards under a tag until the first backward: what their graphs hold tells when it asks, or is let go.
+
+    Args:
+        title: of the context, for the warning.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self.is_over = False
+        """Whether a backward has asked, or the user was warned: from then on this costs nothing."""
+        self.num_unasked = 0
+        """Graphs that went before."""
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a backward has asked, before the user was warned."""
+        return self.is_over and self.num_unasked < _MOST
+
+    def watching(self, pair: HookPair) -> HookPair:
+        """Return hooks for a forward that do the same and watch; warn if too many went unasked before it."""
+        if self.num_unasked >= _MOST:
+            self.is_over = True
+            warn_user(
+                f"{self._title}: {self.num_unasked} forwards saved tensors for a backward, and none came. What is done with "
+                "these tensors only costs time then. Call loss.backward() on what the forward returns; put forwards that only "
+                "evaluate under torch.no_grad(), where nothing is saved"
+            )
+            return pair
+        (pack, unpack), graph = pair, _Graph(self)
+
+        def watched_pack(tensor: Tensor) -> _HeldGraph:
+            return _HeldGraph(pack(tensor), graph)
+
+        def watched_unpack(held: _HeldGraph) -> Tensor:
+            self.is_over = True
+            found: Tensor = unpack(held.packed)
+            return found
+
+        return watched_pack, watched_unpack
+
+
+class _Graph:
+    """Dies with all that a graph holds of a forward."""
+
+    def __init__(self, among: Unasked) -> None:
+        self._among = among
+        self.is_used = False
+        """Whether anything was saved."""
+
+    def __del__(self) -> None:
+        self._among.num_unasked += self.is_used and not self._among.is_over
+
+
+class _HeldGraph:
+    """What a graph holds in place of a tensor."""
+
+    __slots__ = ("_graph", "packed")
+
+    def __init__(self, packed: Any, graph: _Graph) -> None:
+        self.packed = packed
+        self._graph = graph
+        graph.is_used = True
+
 
 NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
 """Stands for no hooks at all."""
@@ -113,7 +203,6 @@ class Entry:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages, in the order in which a tensor comes to them."""
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
     def begin(self, pair: HookPair | None = None) -> None:
@@ -185,7 +274,6 @@ _bare = _Bare()
 
 
 def entries_around() -> list[Entry]:
-    """Return the entries of the contexts that this thread is in, the innermost first."""
     for _, entry in _bare.entries[::-1]:
         if entry.block is not None and entry.block() is None:
             entry.end(has_failed=True)  # an interrupt has kept it from hearing that it was left
@@ -211,7 +299,6 @@ def stop_recording() -> None:
 
 
 def is_within(tag: str) -> bool:
-    """Tell whether this thread is in a context under a tag."""
     return any(entry.tag == tag for entry in entries_around())
 
 

@@ -16,7 +16,7 @@ from memkit.plan import Action, Forecast
 from memkit.storages import counted_by
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.ratio import RatioDecider
+    from memkit.activations.offloading.moving_stage import RatioDecider
 
 Contents = tuple[int, int, int]
 """What tells what is in a tensor now from what is in others, or was in it before: the storage, the tensor that counts writes to
@@ -28,7 +28,7 @@ def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
     return torch_private.storage_address(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
 
 
-class SavedValues:
+class NumberedSaves:
     """The values that one forward has saved, by their numbers, and the backward that requests them."""
 
     def __init__(self, counts: Counts) -> None:
@@ -42,27 +42,24 @@ class SavedValues:
         """For each value its record, unless the save was left alone."""
 
     def record_of(self, value: int) -> Record | None:
-        """Return the record of a value if a graph may still request it, else None."""
         reference = self.by_number.get(value)
         record = None if reference is None else reference()
         return record if record is not None and record.num_handles > 0 else None
 
     def handle_of(self, value: int) -> Handle | None:
-        """Return a handle of a value if it is not dropped and was not written to, else None."""
         record = self.record_of(value)
         if record is None or record.residency is SavedResidency.DROPPED:
             return None
         return next((handle for handle in record.live_handles() if handle.is_unchanged()), None)
 
     def records(self) -> Iterator[Record]:
-        """Yield the records that a graph may still request."""
         for value in list(self.by_number):
             record = self.record_of(value)
             if record is not None:
                 yield record
 
 
-class Forward(SavedValues):
+class Forward(NumberedSaves):
     """What one forward has saved, each value once.
 
     A value is what was in a storage when it was saved first; its number is that of the save. Where ops are recorded, this has
@@ -111,7 +108,6 @@ class Forward(SavedValues):
         return contents, root, record if is_here else None
 
     def note_record(self, record: Record, contents: Contents, root: Tensor, use_order: int) -> None:
-        """Note the record of a value that is saved for the first time."""
         record.use_order = use_order
         self.by_number[record.index] = reference = weakref.ref(record)
         self.known[contents] = weakref.ref(root), reference
@@ -121,7 +117,6 @@ class Forward(SavedValues):
         self.marks[contents_of(tensor, storage)] = weakref.ref(counted_by(tensor)), action
 
     def marked(self, storage: torch.UntypedStorage, tensor: Tensor) -> Action | None:
-        """Return the user's mark on what is in a tensor, None if there is none."""
         found = self.marks.get(contents_of(tensor, storage)) if self.marks else None
         return found[1] if found is not None and found[0]() is counted_by(tensor) else None
 
@@ -152,7 +147,6 @@ class Forward(SavedValues):
     # Backward
 
     def begin_backward(self, task: int) -> None:
-        """Begin another backward: it is expected to request in the order of the last one, or in reverse order of the saves."""
         self.task = task
         self._order = () if self.is_broken else self.share.order()
         self._places = {value: place for place, value in enumerate(self._order)}
@@ -165,7 +159,6 @@ class Forward(SavedValues):
         return self._places.get(record.index, len(self._order))
 
     def next_record(self) -> Record | None:
-        """Return the record that is expected to be requested next, from `cursor` on. The caller advances `cursor`."""
         order, records, used = self._order, self.by_number, self.used
         for cursor in range(self.cursor, len(order)):
             value = order[cursor]
@@ -178,8 +171,6 @@ class Forward(SavedValues):
         return None
 
     def end_backward(self) -> None:
-        """Learn the order of a backward, unless another is likely to follow, since some handles of what it requested are still
-        alive. Values that no backward requested do not count: the loss may not depend on them."""
         if self.is_broken or not self.used:
             return
         self.backwards.append(tuple(self.requests))
@@ -196,18 +187,15 @@ class LiveForwards:
         self.references: list[weakref.ref[Forward]] = []
 
     def add(self, forward: Forward) -> None:
-        """Add a forward; it counts as long as it is alive."""
         self.references.append(weakref.ref(forward))
 
     def live(self) -> list[Forward]:
-        """Return the forwards that are alive."""
         forwards = [forward for forward in (reference() for reference in self.references) if forward is not None]
         if len(forwards) < len(self.references):
             self.references = [weakref.ref(forward) for forward in forwards]
         return forwards
 
     def limit_bytes(self) -> int:
-        """Return how many bytes of records the device may hold."""
         forwards = self.live()
         if len(forwards) == 1:
             return forwards[0].share.limit_bytes

@@ -1,13 +1,14 @@
 """`Ledger`: every change of a saved storage's residency, and the copies that go with it.
 
 The ledger makes each change safe; it decides nothing. A handle or copy that dies is noted at once, on any thread, and handled
-in `Ledger.sweep`: a finalizer never issues a copy. At whatever line an interrupt comes, `saved.mending` can repair what it
-left: see [Note: interrupts] in `memkit.interrupts`.
+in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues anew from
+the records: see [Note: interrupts] in `memkit.interrupts`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +62,6 @@ class Ledger:
 
     @property
     def num_records(self) -> int:
-        """The number of records that a graph may still request."""
         return sum(record.num_handles > 0 for record in self.records)
 
     # Saving
@@ -124,16 +124,13 @@ class Ledger:
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
-        """LEAVING -> HOST for the record with the oldest copy: its stream waits for the copy, and the storage is freed."""
         self._release(self.backlog.popleft())
 
     def release(self, record: Record) -> None:
-        """LEAVING -> HOST for one record."""
         self.backlog.remove(record)
         self._release(record)
 
     def release_dead(self, *, wait: bool) -> None:
-        """Release the records in the backlog that no graph can ask for any more: all, or those whose copy is done."""
         for record in [record for record in self.backlog if record.num_handles == 0]:
             assert record.left is not None
             if wait or record.left.done.is_reached():
@@ -157,7 +154,6 @@ class Ledger:
         record.storage = None
 
     def _wait(self, stream: Stream, event: Event) -> tuple[Event, Event]:
-        """Let a stream wait for an event. Return a pair of events whose difference is how long it waited."""
         device = self.device
         with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
             before = device.record_event(stream)
@@ -190,7 +186,6 @@ class Ledger:
         self._give_back(record)
 
     def adopt(self, record: Record, owner: Forward, index: int) -> None:
-        """Let a record that could only be dropped be moved by a forward as well."""
         record.owner, record.index = owner, index
         self.count_moves(record, owner.counts)
 
@@ -237,7 +232,6 @@ class Ledger:
         self.enter(record, SavedResidency.BACK)
 
     def take_back(self, record: Record) -> None:
-        """COMING -> HOST: free a fetched copy that was not requested. Host memory still has the bytes."""
         assert record.residency is SavedResidency.COMING
         self._give_up_copy(record)
         self.enter(record, SavedResidency.HOST)
@@ -286,7 +280,6 @@ class Ledger:
         return tensor
 
     def serve(self, handle: Handle) -> None:
-        """Note that the backward was given the tensor of a handle."""
         reference = handle.reference
         if reference.is_awaiting:
             reference.is_awaiting = False
@@ -347,7 +340,6 @@ class Ledger:
             self.enter(record, SavedResidency.DROPPED if record.span is None else SavedResidency.HOST)
 
     def close(self, record: Record) -> None:
-        """Any -> GONE: no graph can request the record again."""
         if record.residency is SavedResidency.COMING:
             self._give_up_copy(record)
         self._give_back(record)
@@ -396,3 +388,47 @@ def _let_go(handle: Handle) -> None:
 def _counts(record: Record) -> Counts:
     assert record.counts is not None
     return record.counts
+
+
+def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
+    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device.
+
+    Args:
+        others: host memory of the ledger's arena that is held elsewhere.
+    """
+    ledger.arena.drain()
+    ledger.device.synchronize()
+    for record in tuple(ledger.records):
+        for reference in record.handles:
+            reference.is_counted = reference() is not None
+        record.handles[:] = [reference for reference in record.handles if reference.is_counted]
+        record.num_handles = len(record.handles)
+        record.num_awaiting = sum(reference.is_awaiting for reference in record.handles)
+        _put_down(ledger, record)
+        if record.num_handles == 0:
+            record.owner = record.maker = None
+            ledger.close(record)
+    live = [record for record in ledger.records if record.residency in ON_DEVICE]
+    ledger.live_bytes = sum(record.num_bytes for record in live)
+    ledger.moving_bytes = sum(record.num_bytes for record in live if record.counts is not None)
+    ledger.backlog.clear()
+    ledger.coming.clear()
+    ledger.orphans.clear()
+    ledger.arena.give_all(but_for=[*others, *(record.span for record in ledger.records if record.span is not None)])
+
+
+def _put_down(ledger: Ledger, record: Record) -> None:
+    """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else
+    -> HOST, or DROPPED if it is not there. A copy is whole if it was noted that it leaves."""
+    residency = record.residency
+    if residency in (SavedResidency.DEVICE, SavedResidency.DROPPED) or record.left is None:
+        if record.span is not None:
+            ledger.give_back_span(record.span, None)
+            record.span = record.left = record.came = None
+        if residency is not SavedResidency.DEVICE:
+            ledger.enter(record, SavedResidency.DROPPED)
+    else:
+        ledger.enter(record, SavedResidency.HOST)
+    record.storage = record.fetched = None
+    if record.residency is not SavedResidency.DEVICE:
+        ledger.let_go(record)

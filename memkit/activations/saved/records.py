@@ -248,7 +248,6 @@ class Record:
         """What was handed out over the later copy, without its bytes: tells whether it was written to since."""
 
     def add_handle(self, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
-        """Return a handle for one more save."""
         handle = Handle(tensor, self, unpacker, node)
         reference = handle.reference
         self.handles.append(reference)

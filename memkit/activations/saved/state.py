@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.op_trace import OpTrace
-from memkit.activations.saved.settled import Settled
-from memkit.activations.saved.traces import Traces, trace_of
-from memkit.activations.saved.trial import Trial
-from memkit.activations.saved.unasked import Unasked
+from memkit.activations.saved.entry import Unasked
+from memkit.activations.saved.settled import Settled, TimedWays
+from memkit.activations.saved.traces import OpTrace, Traces, trace_of
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memkit.activations.recomputing.decider import Decider
-    from memkit.activations.recomputing.layers import Layers
+    from memkit.activations.recomputing.unrecorded import Layers
     from memkit.recording.module_calls import NotedCall
 
 _MAX_RATIOS = 10_000
@@ -62,12 +60,10 @@ class TagState(ABC):
         self._warned = set[str]()
 
     def windows(self) -> list[OffloadWindow]:
-        """Return the windows, one for each device."""
         with self.lock:
             return list(self._windows.values())
 
     def window(self, device: Device) -> OffloadWindow:
-        """Return the window of a device."""
         with self.lock:
             if device not in self._windows:
                 self._windows[device] = OffloadWindow(
@@ -86,18 +82,15 @@ class TagState(ABC):
             window.is_broken = is_broken
 
     def mend(self) -> None:
-        """Repair what an interrupt left: see [Note: interrupts] in `memkit.interrupts`."""
         for window in self._windows.values():
             window.mend()
 
     @mended
     def sweep(self) -> None:
-        """Handle deaths of handles and copies, and free what was waiting for copies that are done."""
         for window in self._windows.values():
             window.settle()
 
     def warn_once(self, what: str, message: str) -> None:
-        """Warn the user, once under the tag for each `what`."""
         if self.warns_for is not None:
             self.warns_for.warn_once(what, message)
         elif what not in self._warned:
@@ -146,7 +139,7 @@ class RematState(TagState):
         """How many iterations were recorded to their end."""
         self.num_left = 0
         """How many iterations had other regions than were planned."""
-        self.trial: Trial | None = None
+        self.trial: TimedWays | None = None
         """What times whole steps, if anything does."""
         self.settled: Settled | None = None
         """What need not be recorded any more; None where the next step is."""
@@ -228,11 +221,9 @@ class RematState(TagState):
         return all(trace.ops.is_measured for trace in self.traces if trace.ops is not None and trace.is_worth_a_plan)
 
     def note_timed(self, trace: OpTrace | None, recording: Recording) -> None:
-        """The ops of a forward were timed: what they took is read later, when they are done."""
         self._timed.append((trace, recording))
 
     def read_times(self) -> None:
-        """Take up what the ops of the last iteration took."""
         for trace, recording in self._timed:
             self.costs.learn(recording.read_times())
             call_times = recording.read_call_times()
@@ -284,7 +275,6 @@ class States(dict[str, _State]):
             return self.setdefault(tag, self._make(tag)) if found is None else found
 
     def forget(self, tag: str) -> None:
-        """Forget what is kept under a tag. Unknown tags are fine; graphs that are alive keep working."""
         with self._lock:
             state = self.pop(tag, None)
         for window in () if state is None else state.windows():

@@ -2,26 +2,173 @@
 
 A *trace* is the sequence of saves of one forward, with what was learned about it: which storages others keep alive, in which
 order the backward asks for them, how much else is on the device at each such moment. A forward follows the trace that has begun
-alike (`Follower`), and goes by its plan.
+alike (`Follower`), and goes by its plan. `OpTrace` knows the ops of a recorded forward, `Capture` a forward that a schedule is
+made from.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memkit.activations.saved.op_trace import OpTrace
-from memkit.activations.saved.seen import SeenSave
-from memkit.plan import Action, Plan, plan_ratio
+from memkit import torch_private
+from memkit.activations.saved.records import Handle
+from memkit.kept import KeptHandle
+from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
+from memkit.recording.aftermath import Aftermath
 from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
+from memkit.recording.span_calls import SpanCall, span_calls
 from memkit.recording.steps import names_of, step_of
+from memkit.storages import Geometry
+from memkit.torch_state import is_saved_by_compiled_code
+
+NO_VALUE = -1
+"""The number of what stays because of what it is: too small, a parameter, the caller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSave:
+    """One tensor that autograd has saved."""
+
+    shape: torch.Size | None
+    """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
+    dtype: torch.dtype | None
+    value: int
+    """The number of the saved value, which several may be of; `NO_VALUE` if it counts for nothing."""
+    geometry: Geometry | None
+    """How it lies in its storage, if it counts."""
+    num_bytes: int
+    """Of its storage, if it counts."""
+    is_written: bool
+    """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
+    node: int
+    """The number of the node that saves it, from the first one on: equal for what is saved at once."""
+    num_values: int
+    """How many values, counted or let pass, had been noted after it."""
+    before: int
+    """The value that the same storage was saved as before, if this one is saved for the first time; else `NO_VALUE`."""
+    seen_bytes: int
+    """What it adds to the bytes that could leave by their kind."""
+
+    def is_like(self, tensor: Tensor) -> bool:
+        kind = type(tensor)
+        if (kind is not Tensor and kind is not nn.Parameter) or tensor.is_nested:
+            return self.shape is None
+        return tensor.shape == self.shape and tensor.dtype is self.dtype
+
+
+_Planned = TypeVar("_Planned")
+_DIGITS = re.compile(r"\d+")
+
+
+@dataclass(eq=False, slots=True)
+class OpTrace:
+    """What is known of the ops of a trace."""
+
+    step: Step
+    names: dict[int, tuple[str, str]]
+    """For each saved value that ops make, the op and the module."""
+    calls: tuple[ModuleCall, ...] = ()
+    """The calls of modules, as the last forward had them in which they were noted."""
+    modules: tuple[weakref.ref[nn.Module], ...] = ()
+    """For each of them, which module is called."""
+    spans: tuple[SpanCall, ...] = ()
+    """Neighbors among them that may be recomputed as one."""
+    num_noted: int = 0
+    """In how many forwards they were noted."""
+    num_seen: int = 1
+    is_measured: bool = False
+    """Whether it is known what each op takes, and not only guessed."""
+    has_order: bool = False
+    """Whether a whole backward was seen."""
+    rewritten: frozenset[int] = frozenset()
+    """Roots that were written to before that backward had ended."""
+    _planner: RematPlanner | None = None
+    _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
+    """By budget, and by the bytes that its plan by ops takes."""
+    _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
+
+    def planner(self, score: DTRScore) -> RematPlanner:
+        if self._planner is None or self._planner.score != score:
+            self._planner = RematPlanner(self.step, score, lambda value: self.names.get(value, ("", "")))
+        return self._planner
+
+    def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
+        """Return the plan for a budget.
+
+        Raises:
+            BudgetInfeasible: there is none.
+        """
+        key = (budget_bytes, score)
+        if key not in self._plans:
+            self._plans[key] = self.planner(score).plan(budget_bytes)
+        return self._plans[key]
+
+    def regions(self, of_ops: Plan, plan: Callable[[], _Planned]) -> _Planned:
+        """Return what `plan` has returned, which is called once for a plan by ops."""
+        key = of_ops.budget_bytes, of_ops.predicted_peak_bytes
+        if key not in self._regions:
+            self._regions[key] = plan()
+        found: _Planned = self._regions[key]
+        return found
+
+    def forget_regions(self) -> None:
+        """What modules may be is another than it was: they are asked again."""
+        self._regions.clear()
+
+    def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
+        """Take up which modules were called, in a forward that is over."""
+        known_s = {(call.name, call.number): call.device_s for call in self.calls}
+        aftermath = Aftermath(recording, [call.given for call in noted])
+        alike = dict[int, list[NotedCall]]()
+        for call in noted:
+            alike.setdefault(id(call.module), []).append(call)
+        calls = (call.as_planned(recording, aftermath, alike) for call in noted)
+        self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
+        self.modules = tuple(call.module for call in noted)
+        self.spans = span_calls(noted, recording, aftermath, alike)
+        self.num_noted += 1
+        self._regions.clear()
+
+    def learn_calls(self, taken_s: Mapping[int, float]) -> None:
+        """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
+        alike = dict[Any, list[float]]()
+        kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
+        for place, seconds in taken_s.items():
+            alike.setdefault(kinds[place], []).append(seconds)
+        medians_s = {kind: median(found) for kind, found in alike.items()}
+        self.calls = tuple(
+            replace(call, device_s=medians_s.get(kind, call.device_s)) for call, kind in zip(self.calls, kinds, strict=True)
+        )
+        self._regions.clear()
+
+    def learn_order(self, uses: tuple[int, ...], use_ends: tuple[int, ...], rewritten_bytes: Mapping[int, int]) -> None:
+        """Take up what a whole backward has asked for, and which roots were written to by its end."""
+        retained_bytes = {**self.step.retained_bytes, **rewritten_bytes}
+        self.learn(replace(self.step, uses=uses, use_ends=use_ends, retained_bytes=retained_bytes))
+        self.has_order, self.rewritten = True, frozenset(rewritten_bytes)
+
+    def learn(self, step: Step) -> None:
+        """More is known of the step: plans are made anew."""
+        self._plans.clear()
+        self._regions.clear()
+        self.step, self._planner = step, None
+
+
+def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
+    """Return what calls have in common that take as long: those of the blocks of a model."""
+    return type(module), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
+
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
@@ -170,7 +317,6 @@ class Traces:
 
     @property
     def latest(self) -> Trace | None:
-        """The last one followed."""
         return self._known[0] if self._known else None
 
     @property
@@ -180,7 +326,6 @@ class Traces:
         return None if last is None else self._after.get((self._before, last)) or self._after.get((None, last))
 
     def follow(self, trace: Trace) -> None:
-        """A forward has followed a trace."""
         last = self.latest
         if last is not None:
             self._after[self._before, last] = self._after[None, last] = trace
@@ -188,11 +333,9 @@ class Traces:
         self._before = last
 
     def has_report(self) -> bool:
-        """Tell whether there is a trace that was only foretold."""
         return any(trace.is_report for trace in self._known)
 
     def add(self, trace: Trace) -> None:
-        """Put a trace first; forget the one that was not followed for the longest time if there are many."""
         if trace in self._known:
             self._known.remove(trace)
         self._known.insert(0, trace)
@@ -239,7 +382,6 @@ class Traces:
         return None
 
     def find(self, keys: Sequence[SaveKey], funcs: Sequence[Any] = ()) -> Trace | None:
-        """Return the trace of exactly these saves and ops that an earlier forward has left."""
         for trace in self._known:
             is_as_long = len(trace.keys) == len(keys) and len(trace.funcs) == len(funcs)
             if is_as_long and not trace.is_report and _begins(trace.keys, keys) and _begins(trace.funcs, funcs):
@@ -315,7 +457,6 @@ class Follower:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has come to the end of its trace."""
         return self.trace is not None and self._place == len(self.trace.keys)
 
     def ended_as(self, funcs: Sequence[Any] = ()) -> Trace | None:
@@ -324,3 +465,63 @@ class Follower:
         if trace is not None and not trace.is_report and len(trace.keys) == len(self.keys) and trace.funcs == funcs:
             return trace
         return self._traces.find(self.keys, funcs)
+
+
+class Capture:
+    """Notes what the hooks of one entry are given, and what becomes of it."""
+
+    def __init__(self) -> None:
+        self.saves: list[SeenSave] = []
+        self.paused: list[int] = []
+        """Before which saves a region of `no_offload` began, or ended."""
+        self._first_node = 0
+        self._numbers = set[int]()
+        """The values that were saved."""
+        self._values: dict[int, tuple[int, Any]] = {}
+        """By address, the last value that a storage was saved as, and a weak reference to that."""
+        self.is_whole = True
+        """Whether all was noted that may leave, and all of it may be told from other things."""
+
+    def note(self, tensor: Tensor, packed: KeptHandle, num_values: int, seen_bytes: int) -> None:
+        """Note one save.
+
+        Args:
+            packed: what autograd holds for it.
+            num_values: how many values the forward has noted by now.
+            seen_bytes: what the save has added to the bytes that could leave.
+        """
+        kind = type(packed)
+        value = packed.record.index if isinstance(packed, Handle) and kind is Handle else NO_VALUE
+        is_plain = self.add(tensor, value, num_values, seen_bytes)
+        if kind is not KeptHandle and not (value != NO_VALUE and is_plain):
+            self.is_whole = False
+
+    def add(self, tensor: Tensor, value: int, num_values: int, seen_bytes: int) -> bool:
+        """Note one save of a value, `NO_VALUE` for none; tell whether it may be told from others by its shape.
+
+        Args:
+            num_values, seen_bytes: see `note`.
+        """
+        geometry, num_bytes, before = None, 0, NO_VALUE
+        if value != NO_VALUE:
+            storage = tensor.untyped_storage()
+            geometry, num_bytes, before = Geometry.of(tensor), storage.nbytes(), self._before(storage, value)
+        is_plain = (type(tensor) is Tensor or type(tensor) is nn.Parameter) and not tensor.is_nested
+        shape, dtype = (tensor.shape, tensor.dtype) if is_plain else (None, None)
+        is_written = not is_plain or tensor.requires_grad or is_saved_by_compiled_code()
+        number = torch_private.node_number()
+        if not self.saves:
+            self._first_node = number
+        node = number - self._first_node
+        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, before, seen_bytes))
+        return is_plain
+
+    def _before(self, storage: torch.UntypedStorage, value: int) -> int:
+        """Return the value that the storage of a new value was saved as before; `NO_VALUE` if there is none."""
+        if value in self._numbers:
+            return NO_VALUE
+        self._numbers.add(value)
+        address = torch_private.storage_address(storage)
+        before, original = self._values.get(address, (NO_VALUE, None))
+        self._values[address] = value, weakref.ref(storage)
+        return before if original is not None and original() is storage else NO_VALUE

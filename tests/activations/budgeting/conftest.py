@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memkit.activations.budgeting import learning, ways
-from memkit.activations.budgeting import link as planned_link
+from memkit.activations.budgeting import learning as planned_link
 from memkit.activations.budgeting.ways import Ways
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from memkit.device import CudaDevice, Device, Event, MemoryCounter
 from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
 from memkit.transfer import Link

@@ -15,9 +15,10 @@ from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.device import ReferenceDevice
 from tests.activations.budgeting.plans import planner_of, random_plan
 from tests.activations.cases import assert_same_bits
+from tests.activations.compiled_blocks import OF_DYNAMO
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.activations.test_interrupts import OF_DYNAMO, compiled_blocks
 from tests.clock import set_clock
+from tests.contracts.test_interrupts import Blocks
 
 pytestmark = [
     pytest.mark.filterwarnings(NO_PLAN_FITS, *OF_DYNAMO),
@@ -37,7 +38,7 @@ def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Ten
 @pytest.mark.full
 def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Learning, "note_link", lambda *_: None)  # how fast copies are here differs from step to step
-    device, model = ReferenceDevice(), compiled_blocks()
+    device, model = ReferenceDevice(), Blocks(is_compiled=True)
     plain, recorded = _step(model, nullcontext()), []
     for _ in range(8):
         assert_same_bits(_step(model, memkit.MemoryBudget(0.9, "moves", min_bytes=0, device=device)), plain)
@@ -63,7 +64,7 @@ def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.M
 
     monkeypatch.setattr(PlannedForward, "make_room", wait_and_make_room)
     clock = set_clock(monkeypatch, tick_s=1e-5)
-    device, model = ReferenceDevice(), compiled_blocks()
+    device, model = ReferenceDevice(), Blocks(is_compiled=True)
     _step(model, nullcontext())  # it compiles
     for _ in range(3):
         _step(model, memkit.MemoryBudget("2KiB", "waits", min_bytes=0, device=device))
@@ -77,7 +78,7 @@ def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.M
 def test_compiled_blocks_are_exact_under_budgets_and_any_plan(seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
     torch.manual_seed(0)
-    model = compiled_blocks()
+    model = Blocks(is_compiled=True)
     plain = _step(model, nullcontext())
     for budget in (0.7, 0.4, "2KiB"):
         for _ in range(4):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.budgeting import steady_stage
-from memkit.activations.budgeting.foresight import Foresight
+from memkit.activations.budgeting import planned_stage as steady_stage
+from memkit.activations.budgeting.observed import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice, open_device
 from memkit.recording.replay import Replay

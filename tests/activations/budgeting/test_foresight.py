@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memkit.activations.budgeting.foresight import Foresight
+from memkit.activations.budgeting.observed import Foresight
 from tests.plan.budget.steps import MIB, make_trace
 
 # MiB     op 0  op 1  op 2 | op 3  op 4  op 5

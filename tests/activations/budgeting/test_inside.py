@@ -23,8 +23,8 @@ from memkit.profile.partitions import Partition, partitions
 from memkit.torch_state import num_compiled
 from tests.activations.budgeting.conftest import Blind
 from tests.activations.cases import assert_same_bits
+from tests.activations.compiled_blocks import OF_DYNAMO
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.activations.test_interrupts import OF_DYNAMO
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, *OF_DYNAMO)
 

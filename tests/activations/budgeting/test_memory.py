@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import memkit
 from memkit.activations.budgeting.meter import Meter
-from memkit.activations.budgeting.planned_forward import MeteredUnpacker, PlannedForward
-from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
-from memkit.recording.recording import Recording
 from tests.activations.budgeting.plans import planner_of, random_plan
-from tests.activations.cases import inputs_on
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
-from tests.activations.remat.cases import COMPUTATIONS
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import without_collector as without_collector
 from tests.engine import let_go_of_last_backward
 
 UNITS = (3, 1, 2, 5, 1, 1, 4, 2)
-ALL_BYTES = sum(UNITS) * UNIT_BYTES
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -87,118 +79,12 @@ def test_what_comes_after_the_backward_is_none_of_the_plan() -> None:
     assert stats.step_peak_bytes == stats.predicted_peak_bytes <= stats.budget_bytes
 
 
-def _held(tag: str, device: Device) -> dict[str, object]:
-    """What may not grow with the number of steps."""
-    let_go_of_last_backward(device.torch_device)
-    gc.collect()
-    stats = memkit.stats(tag)
-    (window,) = budget_states[tag].windows()
-    return {
-        "host": (stats.host_held_bytes, stats.host_in_use_bytes, stats.num_pins),
-        "records": (stats.live_records, stats.live_bytes),
-        "forwards": len(window.forwards.references),
-        "traces": len(budget_states[tag].traces),
-        "plans": stats.num_plans,
-        "tensors": sum(type(thing) is Tensor for thing in gc.get_objects()),
-        "objects": sum(str(type(thing).__module__).startswith("memkit.activations") for thing in gc.get_objects()),
-    }
-
-
-@pytest.mark.usefixtures("only_new_objects")
-@pytest.mark.parametrize("share", [0.8, 0.5])
-def test_a_hundred_steps_hold_what_a_few_did(share: float, device: Device) -> None:
-    x = leaf_on(device.torch_device)
-    for count in range(121):
-        step(x, UNITS, lambda: memkit.MemoryBudget(share, "100", min_bytes=0, device=device))
-        device.synchronize()
-        if count == 20:  # by then it is known which copies take turns, and there are copies for each place in host memory
-            before = _held("100", device)
-
-    assert _held("100", device) == before
-    (window,) = budget_states["100"].windows()
-    window.settle()
-    ledger = window.ledger
-    assert (len(ledger.deaths), len(ledger.orphans), len(ledger.backlog), len(ledger.records)) == (0, 0, 0, 0)
-    assert memkit.stats("100").host_in_use_bytes == 0
-
-
 # Objects of a step
-
-
-OF_A_STEP = (PlannedForward, MeteredUnpacker)
 
 
 def _alive(*kinds: type) -> list[str]:
     """Return the names of the kinds of what is alive. A test that fails keeps them: the objects would be there in the next."""
     return [type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds]
-
-
-def plain(x: Tensor, make: Callable[[], Any]) -> None:
-    step(x, UNITS, make)
-
-
-def retained(x: Tensor, make: Callable[[], Any]) -> None:
-    with make():
-        y = x.sin().exp().cos()
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-
-
-def dropped(x: Tensor, make: Callable[[], Any]) -> None:
-    with make():
-        x.sin().exp().cos()
-
-
-def doubly(x: Tensor, make: Callable[[], Any]) -> None:
-    with make():
-        y = x.sin().exp().cos().sum()
-    (grad,) = torch.autograd.grad(y, x, create_graph=True)
-    grad.sum().backward()
-
-
-def of_a_part(x: Tensor, make: Callable[[], Any]) -> None:
-    with make():
-        y = x.sin().exp()
-        first, second = y.cos().sum(), y.tanh().sum()
-    first.backward()
-    del second
-
-
-def failing(x: Tensor, make: Callable[[], Any]) -> None:
-    def fail(grad: Tensor) -> None:
-        raise ArithmeticError("injected")
-
-    try:
-        with make():
-            y = x.sin().exp()
-            y.register_hook(fail)
-            z = y.cos().exp().sum()
-        z.backward()
-    except ArithmeticError:
-        pass
-
-
-@pytest.mark.filterwarnings("ignore:.*saved tensors for a backward, and none came")  # dropped
-@pytest.mark.usefixtures("without_collector")
-@pytest.mark.parametrize("run", [plain, retained, dropped, doubly, of_a_part, failing], ids=lambda run: run.__name__)
-@pytest.mark.parametrize("budget", [1.0, 0.5, "2KiB"])
-def test_no_object_of_a_step_lives_on_without_the_collector(
-    budget: float | str, run: Callable[[Tensor, Callable[[], Any]], None], device: Device
-) -> None:
-    x = leaf_on(device.torch_device)
-    for number in range(6):
-        run(x, lambda: memkit.MemoryBudget(budget, "alive", min_bytes=0, device=device))
-        let_go_of_last_backward(device.torch_device)
-        x.grad = None
-        stats = memkit.stats("alive")  # which sweeps
-        assert not _alive(*OF_A_STEP), number
-        assert (stats.live_records, stats.live_bytes) == (0, 0), number
-        if number == 3:  # by then host memory is pinned
-            before = len(_alive(Tensor))
-    device.synchronize()
-    assert memkit.stats("alive").host_in_use_bytes == 0
-    assert len(_alive(Recording)) <= 1  # that of one whose times are read at the next entry
-    assert len(_alive(Tensor)) <= before
 
 
 @pytest.mark.usefixtures("without_collector")
@@ -210,21 +96,6 @@ def test_what_has_measured_a_step_goes_once_it_is_planned(device: Device) -> Non
 
     assert memkit.stats("meters").follows_plan
     assert not _alive(Meter)
-
-
-@pytest.mark.parametrize("name", ["mlp", "in_place", "views_of_one_storage", "dropout", "batch_norm"])
-def test_graph_that_is_alive_holds_its_records_until_it_goes(name: str, device: Device) -> None:
-    inputs = inputs_on(device.torch_device)
-    for _ in range(4):
-        with memkit.MemoryBudget(0.5, "graph", min_bytes=0, device=device):
-            loss = COMPUTATIONS[name](*inputs).square().mean()
-        loss.backward(retain_graph=True)
-        assert memkit.stats("graph").live_records > 0
-        del loss
-        assert memkit.stats("graph").live_records == 0
-    device.synchronize()
-    memkit.reset("graph")
-    assert "graph" not in budget_states
 
 
 def test_states_of_the_optimizer_are_left_free_for_until_they_are_there() -> None:

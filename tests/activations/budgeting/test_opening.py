@@ -15,10 +15,10 @@ import memkit
 from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag
-from memkit.activations.recomputing.steady import IdleStage
+from memkit.activations.recomputing.unrecorded import IdleStage
 from memkit.activations.saved.entry import entries_around
+from memkit.activations.saved.settled import Way
 from memkit.activations.saved.state import offload_states, remat_states
-from memkit.activations.saved.trial import Way
 from memkit.device import Device, ReferenceDevice
 from tests.activations.budgeting.conftest import fit_copies_of
 from tests.activations.budgeting.plans import planner_of

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.budgeting.peaks import StepPeak
+from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from tests.activations.budgeting.allocator import Allocator, CountingDevice
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops

@@ -12,7 +12,7 @@ import memkit
 from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.budgeting.ways import Ways
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from memkit.device import Event, open_device
 from tests.activations.budgeting.test_peaks import Llama
 from tests.activations.chains import leaf_on, step

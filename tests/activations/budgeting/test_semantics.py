@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,11 +13,10 @@ from torch.nn import functional
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.device import Device, ReferenceDevice
+from memkit.device import Device
 from memkit.hooks import innermost_pack
 from tests.activations.budgeting.plans import plan_of_one, planner_of, random_plan
 from tests.activations.cases import assert_same_bits
-from tests.activations.chains import leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
@@ -195,32 +192,6 @@ def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device
     return [*grads, *[buffer.clone() for buffer in net.buffers()], torch.get_rng_state()]
 
 
-_DEAR = (retained, backward_inside, double_backward, double_backward_outside, several_forwards_before_a_backward)
-"""What takes more than a second where nearly all leaves: that is left to `full`, and a larger budget is not."""
-
-
-_LEFT_TO_FULL = (plain_step, retained, in_parts, dropped_graph, accumulated)
-"""Steps that are the simpler ones of two that are alike: those run by themselves."""
-
-
-def _step_under(train: Callable[[Net, Device, Make], None], budget: str | float) -> object:
-    is_core = ((budget == "2KiB") != (train in _DEAR)) and train not in _LEFT_TO_FULL
-    return pytest.param(train, budget, id=f"{train.__name__}-{budget}", marks=() if is_core else pytest.mark.full)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize(("train", "budget"), [_step_under(train, budget) for train in STEPS for budget in ("2KiB", 0.4)])
-def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str | float, device: Device) -> None:
-    net = _net(device)
-    plain = outcome(net, train, device, nullcontext)
-    make = functools.partial(memkit.MemoryBudget, budget, "steps", min_bytes=0, device=device)
-    for _ in range(7):
-        assert_same_bits(outcome(net, train, device, make), plain)
-    device.synchronize()
-    stats = memkit.stats("steps")
-    assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("seed", "is_steady"),
@@ -283,26 +254,6 @@ def _of_length(rows: int, net: Net, device: Device, make: Make) -> None:
     with make():
         loss = net(_x(device, rows)).square().sum()
     loss.backward()
-
-
-def _of_depth(depth: int, net: Net, device: Device, make: Make) -> None:
-    with make():
-        loss = net(_x(device), depth).square().sum()
-    loss.backward()
-
-
-def test_another_path_is_exact_and_later_planned_as_well(device: Device) -> None:
-    net = _net(device)
-    make = functools.partial(memkit.MemoryBudget, 0.6, "paths", min_bytes=0, device=device)
-    follows = []
-    for depth in (4, 4, 4, 4, 2, 4, 3, 3, 3, 3, 3, 3, 4, 4):
-        found = [outcome(net, functools.partial(_of_depth, depth), device, used) for used in (make, nullcontext)]
-        follows.append(memkit.stats("paths").follows_plan)
-        assert_same_bits(*found)
-
-    assert follows[3]
-    assert follows[11]
-    assert follows[13]
 
 
 # Failures
@@ -394,27 +345,3 @@ def test_attached_and_detached(device: Device) -> None:
     assert_same_bits(outcome(net, plain_step, device, nullcontext), plain)
     assert memkit.stats("attached").num_iterations == num_iterations
     assert innermost_pack() is None
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_model_that_a_budget_is_attached_to_is_copied_without_it(way: str) -> None:
-    device = ReferenceDevice()
-    net = _net(device)
-    memkit.attach(net, memkit.MemoryBudget(0.4, "copied", min_bytes=0, device=device))
-    plain = [outcome(net, plain_step, device, nullcontext) for _ in range(4)][-1]
-    num_iterations = memkit.stats("copied").num_iterations
-    made = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
-
-    assert_same_bits(outcome(made, plain_step, device, nullcontext), plain)
-    assert memkit.stats("copied").num_iterations == num_iterations
-    memkit.detach(net)
-
-
-def test_budget_that_keeps_all_moves_nothing(device: Device) -> None:
-    x = leaf_on(device.torch_device)
-    for _ in range(5):
-        step(x, [1] * 8, lambda: memkit.MemoryBudget("1GiB", "all", min_bytes=0, device=device))
-    stats = memkit.stats("all")
-
-    assert (stats.num_copies_out, stats.num_dropped, stats.num_replays) == (0, 0, 0)
-    assert stats.follows_plan

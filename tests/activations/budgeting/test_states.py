@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.activations.budgeting.limits import Limits
-from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES, ComingStates, coming_state_bytes
+from memkit.activations.budgeting.limits import UNKNOWN_STATE_BYTES, ComingStates, Limits, coming_state_bytes
 from memkit.device import ReferenceDevice
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.saved.trial import Way
+from memkit.activations.saved.settled import Way
 from memkit.device import Device, ReferenceDevice
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
 from memkit.activations.offloading.window import OffloadWindow
-from memkit.activations.recomputing.stage import RecordingStage
+from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.records import Handle
 from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits, gradients, inputs_on

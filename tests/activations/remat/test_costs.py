@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit.activations.recomputing.stage import RecordingStage
+from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.state import remat_states
 from memkit.recording import costs
 from tests.activations.chains import chain

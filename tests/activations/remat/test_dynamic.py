@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 import memkit
-from memkit.activations.saved import op_trace, traces
+from memkit.activations.saved import traces as op_trace
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
@@ -33,76 +31,6 @@ def _num_planners(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(op_trace, "RematPlanner", Counted)
     return made
-
-
-class Supernet(nn.Module):
-    """One of three branches in each layer, drawn each time."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    nn.Linear(32, 32),
-                    nn.Sequential(nn.Linear(32, 48), nn.BatchNorm1d(48), nn.ReLU(inplace=True), nn.Linear(48, 32)),
-                    nn.Sequential(nn.Dropout(0.2), nn.GELU(), nn.LayerNorm(32)),
-                ]
-            )
-            for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor, draw: random.Random) -> Tensor:
-        for layer in self.layers:
-            x = x + layer[draw.randrange(3)](x).sin()
-        return x
-
-
-def _search(device: Device, context: Context, num_steps: int) -> list[Tensor]:
-    model, draw = Supernet(6).to(device.torch_device), random.Random(0)
-    results = []
-    for number in range(num_steps):
-        torch.manual_seed(number)
-        x = inputs_on(device.torch_device)[0]
-        with context():
-            loss = model(x, draw).square().mean()
-        loss.backward()
-        results += [loss.detach(), x.grad]
-    return [*results, *[param.grad for param in model.parameters()], *model.buffers()]
-
-
-def test_supernet(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = _search(device, nullcontext, 30)
-    planned = _num_planners(monkeypatch)
-
-    found = _search(device, lambda: remat_on(8000, "supernet", policy="ops"), 30)
-
-    assert_same_bits(found, plain)
-    stats, state = memkit.stats("supernet"), remat_states["supernet"]
-    assert stats.num_deviations > 10
-    assert len(planned) <= 3  # the first path, once guessed and once timed; no other came twice
-    assert len(state.traces) <= traces._MAX_TRACES
-    assert stats.live_records == 0
-
-
-def test_trees_of_changing_shape(device: Device, remat_on: Remat) -> None:
-    def grow(draw: random.Random, depth: int, x: Tensor, w: Tensor) -> Tensor:
-        if depth == 0 or draw.random() < 0.2:
-            return functional.linear(x, w).sin()
-        left, right = (grow(draw, depth - 1, x * factor, w) for factor in (0.5, 0.7))
-        return functional.linear(left * right.sigmoid(), w).tanh()
-
-    def run(context: Context) -> list[Tensor]:
-        draw, results = random.Random(1), []
-        for _ in range(12):
-            x, w = inputs_on(device.torch_device)
-            with context():
-                loss = grow(draw, 4, x[: draw.randint(1, 8)], w).exp().sum()
-            loss.backward()
-            results += [x.grad, w.grad]
-        return results
-
-    assert_same_bits(run(lambda: remat_on(6000, "trees")), run(nullcontext))
 
 
 def test_shapes_that_alternate_are_planned_each(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.recomputing import read_only
+from memkit.activations.recomputing import module_state as read_only
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from memkit.errors import ReplayMismatchError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations.offloading import steady as offloading
+from memkit.activations.offloading import moving_stage as offloading
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device
@@ -439,62 +439,6 @@ def test_module_with_a_hook_in_it_is_none(device: Device, remat_on: Remat) -> No
         seen.clear()
         assert_same_bits(train(model, x, lambda: remat_on(0.3, "hook")), wanted)
         assert len(seen) == 1
-
-
-@pytest.mark.full
-def test_step_that_raises_leaves_no_hook(device: Device, remat_on: Remat) -> None:
-    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
-    plain = train(model, x, nullcontext)
-    for _ in range(4):
-        train(model, x, lambda: remat_on(0.5, "raises", min_bytes=1))
-    with pytest.raises(RuntimeError, match="shape"), remat_on(0.5, "raises", min_bytes=1):
-        model(torch.randn(8, 31, device=device.torch_device))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-    for _ in range(2):
-        assert_same_bits(train(model, x, lambda: remat_on(0.5, "raises", min_bytes=1)), plain)
-
-
-def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) -> None:
-    model = with_dropout().to(device.torch_device)
-    xs = [torch.randn(16, 32, device=device.torch_device) for _ in range(2)]
-
-    def both(context: Context) -> list[Tensor]:
-        model.zero_grad()
-        losses = []
-        for x in xs:
-            with context():
-                losses.append(model(x).sum())
-        for loss in losses:
-            loss.backward(retain_graph=True)
-            loss.backward()
-        return [param.grad.clone() for param in model.parameters()]
-
-    for number in range(6):
-        torch.manual_seed(number)
-        wanted = both(nullcontext)
-        torch.manual_seed(number)
-        assert_same_bits(both(lambda: remat_on(0.4, "two")), wanted)
-    assert not memkit.stats("two").is_recorded
-
-
-@pytest.mark.full
-def test_context_around_several_steps_is_recorded(device: Device, remat_on: Remat) -> None:
-    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
-
-    def both(context: Context) -> list[Tensor]:
-        model.zero_grad()
-        with context():
-            for _ in range(2):
-                model(x).sum().backward()
-        return [param.grad.clone() for param in model.parameters()]
-
-    for number in range(6):
-        torch.manual_seed(number)
-        wanted = both(nullcontext)
-        torch.manual_seed(number)
-        assert_same_bits(both(lambda: remat_on(0.4, "several")), wanted)
-        assert memkit.stats("several").is_recorded
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.4])

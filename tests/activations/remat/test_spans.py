@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,11 +20,8 @@ from memkit.plan import Action
 from memkit.sequentials import SequentialSpan
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
-from tests.activations.remat.test_region_buffers import Seen
-from tests.activations.remat.test_regions_in_steps import Watch, run
+from tests.activations.remat.test_regions_in_steps import run
 from tests.activations.remat.test_steady import num_calls, train
-from tests.contracts.contexts import Around
-from tests.interrupts import interrupts
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
@@ -188,23 +183,6 @@ def test_flat_model_takes_few_calls_of_the_host(device: Device, remat_on: Remat)
     assert stats.dropped_bytes > 0.45 * stats.saved_bytes
 
 
-@pytest.mark.full
-def test_layers_of_images_are_named_and_let_go(device: Device, remat_on: Remat) -> None:
-    model, x = like_vgg().to(device.torch_device), torch.randn(32, 128, device=device.torch_device)
-    for _ in range(5):
-        compare(model, x, remat_on, "images")
-    gc.collect()
-    with Watch() as watch, remat_on(0.5, "images"):
-        loss = model(x).sum()
-    stats = memkit.stats("images")
-
-    assert not stats.is_recorded
-    assert stats.num_deviations == 0
-    assert watch.live_bytes(model) <= stats.ledger_peak_bytes + x.nbytes + 4096  # and the loss, and what it is the sum of
-    assert all(name.startswith("features.") for name in spans_in_plan("images"))
-    loss.backward()
-
-
 def test_span_begins_at_no_layer_that_writes_to_what_it_is_given(device: Device, remat_on: Remat) -> None:
     model, x = like_vgg().to(device.torch_device), torch.randn(32, 128, device=device.torch_device)
     steady(model, x, remat_on, "begins")
@@ -355,30 +333,6 @@ def test_change_within_the_context_is_heeded(
 
 
 @pytest.mark.full
-def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat) -> None:
-    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
-    steady(model, x, remat_on, "holds")
-    train(model, x, lambda: remat_on(0.5, "holds"))
-    parts = [weakref.ref(module) for module in model.modules()]
-    del model
-    gc.collect()
-
-    assert [part() for part in parts] == [None] * len(parts)
-
-
-@pytest.mark.full
-def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
-    model = with_batch_norm().to(device.torch_device)
-    recorded = []
-    for size in (16, 16, 16, 16, 16, 6, 16, 16, 16):
-        compare(model, torch.randn(size, 32, device=device.torch_device), remat_on, "smaller")
-        recorded.append(memkit.stats("smaller").is_recorded)
-
-    assert recorded == [True, True, True, False, False, False, True, False, False]
-    assert memkit.stats("smaller").num_deviations == 1
-
-
-@pytest.mark.full
 def test_calls_without_gradients_and_in_checkpoints_are_as_ever(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
 
@@ -436,70 +390,6 @@ def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> No
     assert_same_bits(found, train(model, x, nullcontext))
     for _ in range(3):
         compare(model, x, remat_on, "raises")
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-def test_offload_outside_is_given_what_spans_are_given(device: Device, remat_on: Remat) -> None:
-    def context() -> Around:
-        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
-        return Around(offload, remat_on(0.4, "inside"))
-
-    for wanted, step in zip(run(flat, device, nullcontext, 6), run(flat, device, context, 6), strict=True):
-        assert_same_bits(step, wanted)
-    assert not memkit.stats("inside").is_recorded
-    assert spans_in_plan("inside")
-
-
-@pytest.mark.full
-def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) -> None:
-    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
-
-    def both(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
-        torch.manual_seed(5)
-        model.zero_grad()
-        losses = []
-        for scale in (1.0, 2.0):
-            with context():
-                losses.append(model(x * scale).sum())
-        for loss in losses:
-            loss.backward(retain_graph=True)
-            loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    for _ in range(6):
-        assert_same_bits(both(lambda: remat_on(0.4, "two")), both(nullcontext))
-    assert spans_in_plan("two")
-
-
-class Masks(nn.Module):
-    """Has a buffer that it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
-
-
-@pytest.mark.full
-def test_buffers_that_are_only_read_are_compared_in_one_step(
-    device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = [Masks() if type(layer) is nn.LayerNorm else layer for layer in flat()]
-    model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
-    steady(model, x, remat_on, "read")
-    compare(model, x, remat_on, "read")
-    gc.collect()
-    seen = Seen(list(model.buffers()), monkeypatch)
-    for _ in range(3):
-        train(model, x, lambda: remat_on(0.5, "read"))
-        gc.collect()  # the span of the last step, too
-
-    assert not memkit.stats("read").is_recorded
-    assert seen.num_compared == 0
-    monkeypatch.undo()
 
 
 class Counts(nn.GELU):
@@ -580,23 +470,3 @@ def test_spans_of_two_contexts_take_turns() -> None:
     with outer:
         assert_same_bits(gradients(model, x, lambda: inner), plain)
     assert "forward" not in vars(model)
-
-
-@pytest.mark.full
-def test_next_step_after_an_interrupt_has_the_bits_of_the_plain_run() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(inplace=True))
-    model, x = model.append(nn.Linear(8, 8)), torch.randn(4, 8)
-    state = copy.deepcopy(model.state_dict())
-    regions = Regions({SequentialSpan(model, 0, 2): RegionSpec(), SequentialSpan(model, 3, 5): RegionSpec()})
-
-    def step() -> list[Tensor]:
-        model.load_state_dict(state)
-        return gradients(model, x, lambda: regions)
-
-    model.load_state_dict(state)
-    wanted = gradients(model, x, nullcontext)
-    assert_same_bits(step(), wanted)
-
-    for place in interrupts(step, 150):
-        assert_same_bits(step(), wanted), place
-        assert "forward" not in vars(model), place

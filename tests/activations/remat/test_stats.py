@@ -41,7 +41,9 @@ def test_cost_of_recording_is_what_a_chain_of_ops_takes_longer_with_a_recorder(m
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_seconds_of_the_recorder_are_those_of_the_ops_it_saw(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("memkit.activations.recomputing.figures"), "recording_cost_s", lambda: 0.5)
+    monkeypatch.setattr(
+        importlib.import_module("memkit.activations.recomputing.recording_stage"), "recording_cost_s", lambda: 0.5
+    )
     x = torch.randn(16, requires_grad=True)
     for _ in range(number + 1):
         with memkit.Rematerialize(1.0, "seconds", min_bytes=0, device=CpuDevice()):

@@ -19,7 +19,6 @@ from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
 from tests.activations.remat.conftest import Remat
-from tests.contracts.contexts import Around
 
 UNITS = [1] * 10
 Context = Callable[[], AbstractContextManager[object]]
@@ -159,60 +158,3 @@ def test_word_that_comes_late_counts_from_the_next_step_on(budget: float | str, 
         dropped.append(memkit.stats("late").num_dropped)
 
     assert dropped == [0] * 6 + [1] * 3
-
-
-@pytest.mark.parametrize("budget", [1.0, "1GiB"])
-def test_refuses_the_same_contexts_inside(budget: float | str, device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    for _ in range(5):
-        step(x, UNITS, lambda: remat_on(budget, "outer"))
-    with remat_on(budget, "outer") as context:
-        with pytest.raises(ValueError, match="was entered inside another Rematerialize"):
-            remat_on(0.5, "inner").__enter__()
-        with pytest.raises(ValueError, match="was entered inside a Rematerialize"):
-            memkit.CPUOffload(1.0, "inner", device=device).__enter__()
-        with pytest.raises(ValueError, match="is already entered"):
-            context.__enter__()
-    memkit.CPUOffload(1.0, "after", device=device).__enter__().__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("budget", [1.0, "1GiB"])
-def test_write_to_what_was_saved_is_an_error(budget: float | str, device: Device, remat_on: Remat) -> None:
-    def run(*, writes: bool) -> None:
-        x = leaf_on(device.torch_device)
-        with remat_on(budget, "written"):
-            y = x.clone()
-            z = y.sin().exp()
-        if writes:
-            y.add_(1)
-        z.sum().backward()
-
-    for _ in range(4):
-        run(writes=False)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run(writes=True)
-    run(writes=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-@pytest.mark.parametrize("budget", [1.0, "1GiB"])
-def test_offload_outside_has_what_is_saved(budget: float | str, device: Device, remat_on: Remat) -> None:
-    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
-    moved = []
-    for _ in range(6):
-        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
-        assert_same_bits(step(x, UNITS, lambda: Around(offload, remat_on(budget, "inside"))), plain)  # noqa: B023
-        moved.append(memkit.stats("outside").moved_out_bytes)
-
-    assert moved == [moved[0]] * 6
-
-
-def test_model_that_was_attached_to(device: Device, remat_on: Remat) -> None:
-    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
-    plain = train(model, x, nullcontext)
-    with_context = memkit.attach(model, remat_on(1.0, "attached"))
-    for _ in range(4):
-        assert_same_bits(train(model, x, nullcontext), plain)
-
-    assert num_calls(lambda: train(model, x, nullcontext)) <= 90
-    assert with_context.stats().num_iterations == 5

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from memkit.activations.saved.trial import Trial, Way
+from memkit.activations.saved.settled import TimedWays, Way
 from memkit.device import Event
 
 
@@ -33,7 +33,7 @@ class _Clock:
         return _Moment(self.now_s, lambda: self.is_done)
 
 
-def _steps(trial: Trial, clock: _Clock, way: Way, *taken_s: float) -> None:
+def _steps(trial: TimedWays, clock: _Clock, way: Way, *taken_s: float) -> None:
     """Run steps one way; in between, other work takes its time."""
     for step_s in taken_s:
         trial.begin_step(clock)  # type: ignore[arg-type]  # as much of a device as it needs
@@ -54,7 +54,7 @@ def _steps(trial: Trial, clock: _Clock, way: Way, *taken_s: float) -> None:
 
 @pytest.mark.parametrize(("ops_s", "regions_s", "prefers_ops"), [(2.0, 1.0, False), (1.0, 2.0, True), (1.0, 1.0, False)])
 def test_prefers_what_was_faster_at_its_fastest(ops_s: float, regions_s: float, prefers_ops: bool) -> None:
-    trial, clock = Trial(), _Clock()
+    trial, clock = TimedWays(), _Clock()
     assert trial.lacks_ops
 
     _steps(trial, clock, Way.OPS, 50.0, ops_s)
@@ -66,7 +66,7 @@ def test_prefers_what_was_faster_at_its_fastest(ops_s: float, regions_s: float, 
 
 
 def test_does_not_wait_for_the_device() -> None:
-    trial, clock = Trial(), _Clock()
+    trial, clock = TimedWays(), _Clock()
     _steps(trial, clock, Way.OPS, 1.0, 1.0)
     _steps(trial, clock, Way.REGIONS, 2.0, 2.0, 2.0)
     clock.is_done = False
@@ -77,7 +77,7 @@ def test_does_not_wait_for_the_device() -> None:
 
 
 def test_one_that_is_not_open_times_nothing() -> None:
-    trial, clock = Trial(is_open=False), _Clock()
+    trial, clock = TimedWays(is_open=False), _Clock()
 
     _steps(trial, clock, Way.REGIONS, 2.0, 2.0, 2.0)
 
@@ -86,7 +86,7 @@ def test_one_that_is_not_open_times_nothing() -> None:
 
 
 def test_a_backward_that_fails_does_not_count() -> None:
-    trial, clock = Trial(), _Clock()
+    trial, clock = TimedWays(), _Clock()
     trial.begin_step(clock)  # type: ignore[arg-type]  # as much of a device as it needs
     trial.end_forward(Way.OPS)
     y = torch.ones(1, requires_grad=True) * 2

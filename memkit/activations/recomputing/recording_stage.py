@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,16 @@ from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import Stage, handing_on
+from memkit.activations.saved.entry import Entry, Stage, all_too_small, handing_on, is_within
 from memkit.activations.saved.records import Handle
-from memkit.activations.saved.seen import NO_VALUE
 from memkit.activations.saved.settled import SizesSeen
-from memkit.activations.saved.small import all_too_small
-from memkit.activations.saved.traces import SaveKey
+from memkit.activations.saved.state import remat_states
+from memkit.activations.saved.traces import NO_VALUE, SaveKey
 from memkit.device import CpuDevice, default_generator, open_device, why_nothing_is_freed
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
+from memkit.recording.cost import recording_cost_s
 from memkit.recording.expected import num_writes
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.state import RematState
     from memkit.recording.recorder import Recorder
+
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
@@ -97,7 +98,6 @@ class RecordingStage(Stage):
 
     @property
     def _needs_calls(self) -> bool:
-        """Whether module calls are noted, since they may become regions."""
         return self._needs_plan
 
     def begin(self) -> None:
@@ -146,7 +146,6 @@ class RecordingStage(Stage):
         return self._make_forward(recording, state.window(device))
 
     def _decide(self, *, raises: bool) -> Decider:
-        """Return the decider of a forward."""
         state, options = self._state, self._options
         with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
         return BudgetDecider(
@@ -154,17 +153,14 @@ class RecordingStage(Stage):
         )
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
-        """Return the saved values of a forward that begins."""
         return RecordedForward(recording, window, self._options.score, self._decider.limit_bytes, self.counts)
 
     def _make_recorder(self) -> Recorder:
-        """Return the recorder of the ops."""
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
         return Recorder(self._forward.recording, self._options.kinds, default_generator, self._state.costs.estimate_s)
 
     def _note_plan(self) -> None:
-        """Remember the plan that is followed, to show it to users."""
         state, decider = self._state, self._decider
         plan = decider.plan if isinstance(decider, BudgetDecider) else None
         if plan is not None and plan is not state.plan:
@@ -172,7 +168,6 @@ class RecordingStage(Stage):
             state.plan = plan
 
     def _end_forward(self, *, learn: bool) -> None:
-        """Called when no more saves belong to the forward."""
         forward, state, follower, counts = self._forward, self._state, self._decider.follower, self.counts
         if not forward.is_forward:
             return
@@ -348,7 +343,6 @@ class RecordingStage(Stage):
         return handle
 
     def _move(self, forward: RecordedForward, tensor: Tensor) -> KeptHandle:
-        """Return the handle of a tensor that moves."""
         window = forward.window
         if not window.device.has_own_memory:
             self._state.warn_once("shared", f"saved tensors stay: {why_nothing_is_freed(window.device)}")
@@ -397,3 +391,64 @@ class RecordingStage(Stage):
                     handle.record.maker, handle.record.value = forward, value
                     forward.note_record(value, handle.record)
                 handle.unpacker.change(handle.record, storage, action)
+
+
+def open_recording(
+    tag: str,
+    options: RematOptions,
+    *,
+    moving: Stage | None = None,
+    outer: SavedTensorHooks | None = None,
+    settling: Settling | None = None,
+) -> RecordingStage:
+    """Return the recording stage for a context that is about to be entered.
+
+    Args:
+        moving: the moving stage of the same context, if it has one.
+        outer: the innermost hooks outside, if there is no moving stage.
+        settling: see `RecordingStage`.
+    """
+    is_inner = moving is not None or is_within(tag)
+    if moving is None and outer is not None and isinstance(outer.owner, Entry):
+        moving = outer.owner.moving
+    state = remat_states.open(tag)
+    with state.lock:
+        stage = RecordingStage(state, options, moving=moving, outer=outer, settling=settling)
+        state.num_iterations += 1
+        state.num_inner += is_inner
+        state.counts, state.is_recorded, state.settled = stage.counts, True, None
+        return stage
+
+
+def remat_figures(tag: str) -> dict[str, Any] | None:
+    state = remat_states.get(tag)
+    if state is None:
+        return None
+    with state.lock:
+        state.sweep()
+        counts, ledgers = state.counts, [window.ledger for window in state.windows()]
+        counter = None if state.costs.device is None else state.costs.device.memory_counter()
+        return {
+            "num_iterations": state.num_iterations - state.num_inner,
+            "live_records": sum(ledger.num_records for ledger in ledgers),
+            "live_bytes": sum(ledger.live_bytes for ledger in ledgers),
+            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
+            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
+            "num_deviations": state.num_deviations,
+            "budget_bytes": None if counts.budget_bytes >= NO_BUDGET else math.ceil(counts.budget_bytes),
+            "follows_plan": counts.follows_plan,
+            "num_ops": counts.num_ops,
+            "is_recorded": state.is_recorded,
+            "recorder_s": counts.num_ops * recording_cost_s() if state.is_recorded else 0.0,
+            "num_saved": counts.num_saved,
+            "saved_bytes": counts.saved_bytes,
+            "num_kept": counts.num_saved - counts.num_dropped,
+            "num_dropped": counts.num_dropped,
+            "dropped_bytes": counts.dropped_bytes,
+            "ledger_peak_bytes": counts.peak_bytes,
+            "num_replays": counts.num_replays,
+            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
+            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
+            "measured_replay_s": counts.replayed.total_s(),
+            **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
+        }

@@ -1,5 +1,4 @@
-"""`SteadyStage`: what `MemoryBudget` does in a step that is expected to save what an earlier one with the same plan did: see
-`steady`."""
+"""`PlannedStage`: what `MemoryBudget` does in a step that goes like an earlier one with the same plan: see `steady_step`."""
 
 from __future__ import annotations
 
@@ -9,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.budgeting.stage import BudgetStage
-from memkit.activations.budgeting.steady import SteadySaves
-from memkit.activations.offloading.scheduled_saves import ScheduledSaves
-from memkit.activations.offloading.stage import is_from_leaf
-from memkit.activations.offloading.steady import is_free, open_scheduled
+from memkit.activations.budgeting.budget_stage import BudgetStage
+from memkit.activations.budgeting.steady_step import SteadySaves
+from memkit.activations.offloading.moving_stage import is_free, is_from_leaf, open_scheduled
+from memkit.activations.offloading.scheduled import ScheduledSaves
 from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.recording.expected import Expected, num_writes
@@ -27,13 +25,13 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.budgeting.state import BudgetState
-    from memkit.activations.budgeting.steady import Moves, SteadySave, SteadyStep
+    from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.recomputing.recorded_forward import RecordedForward
 
 
-class SteadyStage(BudgetStage):
+class PlannedStage(BudgetStage):
     """Follows what is known of a step as long as it saves what is expected; then it does what `BudgetStage` does."""
 
     def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
@@ -87,7 +85,6 @@ class SteadyStage(BudgetStage):
         return self._steady.pack
 
     def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
-        """Return what moves tensors in a step that recomputes nothing; None if this is not possible now."""
         state, window = self._state, forward.window
         with state.lock:
             if window.is_broken:
@@ -198,7 +195,6 @@ class SteadyStage(BudgetStage):
     # What is not
 
     def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Take a tensor that the schedule doesn't have."""
         if self._step is not None and torch_private.backward_task() == -1:
             if self._is_complete and self._scheduled is not None and self._scheduled.has_backward:
                 with self._lock:
@@ -209,13 +205,11 @@ class SteadyStage(BudgetStage):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether everything expected was saved."""
         if self._scheduled is not None:
             return self._scheduled.is_complete
         return self._steady is not None and self._steady.is_complete
 
     def _leave(self) -> None:
-        """Go on without a plan and record, since something unexpected was saved."""
         steady, scheduled, forward = self._steady, self._scheduled, self._opened
         if steady is not None:
             steady.is_on = False

@@ -11,28 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.budgeting.decider import PlannedDecider
 from memkit.activations.budgeting.inside import Room
+from memkit.activations.budgeting.learned import PlannedDecider
+from memkit.activations.budgeting.limits import ComingStates, StepPeak
 from memkit.activations.budgeting.meter import Meter
-from memkit.activations.budgeting.peaks import StepPeak
 from memkit.activations.budgeting.planned_forward import PlannedForward
-from memkit.activations.budgeting.states import ComingStates
-from memkit.activations.budgeting.steady import StepNotes
+from memkit.activations.budgeting.steady_step import StepNotes
 from memkit.activations.recomputing.budget import RematOptions
-from memkit.activations.recomputing.stage import RecordingStage
+from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.settled import Settled
 from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
 from memkit.recording.function_notes import FunctionNotes, may_be_quiet
+from memkit.recording.recorder import Recorder
 from memkit.sizes import format_bytes
 from memkit.torch_state import is_traced
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.foresight import Foresight
     from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.observed import Foresight
     from memkit.activations.budgeting.state import BudgetState
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.decider import Decider
@@ -41,8 +41,32 @@ if TYPE_CHECKING:
     from memkit.kept import KeptHandle
     from memkit.plan import Action
     from memkit.recording.functions import QuietFunctions
-    from memkit.recording.recorder import Recorder
     from memkit.recording.recording import Recording
+
+
+class WatchedRecorder(Recorder):
+    """Records ops; calls a meter before and after each op, or notes the numbers of its values."""
+
+    meter: Meter | None = None
+    """The meter of the recorded forward, if it is measured."""
+    notes: StepNotes | None = None
+    """The notes of the recorded forward, if it is noted."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        meter, notes = self.meter, self.notes
+        if self.recording.is_gathering or torch_private.backward_task() != -1:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if notes is not None:
+            notes.begin_op(self.recording)
+        if meter is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        meter.begin_op()
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        meter.end_op(str(func), results)
+        return results
+
 
 _UNPLANNED, _FORESEEN = 0.9, 0.97
 """The fractions of the budget that a step without a plan may take at a save or a request. Temporaries and what is outside of
@@ -232,7 +256,7 @@ class BudgetStage(RecordingStage):
         self._is_metered = self._meter is not None
         if not self._is_metered and self._notes is None:
             return super()._make_recorder()
-        from memkit.activations.budgeting.metered import WatchedRecorder  # a dispatch mode: see `RecordingStage`
+        from memkit.activations.budgeting.budget_stage import WatchedRecorder  # a dispatch mode: see `RecordingStage`
 
         estimate_s = self._state.costs.estimate_s
         recorder = WatchedRecorder(self._forward.recording, self._options.kinds, default_generator, estimate_s)
@@ -246,7 +270,6 @@ class BudgetStage(RecordingStage):
         return forward
 
     def _watch(self, meter: Meter | None) -> None:
-        """Have the recorder call this meter from here on; None for no meter."""
         recorder: Any = self.recorder
         if self._is_metered:
             recorder.meter = meter
