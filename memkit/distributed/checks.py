@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from memkit.storages import unique_storages
 from memkit.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.weights import LayerOffload
-from memkit.weights.claims import is_streamed
-from memkit.weights.placement import shared_between
+from memkit.weights.host_copies import is_streamed, shared_between
 from memkit.weights.selection import quoted
 
 if TYPE_CHECKING:

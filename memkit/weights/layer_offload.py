@@ -20,24 +20,26 @@ from memkit.forks import forked
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.transfer.disk import Disk
-from memkit.weights.adoption import adopt, refuse_tied
-from memkit.weights.binding import StreamedParameter, without_modes
-from memkit.weights.choice import MeasuredChoice
-from memkit.weights.chunks import LayerChunk
-from memkit.weights.claims import claim, is_streamed, refuse_streamed
+from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, refuse_tied, without_modes
 from memkit.weights.forwards import Forwards
-from memkit.weights.from_files import FileWeights, Path
-from memkit.weights.fused import FusedSteps
+from memkit.weights.from_files import FilePath, FileWeights
+from memkit.weights.fused import FusedSteps, MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.gradients import HostGradients
-from memkit.weights.host_copies import HostCopies
-from memkit.weights.optimizers import MakeOptimizer, bring_state, state_bytes_of
-from memkit.weights.placement import Placement
+from memkit.weights.host_copies import HostCopies, Placement, claim, is_streamed, refuse_streamed
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
-from memkit.weights.shares import check_disk, choose_mode, chunks_of, plan_layers, why_layers_free_nothing
+from memkit.weights.shares import (
+    MeasuredChoice,
+    StepTimes,
+    StepTiming,
+    check_disk,
+    choose_mode,
+    chunks_of,
+    plan_layers,
+    why_layers_free_nothing,
+)
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
-from memkit.weights.timing import StepTimes, StepTiming
 
 
 class LayerOffload(NotCopied, EnteredOnce):
@@ -113,7 +115,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         num_slots: int = 3,
         train: str = "auto",
         optimizer: MakeOptimizer | None = None,
-        weights: Path | None = None,
+        weights: FilePath | None = None,
         disk: Disk | None = None,
         host_limit_bytes: int | str | None = None,
         device: str | torch.device | Device | None = None,

@@ -22,8 +22,7 @@ from memkit.storages import Geometry, storage_key
 from memkit.transfer.device_memory import device_memory_of
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
-from memkit.weights.binding import without_modes
-from memkit.weights.chunks import LayerChunk
+from memkit.weights.chunks import LayerChunk, without_modes
 
 
 class Slot:

@@ -19,7 +19,7 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
-from memkit.weights.stepped import SteppedGradient
+from memkit.weights.fused import SteppedGradient
 from tests import interrupts as harness
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_after, interrupts, spread
@@ -491,7 +491,7 @@ def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.M
     def choose(layers: Any, times: Any, plan: Any, **options: Any) -> Any:
         return chosen([*_costs(layers)], 2, num_slots=options["num_slots"])
 
-    from memkit.weights import choice as module
+    from memkit.weights import shares as module
     from memkit.weights.shares import costs_of as _costs
 
     monkeypatch.setattr(module, "plan_measured", choose)
