@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from memkit.device.base import Device
 from memkit.errors import DiskError
+from memkit.sizes import HOST_PAGE_BYTES, rounded
 from memkit.states.pieces import Layout, Piece
-from memkit.transfer.disk_store import DiskCopy, DiskStore
-from memkit.transfer.host_memory import PAGE_BYTES
-from memkit.transfer.spans import Span, rounded
+from memkit.transfer.disk import DiskCopy, DiskStore
+from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
     from memkit.states.host_memory import HostStates
@@ -84,7 +84,7 @@ class DiskRing:
         Raises:
             HostMemoryError: there is not as much.
         """
-        rooms = self._host.take([rounded(num_bytes, PAGE_BYTES)] * num_buffers)
+        rooms = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * num_buffers)
         self.buffers += map(Buffer, rooms)
 
     def find(self, part: Piece) -> Buffer | None:
@@ -185,7 +185,7 @@ class DiskRing:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
         self._device.synchronize()
-        (larger,) = self._host.take([rounded(num_bytes, PAGE_BYTES)])
+        (larger,) = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)])
         assert larger.whole is not None
         assert buffer.room.whole is not None
         larger.whole[: buffer.room.num_bytes].copy_(buffer.room.whole)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.plan import aligned
+from memkit.sizes import rounded
 from memkit.states.fingerprints import WORD_BYTES, take_fingerprint
 from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
 from memkit.states.pieces import Layout, Piece, stand_in_of
@@ -17,7 +18,7 @@ from memkit.states.records import StateRecord, version_of
 from memkit.states.shards import local_gradient
 from memkit.storages import byte_view, tensor_over
 from memkit.torch_state import local_of
-from memkit.transfer.spans import Span, rounded
+from memkit.transfer.host_memory import Span
 
 Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
 """What a route depends on of a parameter that is due: which it is, how it lies, and whether a copy is stepped in its place."""

@@ -30,8 +30,8 @@ from memkit.states.shards import local_gradient, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
-from memkit.transfer.spans import Span
 
 _HOST = torch.device("cpu")
 

@@ -18,10 +18,8 @@ from memkit.plan.state_places import NUM_BUFFERS
 from memkit.states.disk_ring import DiskRing, Holds
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
-from memkit.transfer.disk import Disk
-from memkit.transfer.disk_store import DiskCopy
-from memkit.transfer.host_memory import refusal_of
-from memkit.transfer.spans import Span
+from memkit.transfer.disk import Disk, DiskCopy
+from memkit.transfer.host_memory import Span, refusal_of
 
 if TYPE_CHECKING:
     from memkit.states.host_memory import HostStates

@@ -18,8 +18,8 @@ from memkit.plan.chunks import Residency
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.states.records import StateRecord, mark_of
 from memkit.storages import byte_view
-from memkit.transfer.disk_store import DiskCopy
-from memkit.transfer.spans import Span
+from memkit.transfer.disk import DiskCopy
+from memkit.transfer.host_memory import Span
 
 Rows = Sequence[Mapping[str, Tensor]]
 """The states of a piece, record by record."""

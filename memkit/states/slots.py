@@ -13,8 +13,8 @@ from memkit.plan import StatePlan, Update, in_slots
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.pieces import Piece
 from memkit.transfer.device_memory import device_memory_of
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
-from memkit.transfer.spans import Span
 
 
 class StateSlot:

@@ -21,7 +21,7 @@ from memkit.states.records import StateRecord, mark_of, version_of
 from memkit.states.shards import note_written, shard_like
 from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
 from memkit.torch_state import is_dtensor, local_of
-from memkit.transfer.disk_store import DiskCopy
+from memkit.transfer.disk import DiskCopy
 
 
 class Window(Piece):

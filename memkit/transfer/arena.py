@@ -18,10 +18,8 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
-from memkit.transfer.gaps import Gaps
-from memkit.transfer.host_memory import PAGE_BYTES, PinError
-from memkit.transfer.segments import Segment, Segments, shares
-from memkit.transfer.spans import ALIGNMENT_BYTES, Range, Span, rounded
+from memkit.sizes import ALIGNMENT_BYTES, HOST_PAGE_BYTES, rounded
+from memkit.transfer.host_memory import Gaps, PinError, Range, Segment, Segments, Span, shares
 from memkit.transfer.staging import CHUNK_BYTES, NUM_BUFFERS, Staging, describe_refusal
 
 LOOSE_BYTES = 2**30
@@ -126,7 +124,7 @@ class Arena:
         return self._taken_by(partial(self._take, num_bytes), num_bytes)
 
     def _take(self, num_bytes: int) -> Span:
-        ranges = self._find(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        ranges = self._find(rounded(num_bytes, ALIGNMENT_BYTES))
         segments = self._under(ranges)
         try:
             self._await_pins(segments)
@@ -149,7 +147,7 @@ class Arena:
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
-        committed = self._commit([rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
+        committed = self._commit([rounded(num_bytes, HOST_PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
         self._await_pins(committed, all_or_none=True)
         spans = []
         for segment, num_bytes in zip(committed, sizes_bytes, strict=True):
@@ -249,7 +247,7 @@ class Arena:
         """
         with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
-                num_bytes = min(num_bytes, self.limit_bytes // PAGE_BYTES * PAGE_BYTES)
+                num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
             self._commit(shares(num_bytes - self.held_bytes))
 
     @_mended
@@ -323,8 +321,8 @@ class Arena:
             return ranges
         is_tail_free = self._gaps.ranges and self._gaps.ranges[-1][1] == self._segments[-1].end
         tail_bytes = self._gaps.ranges[-1][1] - self._gaps.ranges[-1][0] if is_tail_free else 0
-        whole_bytes = rounded(size - tail_bytes, PAGE_BYTES)
-        least_bytes = rounded(size - self._gaps.num_bytes, PAGE_BYTES)
+        whole_bytes = rounded(size - tail_bytes, HOST_PAGE_BYTES)
+        least_bytes = rounded(size - self._gaps.num_bytes, HOST_PAGE_BYTES)
         most_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes + size)
         is_bounded = self.held_bytes + whole_bytes <= max(_SLACK * most_in_use_bytes, LOOSE_BYTES)
         try:

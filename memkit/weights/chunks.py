@@ -20,7 +20,7 @@ from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Region, Residency, lay_out
 from memkit.storages import Geometry, byte_view, is_dense, overlapping, storage_key, tensor_over
 from memkit.torch_state import num_users
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 if TYPE_CHECKING:

@@ -24,11 +24,12 @@ from memkit import torch_private
 from memkit.device.base import CopyBatch, Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.forks import OwnThreads, forked
+from memkit.sizes import ALIGNMENT_BYTES, rounded
 from memkit.storages import byte_view
 from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import lanes_of
-from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 from memkit.weights.accumulation import LayerAccumulation, Made, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 

@@ -15,11 +15,11 @@ from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
 from memkit.owners import with_offloaded_states
 from memkit.plan import disk_bytes
+from memkit.sizes import DISK_PAGE_BYTES, rounded
 from memkit.storages import byte_view, overlapping, tensor_over, unique_storages
 from memkit.transfer.arena import Arena
-from memkit.transfer.disk import Disk
-from memkit.transfer.disk_store import DiskCopy, DiskStore
-from memkit.transfer.spans import Span, rounded
+from memkit.transfer.disk import Disk, DiskCopy, DiskStore
+from memkit.transfer.host_memory import Span
 from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 if TYPE_CHECKING:
@@ -133,7 +133,6 @@ def refuse_streamed(model: nn.Module) -> None:
 
 
 NUM_BUFFERS = 4
-_PAGE_BYTES = 4096
 
 
 class _Buffer:
@@ -185,7 +184,7 @@ class DiskCopies:
         if not sizes:
             return
         self._opened = self._disk.open(disk_bytes(sizes, num_written_at_once=1), self._device)
-        largest = rounded(max(sizes), _PAGE_BYTES)
+        largest = rounded(max(sizes), DISK_PAGE_BYTES)
         with torch.inference_mode(False):
             rooms = arena.take_pinned_as_one([largest] * min(NUM_BUFFERS, len(sizes)))
         self._buffers = [_Buffer(room) for room in rooms]

@@ -20,8 +20,8 @@ from memkit.plan import slot_size_of
 from memkit.plan.chunks import Residency
 from memkit.storages import Geometry, storage_key
 from memkit.transfer.device_memory import device_memory_of
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
-from memkit.transfer.spans import Span
 from memkit.weights.chunks import LayerChunk, without_modes
 
 

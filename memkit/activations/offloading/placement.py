@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
-from memkit.transfer.lanes import Lanes
-from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
-from memkit.transfer.turns import copy_by_turns
+from memkit.sizes import ALIGNMENT_BYTES, rounded
+from memkit.transfer.host_memory import Span
+from memkit.transfer.lanes import Lanes, copy_by_turns
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import Schedule

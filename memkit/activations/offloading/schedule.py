@@ -14,9 +14,10 @@ from memkit.device.base import Device
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.actions import Action
+from memkit.sizes import ALIGNMENT_BYTES, rounded
 from memkit.storages import Geometry
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
-from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 
 _MOST_PASSED = 64
 _MOST_LOOKS = 3
@@ -243,8 +244,7 @@ class Schedule:
             self._placed.clear()
 
     def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> Placement:
-        """Return the prepared copies from and to spans of `host_bytes`; those of the last forward if its spans were the
-        same."""
+        """Return the prepared copies from and to spans of `host_bytes`: those of the last forward if the spans are the same."""
         key = tuple(
             None if span is None else (span.offset, span.ranges, tuple(piece.data_ptr() for piece in span.pieces))
             for span in spans

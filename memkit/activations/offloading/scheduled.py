@@ -24,7 +24,7 @@ from memkit.interrupts import mended
 from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
 from memkit.sizes import format_mib
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.placement import Placement

@@ -25,7 +25,7 @@ from memkit.activations.saved.traces import Trace
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError
 from memkit.interrupts import Blocks
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
     from memkit.activations.saved.state import OffloadState

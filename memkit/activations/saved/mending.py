@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memkit.activations.saved.records import ON_DEVICE, Record, SavedResidency
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
     from memkit.activations.saved.ledger import Ledger
