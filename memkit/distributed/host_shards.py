@@ -65,7 +65,6 @@ class Buffer:
         self.parts = byte_view(storage).split(TURN_BYTES)
         """What the pieces of a chunk are copied to."""
         self.shards = [region.over(storage) for region in layout]
-        """Each as [numel]."""
         self.done: Event
         """The bytes of the chunk that was put on the lane last are there."""
 
@@ -77,15 +76,6 @@ _own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")
 
 
 class HostLayer:
-    """What FSDP2 gathers as one, whose shards on this rank lie side by side in pinned host memory.
-
-    Args:
-        group: FSDP2's parameters that are gathered together.
-        device: where they are gathered.
-        arena: has the memory.
-        layouts: those of all layers, each under itself.
-    """
-
     def __init__(self, group: Any, device: Device, arena: Arena, layouts: dict[Layout, Layout]) -> None:
         self.group = group
         self.device = device
@@ -183,11 +173,7 @@ class HostLayer:
 
 
 def group_of(module: Any) -> Any:
-    """Return what FSDP2 gathers as one for a module, None for one without parameters of its own.
-
-    Raises:
-        MissingTorchNameError: a name of FSDP2's is not there.
-    """
+    """Return what FSDP2 gathers as one for a module, None for one without parameters of its own."""
     to_state, to_group = torch_private.FSDP_GROUP
     group = _named(_named(module, to_state)(), to_group)
     if group is not None:
@@ -226,10 +212,6 @@ class HostShards:
     After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
     `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device. Whoever steps
     shards within the backward is asked ahead of each copy, and told of each reduction: see `memkit.steppers.ReducedSteps`.
-
-    Args:
-        device: where layers are gathered.
-        num_shards: how many parts each parameter has.
     """
 
     def __init__(self, device: Device, num_shards: int) -> None:
@@ -255,11 +237,7 @@ class HostShards:
             leave_untraced(function)
 
     def add(self, module: FSDPModule) -> None:
-        """Copy a layer's shards ahead of its gathers from now on. If they have data, it moves to a chunk at once.
-
-        Raises:
-            MissingTorchNameError: FSDP2 does not gather as it did. The layer is left to its own policy.
-        """
+        """Copy a layer's shards ahead of its gathers from now on. If they have data, it moves to a chunk at once."""
         group = group_of(module)
         if group is None:  # without parameters
             return
@@ -275,11 +253,7 @@ class HostShards:
         self.layers.append(layer)
 
     def add_whole(self, model: FSDPModule) -> None:
-        """The same for parameters that are in no layer. To be called last: from now on shards are copied ahead.
-
-        Raises:
-            MissingTorchNameError: as for a layer.
-        """
+        """The same for parameters that are in no layer. To be called last: from now on shards are copied ahead."""
         num_layers = len(self.layers)
         self.add(model)
         for layer in self.layers[num_layers:]:
@@ -305,11 +279,7 @@ class HostShards:
         self._read(layer, functools.partial(unshard, async_op), stream)
 
     def _wait_for_unshard(self, layer: HostLayer, wait: Callable[[], None]) -> None:
-        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank.
-
-        Raises:
-            StateOffloadError: a `StateOffload` has stepped the layer within this backward, which needs it once more.
-        """
+        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank."""
         if layer.steppers and getattr(layer.group, torch_private.FSDP_GATHER) is not None and _is_stepped(layer):
             raise StateOffloadError(
                 "shard: the backward gathers a layer once more whose gradients it has reduced, and with which a "
@@ -386,7 +356,6 @@ class HostShards:
             return Buffer(self._device.allocate(num_bytes), layer.layout, self._device.current_stream())
 
     def _stream_of(self, layer: HostLayer, stream: object) -> Stream:
-        """Return one of FSDP2's streams as the device has it; for None the current one."""
         if stream is None:
             return self._device.current_stream()
         known = self._packing

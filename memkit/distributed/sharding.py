@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 
 def check_group() -> None:
-    """Raise where this process is of no group.
-
-    Raises:
-        ValueError: `torch.distributed` is not there, or has no process group yet.
-    """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "shard needs a process group; found none. Start the script by torchrun --nproc-per-node N, and call "
@@ -48,12 +43,6 @@ def check_arguments(
     reshard_after_forward: object,
     prefetch: object,
 ) -> None:
-    """Raise where an argument is of the wrong type, or out of range.
-
-    Raises:
-        TypeError: one is of the wrong type.
-        ValueError: `prefetch` is negative, or `frozen_dtype` no floating-point type.
-    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -84,12 +73,7 @@ def check_arguments(
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise where something else has the model's parameters in its hands, or they can't be sharded.
-
-    Raises:
-        ValueError: it is sharded or replicated already, in whole or in part, or `LayerOffload` streams it; a parameter is lazy,
-            a scalar, or two are views of one tensor.
-    """
+    """Raise where something else has the model's parameters in its hands, or they can't be sharded."""
     for name, module in model.named_modules():
         where, kind = quoted(name), type(module).__name__
         if is_sharded_by_fsdp(module):
@@ -117,12 +101,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise where layers can't be gathered each by itself.
-
-    Raises:
-        ValueError: a layer is the model or has no forward, shares parameters with another or with what is no layer, or what is
-            trained of one has several dtypes.
-    """
+    """Raise where layers can't be gathered each by itself."""
     for name, layer in layers.items():
         if layer is model:
             raise ValueError("layers: the model itself is no layer of it. Leave layers out, or name modules in it")
@@ -153,11 +132,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
-    """Raise where a mesh is not of all ranks of the group, or not of the model's device.
-
-    Raises:
-        ValueError: that is so.
-    """
+    """Raise where a mesh is not of all ranks of the group, or not of the model's device."""
     world_size = dist.get_world_size()
     if mesh.size() != world_size:
         raise ValueError(
@@ -180,7 +155,6 @@ def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of a mesh on this rank."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -289,7 +263,6 @@ def shard(
 
 
 def _default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks, on what the group's backends are for."""
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = "cpu"

@@ -69,7 +69,6 @@ class Arena:
     when it mends (`give_all`).
 
     Args:
-        device: whose copies use the memory.
         limit_bytes: the most to hold. The limits of the container, and what the machine has available, are respected as well.
         must_pin: whether to raise where the system does not pin memory. Else `refusal` says so, and all that is committed from
             then on is not pinned.
@@ -110,16 +109,11 @@ class Arena:
 
     @property
     def num_pins(self) -> int:
-        """How many segments were given to `Device.pin` so far."""
         return self._committed.num_pins
 
     @_mended
     def take(self, num_bytes: int) -> Span:
-        """Allocate a span of at least one byte.
-
-        Raises:
-            HostMemoryError: a limit is met, or the system does not pin as much. The arena stays usable.
-        """
+        """Allocate a span of at least one byte."""
         assert num_bytes > 0
         return self._taken_by(partial(self._take, num_bytes), num_bytes)
 
@@ -140,9 +134,6 @@ class Arena:
 
         They are always new memory, in whole pages: for what is kept long. Where this arena goes on with memory that is not
         pinned, they are one range each as well.
-
-        Raises:
-            HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
         """
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
@@ -181,7 +172,6 @@ class Arena:
         return taken
 
     def _span(self, ranges: tuple[Range, ...], num_bytes: int, segments: list[Segment]) -> Span:
-        """Return a span of these ranges, which lie in these segments."""
         addresses = self._committed.addresses
         assert addresses is not None
         span = Span(
@@ -229,9 +219,6 @@ class Arena:
     def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
         """Free all spans. The host must have waited for all copies. Also frees spans that were allocated and whose owner never
         got them because of an interrupt.
-
-        Args:
-            but_for: those that are needed.
         """
         needed = {*but_for, *self._buffer_spans}
         for span in [span for span in self._spans.values() if span not in needed]:
@@ -369,12 +356,10 @@ class Arena:
             failed[0].pinned.result()
 
     def _drop(self, segment: Segment) -> None:
-        """Give a segment that is not in use back to the system."""
         self._gaps.cut((segment.start, segment.end))
         self._committed.drop(segment)
 
     def _under(self, ranges: Iterable[Range]) -> list[Segment]:
-        """Return the segments that ranges lie in, each once."""
         found: dict[Segment, None] = {}
         for start, end in ranges:
             at = bisect_right(self._segments, start, key=lambda segment: segment.start) - 1

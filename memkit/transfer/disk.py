@@ -27,8 +27,6 @@ class DiskTransfer:
 
     Args:
         what: says what is done with which chunk, for errors.
-        blocks: what is moved.
-        move: moves one of them, in any thread.
         begin: what to wait for before the first, in one of the threads that move them.
         is_read: whether memory is written to.
     """
@@ -90,8 +88,6 @@ class DiskTransfer:
 
 
 class DiskQueue(ABC):
-    """Moves blocks, in the order in which transfers were put."""
-
     @abstractmethod
     def put(self, transfer: DiskTransfer) -> None:
         """Have a transfer done, behind those that were put before. Does not wait."""
@@ -184,7 +180,6 @@ class DiskThreads(DiskQueue):
             del transfer, error
 
     def _ready(self) -> DiskTransfer | None:
-        """Return the first transfer with something to do now."""
         return next((transfer for transfer in self._waiting if not transfer.is_beginning), None)
 
 
@@ -229,7 +224,6 @@ class DiskStore:
 
     Args:
         file: room for all chunks, each in whole pages, and for those that are being written beside them.
-        queue: does what is asked for.
         device: whose events tell when bytes in host memory are ready.
         block_bytes: the most that one thread reads or writes at once.
         waits_for_all: whether the caller calls `wait` for each transfer: what has failed is raised there alone.
@@ -272,16 +266,11 @@ class DiskStore:
         return [copy.num_bytes for copy in self._copies.values()]
 
     def has(self, copy: DiskCopy) -> bool:
-        """Tell whether a chunk is one of these."""
         return self._copies.get(id(copy)) is copy
 
     @mended
     def extend(self, num_bytes: int) -> None:
-        """Have room for so many bytes in all, whole pages: at least as many as before.
-
-        Raises:
-            DiskError: the disk has not as much.
-        """
+        """Have room for so many bytes in all, whole pages: at least as many as before."""
         before = self.file.num_bytes
         self.file.extend(num_bytes)
         if num_bytes > before:
@@ -289,11 +278,7 @@ class DiskStore:
 
     @mended
     def add(self, name: str, num_bytes: int) -> DiskCopy:
-        """Return the copy of a chunk of at least one byte, which is nowhere before the first write.
-
-        Raises:
-            DiskError: a transfer has failed of which nobody knows.
-        """
+        """Return the copy of a chunk of at least one byte, which is nowhere before the first write."""
         assert num_bytes > 0
         self._raise_untold()
         copy = DiskCopy(name, num_bytes)
@@ -304,9 +289,6 @@ class DiskStore:
     def map(self, copy: DiskCopy) -> memoryview:
         """Give a chunk a place of its own, which it keeps, and return the bytes there as memory. What is written to that is
         found by `read`; whoever holds it holds the room on the disk, also once this is closed.
-
-        Raises:
-            DiskError: the file has no room for it in one place.
         """
         assert not copy.is_written
         self._raise_untold()
@@ -344,10 +326,6 @@ class DiskStore:
             copy: whose bytes these become when the write has ended.
             span: its bytes. They stay as they are until `wait` has returned.
             after: what makes them; waited for by the thread that writes.
-
-        Raises:
-            DiskError: the file has no room for one more chunk beside those that are being written, or a transfer has failed of
-                which nobody knows.
         """
         self._prepare(copy, span)
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
@@ -370,12 +348,8 @@ class DiskStore:
         """Begin to read a chunk. Waits for its transfer before, if that is still under way.
 
         Args:
-            copy: one that was written.
             span: where to. Until `wait` has returned, its bytes mean nothing.
             after: what may still use the span, beside its `free_events`; waited for by the thread that reads.
-
-        Raises:
-            DiskError: a transfer has failed of which nobody knows.
         """
         self._prepare(copy, span)
         assert copy.is_written, f'"{copy.name}" is read, and was never written'
@@ -383,11 +357,7 @@ class DiskStore:
         self._put(copy, span, copy.places[0], (*span.free_events, *after), is_read=True)
 
     def wait(self, copy: DiskCopy) -> None:
-        """Wait until the transfer of a chunk has ended, if there is one.
-
-        Raises:
-            DiskError: it has failed. What the chunk was on disk it still is.
-        """
+        """Wait until the transfer of a chunk has ended, if there is one."""
         transfer = self._transfer_of(copy)
         if transfer is not None:
             self._queue.wait(transfer)  # without the lock: others may begin more meanwhile
@@ -405,11 +375,7 @@ class DiskStore:
 
     @mended
     def close(self) -> None:
-        """End what is under way and all threads, and give the room on the disk back. Calling it again does nothing.
-
-        Raises:
-            DiskError: a transfer has failed of which nobody knows.
-        """
+        """End what is under way and all threads, and give the room on the disk back. Calling it again does nothing."""
         self._shut()
         self._is_closed = True
         self._raise_untold()
@@ -602,7 +568,6 @@ class Disk:
         store.extend(self._allowed(num_bytes))
 
     def _allowed(self, num_bytes: int) -> int:
-        """Return a number of bytes in whole pages, if the limit allows as many."""
         num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
         if self.limit is not None and num_bytes > self.limit:
             raise DiskError(

@@ -34,7 +34,6 @@ class Block:
     buffers: tuple[memoryview, ...]
     """Where in memory, in order."""
     num_bytes: int
-    """Of these together. In the file they take whole pages."""
     is_aligned: bool
     """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
 
@@ -46,8 +45,6 @@ def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_by
 
     Args:
         ranges: of whole pages; at least as many bytes as the pieces have.
-        pieces: tensors of dtype uint8 in host memory.
-        block_bytes: the most in one block, whole pages.
 
     Example:
         >>> import torch
@@ -115,11 +112,7 @@ class DiskFile(ABC):
 
     @abstractmethod
     def extend(self, num_bytes: int) -> None:
-        """Have room for so many bytes, at least as many as before.
-
-        Raises:
-            DiskError: the disk has not as much.
-        """
+        """Have room for so many bytes, at least as many as before."""
 
     @abstractmethod
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
@@ -148,11 +141,7 @@ class DiskFile(ABC):
         """Give the room on the disk back. Calling it again does nothing."""
 
     def read(self, block: Block) -> None:
-        """Read a block.
-
-        Raises:
-            OSError: the disk fails, or there is less than that in the file.
-        """
+        """Read a block."""
         if block.is_aligned or not self.is_direct:
             self._move_all(self._read_some, block.buffers, block.offset)
         else:
@@ -165,11 +154,7 @@ class DiskFile(ABC):
             self._forget_cached(block.offset, block.num_bytes)
 
     def write(self, block: Block) -> None:
-        """Write a block.
-
-        Raises:
-            OSError: the disk fails, or is full.
-        """
+        """Write a block."""
         if block.is_aligned or not self.is_direct:
             self._move_all(self._write_some, block.buffers, block.offset)
         else:
@@ -218,13 +203,6 @@ def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 class ScratchFile(DiskFile):
     """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends in
     whatever way. All its room on the disk is reserved when it is made.
-
-    Args:
-        directory: on which disk.
-        num_bytes: how large, in whole pages.
-
-    Raises:
-        DiskError: the system makes no file there, or the disk has not as much room.
     """
 
     def __init__(self, directory: Path, num_bytes: int) -> None:

@@ -68,12 +68,7 @@ class Addresses:
         self._has_touched = threading.Condition()
 
     def commit(self, device: Device, start: int, end: int) -> None:
-        """Touch and pin memory; many threads do so side by side.
-
-        Raises:
-            PinError: the system does not pin it.
-            HostMemoryError: the machine or the container has no room.
-        """
+        """Touch and pin memory; many threads do so side by side."""
         self.touch(start, end)
         try:
             device.pin(self.bytes[start:end])
@@ -84,11 +79,7 @@ class Addresses:
             raise
 
     def touch(self, start: int, end: int) -> None:
-        """Have memory behind some addresses; many threads do so side by side.
-
-        Raises:
-            HostMemoryError: the machine or the container has no room.
-        """
+        """Have memory behind some addresses; many threads do so side by side."""
         num_bytes = end - start
         with self._has_touched:
             # Memory that other threads are touching only partly counts as used yet: without room beside it, look again later.
@@ -196,8 +187,6 @@ class Span:
 
 
 class Gaps:
-    """Ranges that are not in use."""
-
     def __init__(self) -> None:
         self.ranges: list[Range] = []
         """Lowest first; no two touch."""
@@ -237,7 +226,6 @@ class Gaps:
         self.ranges.insert(at, (start, end))
 
     def cut(self, byte_range: Range) -> None:
-        """Remove a range from what is free."""
         start, end = byte_range
         parts = (part for gap in self.ranges for part in ((gap[0], min(gap[1], start)), (max(gap[0], end), gap[1])))
         self.ranges = [part for part in parts if part[0] < part[1]]
@@ -270,7 +258,6 @@ class Segments:
     def __init__(self, device: Device) -> None:
         self.all: list[Segment] = []
         self.addresses: Addresses | None = None
-        """Set aside with the first segment."""
         self.num_pins = 0
         """How many segments were given to `Device.pin` so far."""
         self._device = device
@@ -283,11 +270,7 @@ class Segments:
         return sum(segment.end - segment.start for segment in tuple(self.all))
 
     def add(self, sizes_bytes: Sequence[int], *, limit_bytes: int | None, is_pinned: bool) -> list[Segment]:
-        """Begin to touch memory behind what is committed, and to pin it, in segments of these sizes: multiples of a page.
-
-        Raises:
-            HostMemoryError: all would be more than the limit, or than there are addresses.
-        """
+        """Begin to touch memory behind what is committed, and to pin it, in segments of these sizes: multiples of a page."""
         if not sizes_bytes:
             return []
         num_bytes, start = sum(sizes_bytes), self.all[-1].end if self.all else 0
@@ -311,7 +294,6 @@ class Segments:
         return added
 
     def drop(self, segment: Segment) -> None:
-        """Give a segment that is not in use back to the system."""
         self._dropping.append(segment)
         self._finish_drop()
 

@@ -26,11 +26,9 @@ class CopiesByTurns(CopyBatch):
     """A `CopyBatch` whose pieces are copied one after the other, on two streams by turns.
 
     Args:
-        device: that of the storages.
         streams: both streams; the first copy is on the first one.
         pieces: all that is copied, those of each turn together.
         is_out: whether to the host.
-        ahead: as of `CopyBatch`.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class CopiesByTurns(CopyBatch):
     ) -> None:
         super().__init__(device, streams[0], [piece for turn in pieces for piece in turn], is_out=is_out, ahead=ahead)
         self.turns: list[CopyBatch] = []
-        """A batch for each, which waits for the one before."""
         for number, turn in enumerate(pieces):
             before = self.turns[-1] if self.turns else ahead
             self.turns.append(device.copy_batch(streams[number % 2], turn, is_out=is_out, ahead=before))
@@ -68,7 +65,6 @@ def copy_by_turns(
     """Return copies like those of `Device.copy_batch`, whose turns are not those of the batch ahead, which they wait for.
 
     Args:
-        streams: which take turns.
         ahead: what was returned for the batch that is put on them just before; None for the first.
     """
     before = ahead.turns[-1] if isinstance(ahead, CopiesByTurns) else ahead
@@ -105,11 +101,8 @@ class Transfer:
     """One copy over the link. Others wait for `done`; from `started` to `done` the lane is busy with it."""
 
     num_bytes: int
-    """Bytes that are copied."""
     started: Event
-    """Recorded on the lane before the copy."""
     done: Event
-    """Recorded on the lane after the copy."""
 
 
 class Prefetcher(Protocol):
@@ -121,9 +114,6 @@ class Prefetcher(Protocol):
 
     def bring_until(self, use_order: int) -> bool:
         """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`.
-
-        Args:
-            use_order: a number that `Lanes.next_use` has returned.
 
         Returns:
             Whether all of that is on the lane or on the device; False where there is no room for some of it yet.

@@ -63,11 +63,7 @@ class Made(NamedTuple):
 
 
 class Accumulation(ABC):
-    """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete.
-
-    Args:
-        device: where they are made.
-    """
+    """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -107,7 +103,6 @@ class Accumulation(ABC):
         """Have `_refuse_more` called ahead of each gradient that the engine has in a backward that is refused."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
-        """Set hooks on layers."""
         for chunk in chunks:
             self.watch(chunk)
 
@@ -147,11 +142,7 @@ class Accumulation(ABC):
     # In a backward
 
     def _enter_backward(self) -> int:
-        """Return the number of the backward that is running; the first time, register for its end.
-
-        Raises:
-            LayerOffloadError: it is refused.
-        """
+        """Return the number of the backward that is running; the first time, register for its end."""
         task = torch_private.backward_task()
         if task not in self._tasks:
             if task == self._refused_task:
@@ -213,7 +204,6 @@ def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
 
 
 def are_modes_on() -> bool:
-    """Tell whether grad mode is off, or a dispatch mode on."""
     return torch_private.num_dispatch_modes() > 0 or not torch.is_grad_enabled()
 
 
@@ -233,7 +223,6 @@ def sum_of(one: Tensor, other: Tensor) -> Tensor:
 
 
 _NONE = -2
-"""The number of no backward."""
 _never = ().__contains__
 """Says no without a frame of its own."""
 
@@ -249,18 +238,14 @@ class _Alive:
 
 
 class _LayerGradients:
-    """What is known of the gradients of a layer."""
-
     def __init__(self, chunk: LayerChunk) -> None:
         self.chunk = chunk
         self.streamed: tuple[StreamedParameter, ...] = ()
         """Those that are watched."""
         self.parameters: tuple[Tensor, ...] = ()
-        """What these are."""
         self.tensors: Sequence[Tensor] | None = None
         """What the layer's parameters were when that was found out; None until all hooks are set."""
         self.requires_grad: tuple[bool, ...] = ()
-        """And which of them required grad."""
         self.hooks = HookSet()
         self.task = -1
         """The backward whose gradients `grad` is, or is about to be; -1 while the layer is not under way."""
@@ -285,28 +270,21 @@ class _LayerGradients:
         """On the device: what each backward has made so far, if more may come."""
 
     def has_several_graphs(self) -> bool:
-        """Tell whether several graphs may bring gradients of a parameter."""
         if weakref.getweakrefcount(self.calls) > 1:
             return True
         return bool(self.nodes) and any(self.num_alive(streamed) > 1 for streamed in self.nodes)
 
     def num_alive(self, streamed: StreamedParameter) -> int:
-        """Return how many nodes may bring a parameter's gradient."""
         return weakref.getweakrefcount(self.calls) + len(self.nodes.get(streamed, ()))
 
     def add_part(self, task: int, streamed: StreamedParameter, made: Tensor) -> None:
-        """Hold what a backward has made, added to what is held of it."""
         parts = self.parts.setdefault(task, {})
         part = parts.get(streamed)
         parts[streamed] = made if part is None else sum_of(part, made)
 
 
 class LayerAccumulation(Accumulation):
-    """Hands over the gradients of a layer together: see [Note: gradients by the layer].
-
-    Args:
-        device: where they are made.
-    """
+    """Hands over the gradients of a layer together: see [Note: gradients by the layer]."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -314,7 +292,6 @@ class LayerAccumulation(Accumulation):
         """Whether a parameter has another node once it has left a slot: see [Note: when a gradient is complete]."""
         self._watched: dict[LayerChunk, _LayerGradients] = {}
         self._layer: _LayerGradients | None = None
-        """The layer that is under way."""
         self._lock = threading.RLock()
         """The engine has a thread for each device."""
 
@@ -339,7 +316,6 @@ class LayerAccumulation(Accumulation):
         does where they are not as they were the last time: then nothing was done.
 
         Args:
-            parameters: the same tuple each time.
             gradients: of each; None where nothing has come.
 
         Returns:
@@ -449,7 +425,6 @@ class LayerAccumulation(Accumulation):
                 layer.elsewhere[streamed] = self._device.current_stream()
 
     def _open(self, layer: _LayerGradients, task: int) -> None:
-        """Open a layer, and close the one that is open."""
         if task not in self._tasks:
             self._enter_backward()
         if self._layer is not None:
@@ -466,7 +441,6 @@ class LayerAccumulation(Accumulation):
         layer.task = task
 
     def _collect(self, layer: _LayerGradients) -> None:
-        """Close a layer: take the gradients that have come."""
         task, self._layer = layer.task, None
         if task == -1:
             return
@@ -486,7 +460,6 @@ class LayerAccumulation(Accumulation):
                 self._hand_over(layer, task, [one for one in made if elsewhere.get(one.streamed, layer.stream) == stream])
 
     def _hand_over(self, layer: _LayerGradients, task: int, made: Sequence[Made]) -> None:
-        """Hand over the gradients that are complete, and hold the other parts."""
         if any(map(_requires_grad, map(_gradient_of, made))):
             refuse_graph(made)
         if layer.is_shared or task in layer.parts:
@@ -535,7 +508,6 @@ class _Token:
     """Stands for one node that brings gradients: it lives as long as that, and is called when it is about to bring some."""
 
     task = -1
-    """The last backward in which the node has brought some."""
 
     def __call__(self, _: Any) -> None:
         self.task = torch_private.backward_task()
@@ -548,7 +520,6 @@ class _Sum:
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
-        """The one that is watched."""
         self.hooks = HookSet()
         self.is_watched = False
         """Whether all hooks are set."""
@@ -556,7 +527,6 @@ class _Sum:
         """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
-        """On the device: what each backward has made so far."""
 
     def is_complete(self, task: int) -> bool:
         """See [Note: when a gradient is complete]."""
@@ -567,11 +537,7 @@ class _Sum:
 
 
 class ParameterAccumulation(Accumulation):
-    """Hands over each gradient when it is complete.
-
-    Args:
-        device: where they are made.
-    """
+    """Hands over each gradient when it is complete."""
 
     _steps = False
     """Whether parameters are written to when their gradients are handed over."""
@@ -628,7 +594,6 @@ class ParameterAccumulation(Accumulation):
     # In a backward
 
     def _before(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """The engine has a gradient of a parameter, and is about to add it to `grad`."""
         if self._is_on_host(made):
             self._refuse_host(streamed)
         task = torch_private.backward_task()
@@ -643,7 +608,6 @@ class ParameterAccumulation(Accumulation):
         self._sums[streamed].due = task
 
     def _after(self, streamed: StreamedParameter, _: Tensor) -> None:
-        """The engine has put a gradient, or a part of one, to `grad`."""
         task, known, made = torch_private.backward_task(), self._sums[streamed], streamed.parameter.grad
         streamed.parameter.grad = None
         known.due = -1

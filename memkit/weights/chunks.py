@@ -53,7 +53,6 @@ class BoundTensor:
 
     @property
     def place(self) -> Geometry:
-        """How it lies in the chunk."""
         return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
 
     def adopt_layout(self, source: Tensor) -> None:
@@ -66,7 +65,6 @@ class BoundTensor:
             )
 
     def shares_host_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in the host copy's storage."""
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
 
     def is_host_copy(self, tensor: Tensor) -> bool:
@@ -90,7 +88,6 @@ class StreamedParameter:
         self.name = name
         self.parameter = parameter
         self.places = tuple(places)
-        """The modules that hold it, and under which name."""
         self.parts = [BoundTensor(part) for part in parts_of(parameter)]
         self.wrappers = wrappers_in(parameter)
         self.size, self.dtype = parameter.size(), parameter.dtype
@@ -99,7 +96,6 @@ class StreamedParameter:
         """Where it was found; the host if it had no data."""
 
     def note_stride(self) -> None:
-        """Take note of how the elements of the parameter lie now."""
         self.stride = self.parameter.stride()
         self.gradient_stride = self.stride if is_dense(self.size, self.stride) else _contiguous(self.size)
         """How those of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
@@ -131,7 +127,6 @@ class StreamedParameter:
                 set_reported_device(wrapper, device)
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Let another parameter of the same kind be the one that streams."""
         self.parameter, self.wrappers = parameter, wrappers_in(parameter)
         for part, tensor in zip(self.parts, parts_of(parameter), strict=True):
             part.tensor = tensor
@@ -212,19 +207,15 @@ class Binding:
         self.renew()
 
     def renew(self) -> None:
-        """Take note of what the parameters are now, and of their host copies."""
         parts = [part for streamed in self.parameters for part in streamed.parts]
         self.tensors = tuple(part.tensor for part in parts)
         self.known = frozenset(map(id, self.tensors))
-        """Which tensors these are, by their ids."""
         self.host_copies = tuple(part.host_copy for part in parts)
         self.wrappers = tuple(wrapper for streamed in self.parameters for wrapper in streamed.wrappers)
         self.counted = (*self.wrappers, *self.tensors)
         """What counts the writes to the bytes."""
         self.versions: Callable[[], Iterator[int]] = partial(map, torch_private.version_of, self.counted)
-        """What they come to now."""
         self.requires_grad: Callable[[], Iterator[bool]] = partial(map, _requires_grad, self.tensors)
-        """Whether each tensor requires grad."""
         self.set_data: Callable[[Sequence[Tensor]], Iterator[None]] = partial(map, setattr, self.tensors, repeat("data"))
         """Sets what each tensor is, as it is gone through: what `point_at` does where nothing else is to be seen to."""
         places = tuple(part.place for part in parts)
@@ -285,7 +276,6 @@ class Binding:
                 set_reported_device(wrapper, device)
 
     def unbind(self) -> None:
-        """Let the parameters be the host copies again."""
         self.point_at(self.host_copies, HOST)
 
 
@@ -302,7 +292,6 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
-    """Copy what a tensor is to a host copy of it."""
     distinct(host_copy).copy_(distinct(tensor.data))
 
 
@@ -328,10 +317,7 @@ class LayerChunk:
     """The streamed parameters of one layer, packed side by side.
 
     Args:
-        name: the layer's, in the model.
-        module: the layer.
         parameters: what streams of it: not empty, each plain or with plain parts.
-        position: its number among the layers that stream.
     """
 
     def __init__(self, name: str, module: nn.Module, parameters: Iterable[nn.Parameter], position: int) -> None:
@@ -341,7 +327,6 @@ class LayerChunk:
         self.span: Span | None = None
         """The host memory for the host copy. None if that is on a disk."""
         self.mapped: memoryview | None = None
-        """What is there, as memory."""
         self.is_on_host = False
         """Whether the host copies are in the span, and parameters may be those."""
         self.num_changes = 0
@@ -387,7 +372,6 @@ class LayerChunk:
 
     @property
     def parameters(self) -> tuple[StreamedParameter, ...]:
-        """What streams of the layer."""
         return self.binding.parameters
 
     def _parts(self) -> Iterator[BoundTensor]:
@@ -433,7 +417,6 @@ class LayerChunk:
                     streamed.parameter.grad = grad.to(_HOST)
 
     def _memory(self) -> Any:
-        """Return the bytes of the host copy."""
         if self.mapped is not None:
             return self.mapped
         assert self.span is not None
@@ -498,11 +481,7 @@ _ADVICE = "Call offload.close() first, change the model, and make a new LayerOff
 
 
 def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
-    """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
-
-    Raises:
-        LayerOffloadError: a parameter was moved, or is of another kind now.
-    """
+    """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them."""
     if chunk.binding.is_unchanged():
         return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]
@@ -531,11 +510,7 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
 
 
 def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> None:
-    """Raise where a parameter that was put in the place of another is that of a second place that streams.
-
-    Raises:
-        LayerOffloadError: that is so.
-    """
+    """Raise where a parameter that was put in the place of another is that of a second place that streams."""
     for other in (item for chunk in chunks for item in chunk.parameters):
         if other is not adopted and other.parameter is adopted.parameter:
             raise LayerOffloadError(
@@ -548,9 +523,6 @@ def adopt_data(chunk: LayerChunk) -> None:
     """Take over what parameters were given since (`parameter.data = other`), while a graph is alive that has used them.
 
     Those that were put in the place of others are left to the next forward: the graph is one of the others.
-
-    Raises:
-        LayerOffloadError: a parameter was moved, or is of another kind now.
     """
     if chunk.binding.is_unchanged():
         return

@@ -41,13 +41,11 @@ class InnerHooks(HookSet):
         self._dicts: list[OrderedDict[int, Any]] = []
         """What torch has the hooks in that are ahead of forwards."""
         self._numbers: list[int] = []
-        """What they are there."""
         self._aside: list[Any] = []
         """Those that are set aside, in the same order; None for one that was not there."""
         self._behind: list[tuple[OrderedDict[int, Any], int, Any]] = []
         """The hooks behind forwards: where each belongs, as what, and which it is."""
         self._due: list[tuple[OrderedDict[int, Any], int]] = []
-        """Those of them that are there."""
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(place, module, args)` as `around_forward` does, and `after(place, module, args, output)` too, but that
@@ -113,7 +111,6 @@ class Forwards(NotCopied):
     """Has the parameters of each layer lie in a slot while it runs.
 
     Args:
-        model: whose forwards they are.
         before_pass: called when a forward begins that is no part of another, nor of a backward. It may call `watch` anew.
         note_adopted: called with parameters that the caller has put in the place of others, and that stream from now on.
     """
@@ -182,11 +179,7 @@ class Forwards(NotCopied):
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
 
     def close(self) -> None:
-        """See no forwards any more.
-
-        Raises:
-            LayerOffloadError: one is going on, or a backward.
-        """
+        """See no forwards any more."""
         self._calls.end_interrupted()
         if len(self._calls) or torch_private.backward_task() != -1:
             which = "forward of the model" if len(self._calls) else "backward"
@@ -197,7 +190,6 @@ class Forwards(NotCopied):
         self._before_pass = self._note_adopted = _do_nothing
 
     def end_interrupted(self) -> None:
-        """End the forwards that an interrupt has left, as the next one would."""
         self._calls.end_interrupted()
 
     # The model
@@ -229,11 +221,7 @@ class Forwards(NotCopied):
         )
 
     def _begin_pass(self, first: LayerChunk | None) -> None:
-        """A forward begins; see whether it is one of its own.
-
-        Raises:
-            LayerOffloadError: DistributedDataParallel would reduce its gradients; or another thread runs a backward.
-        """
+        """A forward begins; see whether it is one of its own."""
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
@@ -254,11 +242,7 @@ class Forwards(NotCopied):
             self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
-        """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`.
-
-        Raises:
-            LayerOffloadError: that is so.
-        """
+        """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`."""
         if self._streamer.chunks and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "

@@ -33,11 +33,7 @@ def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
     each argument is an attribute, all its attributes come out equal, and twice the same tensors.
 
     Args:
-        model: built without data, or in part.
         stored: ids of the tensors in its `state_dict`, which come from elsewhere.
-
-    Raises:
-        ValueError: some cannot be made anew; all of these are named.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}
     lost: dict[str, str] = {}
@@ -101,7 +97,6 @@ def _cast(module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, 
 
 
 def _arguments_of(module: nn.Module) -> dict[str, Any]:
-    """Return what to call the constructor with."""
     kind = type(module)
     arguments: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
@@ -189,11 +184,8 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor in a file."""
-
     file: Path
     start: int
-    """Where its bytes begin in the file."""
     dtype: torch.dtype
     size: tuple[int, ...]
 
@@ -208,10 +200,6 @@ class Checkpoint:
     Args:
         path: a file, or a directory with `model.safetensors.index.json` and the files that it names, `model.safetensors`, or
             just one file of this kind.
-
-    Raises:
-        TypeError: it is no path.
-        ValueError: there is no such file, or it is not whole.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -227,12 +215,7 @@ class Checkpoint:
             raise ValueError(f"weights: '{self.path / _INDEX}' names \"{lost[0]}\", which is in none of its files")
 
     def read(self, name: str, into: Tensor) -> None:
-        """Read a tensor into one in host memory, of its size: with no copy between if that is contiguous and of its dtype.
-
-        Raises:
-            ValueError: the file has become shorter.
-            OSError: it cannot be read.
-        """
+        """Read a tensor into one in host memory, of its size: with no copy between if that is contiguous and of its dtype."""
         stored = self.tensors[name]
         is_direct = into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype
         target = into if is_direct else torch.empty(stored.size, dtype=stored.dtype, device="cpu")
@@ -330,11 +313,6 @@ class FileWeights:
     Args:
         model: with all of its parameters and persistent buffers on "meta", some, or none.
         path: see `Checkpoint`; None to change nothing.
-
-    Raises:
-        TypeError: the path is none.
-        ValueError: the files are not those of the model, which is told by name; or it has other tensors on "meta" that cannot
-            be made anew.
     """
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
@@ -395,7 +373,6 @@ class FileWeights:
                 self._swap(tensor, made.detach())
 
     def _swap(self, tensor: Tensor, to: Tensor) -> None:
-        """Let a tensor be another one, and stay the object that it is."""
         other = nn.Parameter(to, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else to
         vars(other).update(vars(tensor))
         self._opened.append((tensor, other))

@@ -31,14 +31,11 @@ from memkit.weights.streaming import Streamer
 
 
 class SteppedGradient(GradientStandIn):
-    """The stand-in of `LayerOffload`: see `GradientStandIn`."""
-
     error = LayerOffloadError
     advice = 'With train="fused" gradients cannot be clipped by their global norm, scaled or read. Use train="host"'
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of parameters."""
 Entries = dict[str, tuple[Any, int]]
 
 
@@ -66,11 +63,7 @@ def _version(value: object) -> int:
 
 
 def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
-    """Return how many bytes of state an optimizer keeps for some parameters.
-
-    Raises:
-        ValueError: it does not step them.
-    """
+    """Return how many bytes of state an optimizer keeps for some parameters."""
     if not trained:
         return 0
     twins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in trained]
@@ -112,11 +105,8 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
     Args:
-        device: where the steps are taken.
-        streamer: brings the layers.
         make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
             schedulers and `state_dict` work on it. Its state is on the device.
-        trained: all that is trained.
     """
 
     _steps = True
@@ -127,9 +117,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self.optimizer = make(trained)
         steppers[self.optimizer] = weakref.ref(self)
         self._beside: ParameterSteps | None = None
-        """Who steps the parameters, beside the backward; None for the optimizer, as it is."""
         self._names: dict[int, str] = {}
-        """Of the parameters, by their ids."""
         self.device = device
         self.streamer = streamer
         self._layers = {item: chunk for chunk in streamer.chunks for item in chunk.parameters}
@@ -149,7 +137,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         """The parameters, by their ids, whose `grad` is, or is about to be, what they are stepped with."""
         self.d2h_bytes = 0
         self._outermost = 0
-        """The id of the whole model."""
         self._group_of: dict[int, int] = {}
         """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
         self._alone: dict[int, nn.Parameter] = {}
@@ -193,7 +180,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Take no steps any more; each backward has waited for what it wrote."""
         self._hooks.remove()
         steppers.pop(self.optimizer, None)
         beside, self._beside = self._beside, None
@@ -223,7 +209,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     @contextmanager
     def _lying(self, streamed: StreamedParameter, chunk: LayerChunk, slot: Slot) -> Iterator[None]:
-        """Return a context in which a parameter lies in the slot of its layer."""
         with without_modes():
             streamed.bind(slot.storage)
         try:
@@ -236,7 +221,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     # Parameters that do not stream
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
-        """Step a parameter that does not stream."""
         self._alone[id(parameter)] = parameter
 
         def before(_: Tensor) -> None:
@@ -315,7 +299,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._due.pop(id(parameter), None)
 
     def _write_back(self, chunk: LayerChunk) -> None:
-        """Have the host copy of a layer be what is in its slot."""
         beside = self._beside
         with label(f"write back ({chunk.name})"):
             if beside is None:
@@ -345,7 +328,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
                 parameter.grad = stand_in
 
     def _forget_consumed(self) -> None:
-        """Have `grad` of what was stepped be None again."""
         for parameter in self._consumed:
             if type(parameter.grad) is SteppedGradient:
                 parameter.grad = None

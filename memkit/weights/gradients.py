@@ -53,12 +53,10 @@ class GradientBuffer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no gradient that lies here is held."""
         return num_users(self.storage) == 1 + (self._view is not None)
 
     @property
     def view(self) -> Tensor:
-        """What lies here, and was lent once."""
         assert self._view is not None
         return self._view
 
@@ -81,9 +79,7 @@ class LayerBuffers:
     """Buffers to which gradients of a layer are sent together: what `GradientBuffer.lend` asks of each, asked of all at once.
 
     Args:
-        parameters: whose gradients these are.
         buffers: one for each, all of which were lent once.
-        copies: copy a storage to each.
     """
 
     __slots__ = (
@@ -149,8 +145,6 @@ class LayerBuffers:
 
 
 class HostGradient:
-    """Where the gradient of one parameter may lie in host memory."""
-
     __slots__ = ("buffers", "num_bytes")
 
     def __init__(self, buffer: GradientBuffer) -> None:
@@ -165,7 +159,6 @@ class Flight:
 
     def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage], num_bytes: int) -> None:
         self.stream = stream
-        """Where they were made, and go back to."""
         self.storages = storages
         self.num_bytes = num_bytes
         self.done: Event | None = None
@@ -173,7 +166,6 @@ class Flight:
 
 
 _IDLE = {2}
-"""How many users each storage has that nobody is given: the buffer, and the view of it."""
 _data_of = attrgetter("data")
 _stride_of = attrgetter("gradient_stride")
 
@@ -186,9 +178,6 @@ class HostGradients(LayerAccumulation):
     """Takes the gradients of streamed parameters to the host.
 
     Args:
-        device: where they are made.
-        arena: where they go.
-        chunks: the layers that stream.
         rest: has all parameters be where they are at rest.
         others: returns what others have taken of the arena.
     """
@@ -262,7 +251,6 @@ class HostGradients(LayerAccumulation):
         return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
-        """Have gradients lie in memory of their own."""
         self._targets.clear()  # first: what is given back is not to be sent to
         for streamed in parameters:
             gradient = self._gradients.get(streamed)
@@ -291,7 +279,6 @@ class HostGradients(LayerAccumulation):
         self._before[streamed] = grad
 
     def _finish(self, has_failed: bool) -> None:
-        """Let `grad` be the sum, in host memory."""
         try:
             self._await()
         except Exception:
@@ -340,11 +327,7 @@ class HostGradients(LayerAccumulation):
         self._make_room(min(chunk.num_bytes, self._window_bytes))
 
     def _take(self, made: Sequence[Made]) -> None:
-        """Take what a backward has made of a layer to the host, behind what was brought there before.
-
-        Raises:
-            LayerOffloadError: it is of another dtype than the parameter (`Tensor.grad_dtype`).
-        """
+        """Take what a backward has made of a layer to the host, behind what was brought there before."""
         first = list[Made]()
         before, totals = self._before, self._totals
         for one in made:
@@ -404,7 +387,6 @@ class HostGradients(LayerAccumulation):
             self._arena.give(span)
 
     def _packed(self, streamed: StreamedParameter, made: Tensor) -> torch.UntypedStorage:
-        """Return a storage that a gradient fills, as it is to lie in host memory."""
         if made.is_conj() or made.is_neg():
             made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
         storage = made.untyped_storage()
@@ -420,7 +402,6 @@ class HostGradients(LayerAccumulation):
             self._device.note_written(storage, torch_private.version_of(gradient))
 
     def _send(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor]) -> None:
-        """Send gradients to where nothing is yet, all together."""
         target = self._targets.get(parameters)
         totals = None if target is None else target.lend()
         if target is None or totals is None:
@@ -474,12 +455,7 @@ class HostGradients(LayerAccumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until these are done; return what is reached then.
-
-        Args:
-            num_bytes: the size of all of them.
-            copy: puts the copies there.
-        """
+        """Put copies of storages on the lane, which are held until these are done; return what is reached then."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)
@@ -527,7 +503,6 @@ class HostGradients(LayerAccumulation):
 
 
 def _have_own_gradient(streamed: StreamedParameter) -> None:
-    """Have the gradient of a parameter lie in memory of its own."""
     grad = streamed.parameter.grad
     if grad is not None:
         with without_modes():

@@ -56,7 +56,6 @@ class Placement:
         self._found: dict[torch.device, list[Tensor]] = {}
 
     def place(self, tensors: Iterable[Tensor], torch_device: torch.device) -> None:
-        """Move tensors to the device, but for those that are there."""
         found: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.device != torch_device:
@@ -66,7 +65,6 @@ class Placement:
             move(moved, torch_device)
 
     def restore(self) -> None:
-        """Move them back."""
         for torch_device, moved in self._found.items():
             move(moved, torch_device)
         self._found.clear()
@@ -107,16 +105,11 @@ def release(chunk: LayerChunk) -> None:
 
 
 def is_streamed(parameter: Tensor) -> bool:
-    """Tell whether a parameter streams."""
     return id(parameter) in _streaming_by
 
 
 def refuse_streamed(model: nn.Module) -> None:
-    """Raise where another LayerOffload streams parameters of a model, or a StateOffload steps them.
-
-    Raises:
-        ValueError: that is so.
-    """
+    """Raise where another LayerOffload streams parameters of a model, or a StateOffload steps them."""
     stepped = {id(own) for optimizer in with_offloaded_states for group in optimizer.param_groups for own in group["params"]}
     for name, parameter in model.named_parameters():
         if id(parameter) in stepped:
@@ -145,12 +138,10 @@ class _Buffer:
         self.state: tuple[int, ...] | None = None
         """What the chunk's `state()` was when it was read; None if what is here counts for nothing."""
         self.sent: Event | None = None
-        """Behind the last copy from here to a slot."""
         self.has_unknown = False
         """Whether such a copy may be under way of which no event is known: an interrupt came in between."""
 
     def holds(self, chunk: LayerChunk) -> bool:
-        """Tell whether the bytes of a layer as they are now are here, or on their way."""
         return self.chunk is chunk and self.state is not None and self.state == chunk.state()
 
 
@@ -160,10 +151,6 @@ class DiskCopies:
     Between passes each parameter is a tensor over the file's bytes, mapped into memory: whoever reads it has the system read
     those, and whoever writes to it has them written. For a pass they are read past that into a few buffers, as far ahead as
     these reach, and from there they are copied to slots. They are frozen: memkit writes them once.
-
-    Args:
-        disk: where.
-        device: where the layers run.
     """
 
     def __init__(self, disk: Disk, device: Device) -> None:
@@ -174,12 +161,7 @@ class DiskCopies:
         self._buffers: list[_Buffer] = []
 
     def take(self, chunks: list[LayerChunk], arena: Arena) -> None:
-        """Take room on the disk for layers, and buffers in host memory.
-
-        Raises:
-            DiskError: there is not enough of the one.
-            HostMemoryError: there is not enough of the other.
-        """
+        """Take room on the disk for layers, and buffers in host memory."""
         sizes = [chunk.num_bytes for chunk in chunks]
         if not sizes:
             return
@@ -204,7 +186,6 @@ class DiskCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk."""
         return sum(copy.num_bytes for copy in self._copies.values())
 
     @property
@@ -215,16 +196,11 @@ class DiskCopies:
     # A pass
 
     def invalidate(self) -> None:
-        """The caller may have written to the host copies unseen."""
         for buffer in self._buffers:
             buffer.state = None
 
     def read_ahead(self, chunks: Iterable[LayerChunk]) -> None:
-        """Have layers be read that are needed next, in this order.
-
-        Raises:
-            DiskError: another read has failed.
-        """
+        """Have layers be read that are needed next, in this order."""
         wanted = [chunk for chunk, _ in zip(chunks, self._buffers, strict=False)]
         for chunk in wanted:
             if self._find(chunk) is None:
@@ -239,11 +215,7 @@ class DiskCopies:
         return self._find(chunk) is not None and (transfer is None or transfer.is_over)
 
     def bring(self, chunk: LayerChunk) -> Span:
-        """Return where the bytes of a layer are in host memory: waits for the disk. `note_sent` is due then.
-
-        Raises:
-            DiskError: it can't be read.
-        """
+        """Return where the bytes of a layer are in host memory: waits for the disk. `note_sent` is due then."""
         buffer = self._find(chunk)
         if buffer is None:
             buffer = self._buffers[0]
@@ -298,10 +270,6 @@ class HostCopies:
     """The memory that host copies of weights are in, and gradients as well.
 
     Args:
-        device: where the layers run.
-        model: whose layers they are.
-        chunks: what may stream of each layer.
-        limit_bytes: the most to take.
         disk: where host copies are instead; None for nowhere.
     """
 
@@ -323,12 +291,7 @@ class HostCopies:
         """Once all is where it was found: storages of host memory that the caller holds, each with one of the same bytes."""
 
     def take(self, chunks: Sequence[LayerChunk]) -> None:
-        """Take memory for layers, or room on the disk.
-
-        Raises:
-            HostMemoryError: there is not enough of it.
-            DiskError: there is not enough of that.
-        """
+        """Take memory for layers, or room on the disk."""
         if self.disk is not None:
             self.disk.take(list(chunks), self.arena)
             return
@@ -344,7 +307,6 @@ class HostCopies:
             self.disk.settle(chunk)
 
     def spans(self) -> list[Span]:
-        """Return the memory that layers have."""
         return [chunk.span for chunk in self.chunks if chunk.span is not None]
 
     def warn_of_refusal(self) -> None:

@@ -182,14 +182,12 @@ class LayerOffload(NotCopied, EnteredOnce):
             raise
 
     def _streaming(self) -> list[LayerChunk]:
-        """Return what streams by the plan, in its order."""
         found = [chunk for name in self.plan.streamed if (chunk := self._candidates[name]) is not None]
         for position, chunk in enumerate(found):
             chunk.position = position
         return found
 
     def _begin(self, make: MakeOptimizer | None, files: FileWeights) -> None:
-        """Move everything to where it belongs, and have the model's forwards seen."""
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
             self._host.move_in(chunk, files.read)
@@ -216,7 +214,6 @@ class LayerOffload(NotCopied, EnteredOnce):
     # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
-        """Have the next passes timed."""
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
         timing = self._choice.begin(self._streams, is_trained=is_trained)

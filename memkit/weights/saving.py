@@ -93,7 +93,6 @@ class _Saves:
     """Pack and unpack hooks for the forwards of streamed layers.
 
     Args:
-        streamer: streams the layers.
         outer: the innermost pair of hooks before: of another context of memkit, a user or a checkpoint; None if there is none.
         hands_on_weights: whether outer hooks are given weights as well. These then keep the slot.
     """
@@ -106,7 +105,6 @@ class _Saves:
         self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep for a tensor."""
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
         address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
@@ -128,11 +126,7 @@ class _Saves:
         return SavedWeight((chunk, parameter, version, place))
 
     def unpack(self, packed: Any) -> Any:
-        """Return a tensor that was saved.
-
-        Raises:
-            RuntimeError: it was written to since.
-        """
+        """Return a tensor that was saved."""
         kind = type(packed)
         if kind is tuple:
             alias, version = packed

@@ -35,8 +35,6 @@ _MOST_SAMPLES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What one step took."""
-
     forward_s: Mapping[str, float]
     """Seconds from when a layer's weights were there to the next layer, for each layer that has run."""
     backward_s: Mapping[str, float]
@@ -64,7 +62,6 @@ class StepTiming:
     """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
 
     Args:
-        device: where the layers run.
         log_transfers: has each copy to the device added to a list from now on, or to none.
         is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
         resets_peak: whether the device's peak is that of the pass alone.
@@ -130,7 +127,6 @@ class StepTiming:
             self._backward = task
 
     def note_ready(self) -> None:
-        """The weights of the layer are there."""
         if self._points and self._points[-1].after is self._points[-1].before:
             self._points[-1].after = self._device.record_event()
 
@@ -140,7 +136,6 @@ class StepTiming:
             self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))
 
     def fail(self) -> None:
-        """The pass was left: it says nothing, and the next one is timed."""
         if not self._is_timed:
             self._points.clear()
 
@@ -177,11 +172,7 @@ _BYTES_PER_TRAINED_BYTE = 4
 
 
 def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
-    """Return how layers are trained.
-
-    Raises:
-        ValueError: there is no such mode, or it does not go with the optimizer that is given.
-    """
+    """Return how layers are trained."""
     if train not in _TRAIN:
         raise ValueError(
             f"LayerOffload needs train= one of {', '.join(map(repr, _TRAIN))}; found {train!r}. Omit it to have the mode "
@@ -201,12 +192,7 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 
 
 def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -> None:
-    """Check that layers may lie on a disk.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: they are trained, or their share is to be measured.
-    """
+    """Check that layers may lie on a disk."""
     if disk is None:
         return
     if not isinstance(disk, Disk):
@@ -228,7 +214,6 @@ def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: 
 
     Args:
         model: whose layers they are: what they share with the rest of it stays.
-        layers: by name.
         is_trained: whether parameters that require grad may stream.
     """
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
@@ -266,11 +251,7 @@ def plan_layers(
         layers: what may stream of each, by name, in their order; None for nothing.
         offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None. Where the share is to be
             found out, all stream at first.
-        num_slots: for layers of one size.
         state_bytes: of the optimizer's states of what is trained in layers, which stay on the device.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or nothing may stream.
     """
     sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
@@ -309,10 +290,7 @@ def why_layers_free_nothing(
 
     Args:
         layers: see `plan_layers`.
-        plan: which of them stream.
-        device: where they run.
         train: how they are trained: with "host", the gradients of what streams are not on the device either.
-        num_slots: for layers of one size.
     """
     if why := why_nothing_is_freed(device):
         return f"LayerOffload: {why}"
@@ -351,11 +329,8 @@ def plan_measured(
 
     Args:
         layers: see `plan_layers`.
-        times: a step with another plan.
-        plan: that one.
         train: how layers are trained: with "host", a layer that stays has its gradients and its optimizer's state on the device
             as well, as much as two values for each weight.
-        num_slots: for layers of one size.
         capacity_bytes: what the process may allocate on the device; None if that is not known.
     """
     costs = costs_of(layers, times)
@@ -391,10 +366,7 @@ class MeasuredChoice:
     """Times a step in which all layers stream and chooses by it, if the share is not given; and times a step of what streams.
 
     Args:
-        device: where the layers run.
         layers: what may stream of each, by name; None for nothing.
-        train: how they are trained.
-        num_slots: for layers of one size.
         is_open: whether the share that streams is to be found out.
     """
 
@@ -411,7 +383,6 @@ class MeasuredChoice:
         self._train, self._num_slots = train, num_slots
 
     def begin(self, streamer: Streamer, *, is_trained: bool) -> StepTiming:
-        """Begin to time, see `StepTiming`."""
         self.timing = StepTiming(self._device, streamer.log_transfers, is_trained=is_trained, resets_peak=self.is_open)
         return self.timing
 

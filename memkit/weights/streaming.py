@@ -56,14 +56,12 @@ class Phase(Enum):
     SAMPLING = "sampling"
     """In a forward without grad mode."""
     BACKWARD = "backward"
-    """In a backward, also where that runs a forward again."""
 
 
 class LayerOrder:
     """The order of one phase.
 
     Args:
-        guess: what to expect the first time.
         turns_back: whether what is used in this phase is used again afterwards, in reverse.
     """
 
@@ -86,7 +84,6 @@ class LayerOrder:
         return self._noted
 
     def begin(self) -> None:
-        """Begin a pass: expect the order of the last one."""
         if self._noted and self._noted != self._known:
             self._know(self._noted)
         self._noted, self._place = [], -1
@@ -131,7 +128,6 @@ class LayerOrder:
         return found
 
     def is_next(self, layer: int) -> bool:
-        """Tell whether a layer is what is expected next."""
         return self._known[self._place + 1 : self._place + 2] == [layer]
 
 
@@ -143,9 +139,7 @@ class Streamer:
     pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
-        device: where the slots are.
         chunks: the layers that stream, in the order in which they are expected to run.
-        slot_bytes: the size of each slot.
         disk: where their host copies are; None if that is host memory.
     """
 
@@ -191,7 +185,6 @@ class Streamer:
         self.stalls = Stalls(waited_s.get(chunk, 0.0) for chunk in self.chunks)
 
     def counts(self) -> dict[str, Any]:
-        """Return what `LayerStats` has of this."""
         return {
             "num_streamed": len(self.chunks),
             "streamed_bytes": sum(chunk.num_bytes for chunk in self.chunks),
@@ -204,7 +197,6 @@ class Streamer:
         }
 
     def log_transfers(self, log: list[Transfer] | None) -> None:
-        """Have each copy to the device added to a list from now on; None: to none."""
         self.transfers = log
 
     # Passes
@@ -237,12 +229,7 @@ class Streamer:
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
-        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on.
-
-        Raises:
-            LayerOffloadError: this is closed.
-            torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
-        """
+        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self._is_closed:
                 raise LayerOffloadError(
@@ -292,7 +279,6 @@ class Streamer:
             self.lying = Lying(chunk, slot, self.device.stream_number(), slot.state)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
-        """Tell whether a forward of a layer is going on."""
         return len(chunk.uses) > (self in chunk.uses)
 
     def rest(self) -> None:
@@ -348,7 +334,6 @@ class Streamer:
             self.stalls.pending.append((chunk.position, start, self.device.record_event(stream)))
 
     def _demand(self, chunk: LayerChunk) -> Slot:
-        """Fetch a layer that is needed now."""
         slot = self.ring.find_idle(chunk, self._ahead, 0, None)
         if slot is None:
             self.ring.await_copies()
@@ -406,7 +391,6 @@ class Streamer:
         return True
 
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
-        """Put the copy of a layer to a slot on its lane."""
         span = chunk.span if self._disk is None else self._disk.bring(chunk)
         assert span is not None
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
@@ -479,7 +463,6 @@ class Streamer:
         return self._is_closed
 
     def close(self) -> None:
-        """Give the slots' memory back; the host waits for all copies."""
         backwards.join(self.backwards)
         with self.lock:
             self._is_closed = True
