@@ -150,6 +150,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         super().begin(chunks)
         self._watch_groups()
         self._hooks.before_step(self.optimizer, self._before_users_step)
+        self._hooks.add(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
 
     def watch(self, chunk: LayerChunk) -> None:
         super().watch(chunk)
@@ -250,10 +251,16 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     # In a backward
 
+    def _before_state_dict(self, *_: Any) -> None:
+        """Have weights and states be of one step, also where two interrupts in a row have kept a backward from ending."""
+        if self._tasks and torch_private.backward_task() == -1:
+            self.reset_interrupted()
+
     def watch_recomputes(self, model: nn.Module) -> None:
         if self._names:
             return
         self._outermost = id(model)
+        self._hooks.add(model.register_state_dict_pre_hook(self._before_state_dict))
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
             if any(parameter.requires_grad for parameter in module.parameters()):

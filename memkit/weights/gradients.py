@@ -213,8 +213,6 @@ class HostGradients(LayerAccumulation):
         self.d2h_bytes = 0
         self._spans: list[Span] = []
         """What was taken of the arena, and is given back in the end."""
-        self._may_have_lost = False
-        """Whether an interrupt may have kept us from hearing of what was taken."""
         self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
@@ -229,12 +227,8 @@ class HostGradients(LayerAccumulation):
                 self._gradients[item] = HostGradient(GradientBuffer(span.part(start, start + _gradient_bytes(item)), span))
 
     def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        try:
-            spans = self._arena.take_pinned_as_one(sizes_bytes)
-            self._spans += spans
-        except BaseException:
-            self._may_have_lost = True
-            raise
+        spans = self._arena.take_pinned_as_one(sizes_bytes)
+        self._spans += spans
         return spans
 
     def unwatch(self, chunk: LayerChunk) -> None:
@@ -285,7 +279,7 @@ class HostGradients(LayerAccumulation):
             self._lose()
             if not has_failed:
                 raise
-        if has_failed or self._may_have_lost:
+        if has_failed:
             self._give_lost()
         self._put_back()
 
@@ -293,7 +287,6 @@ class HostGradients(LayerAccumulation):
         """Give back what was taken and not noted. All copies have come."""
         self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
-        self._may_have_lost = False
 
     def _lose(self) -> None:
         """A copy has failed, or may have: what came of this backward is not to be used."""

@@ -368,6 +368,8 @@ class LayerOffload(NotCopied, EnteredOnce):
             raise ValueError(f"gather: {layer!r} is not one of the layers ({', '.join(self._layers)})")
         chunk = next((chunk for chunk in self._chunks if chunk.name == name), None)
         self._forwards.end_interrupted()
+        if self._gradients is not None:
+            self._gradients.reset_interrupted()
         self._streams.rest()
         try:
             yield self._layers[name]

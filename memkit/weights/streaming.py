@@ -1,20 +1,15 @@
 """Brings the weights of layers to the device, when they are used and ahead of that.
 
-[Note: interrupts of streaming] A `KeyboardInterrupt` may come ahead of any line, also in what C++ calls while a backward ends,
-and the training loop may go on after it. So in all of this room:
+[Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, what it computes is exact.
 
-- *What is open is noted before it begins, and forgotten last.* A call of a layer (`memkit.calls`), a backward
-  (`memkit.backwards`), who has a layer's parameters lie in a slot (`LayerChunk.uses`). Each can tell by itself whether it is
-  over: a call by its frame, a backward by a callback that the engine alone holds.
-- *Whatever ends something may be called again*, and then does the rest. An end of a backward that is interrupted fails the
-  backward, and is called again as that of a failed one, before the user hears of the interrupt. What even then is left (the
-  interrupt came in that) is dropped by the next forward: gradients of that backward are never added to later ones.
+- *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.calls`), a backward
+  (`memkit.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends what
+  an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
 - *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
   event was noted behind it, the host waits for the whole device before the memory goes.
 - *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter
   that was stepped has its new weights in host memory, and one that was not has the old ones.
-- *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` finds all there is to
-  undo. That may be called again after an interrupt as well.
+- *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` undoes all of it.
 """
 
 from __future__ import annotations
