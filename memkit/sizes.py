@@ -6,23 +6,23 @@ import re
 from numbers import Integral, Real
 
 MIB = 1024**2
+ALIGNMENT_BYTES = 512
+"""Tensors that lie side by side in one storage begin at multiples of this, as in CUDA's allocator."""
+DISK_PAGE_BYTES = 4096
+"""Reads and writes past the system's cache are of whole pages, in the file and in memory."""
+HOST_PAGE_BYTES = 2 * 2**20
+"""A huge page: pinned host memory is whole ones."""
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {prefix + unit: base**at for at, prefix in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("IB", 1024))}
 _STEPS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FEWEST_BUDGET_BYTES = 1024
 """A smaller budget without a unit is taken for a mistake."""
+
+
+def rounded(number: int, to: int) -> int:
+    """Return a number rounded up to a multiple of another."""
+    return -(-number // to) * to
 
 
 def format_mib(num_bytes: int) -> str:

@@ -18,7 +18,7 @@ from memkit.bench.engines import plain
 from memkit.bench.layers import StepOf
 from memkit.bench.measure import let_go
 from memkit.device import Device
-from memkit.weights.placement import Placement
+from memkit.weights.host_copies import Placement
 from memkit.weights.selection import find_layers
 
 

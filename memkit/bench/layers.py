@@ -21,7 +21,7 @@ from memkit.plan import check_ratio
 from memkit.storages import storage_bytes
 from memkit.transfer import Link, measure_link
 from memkit.weights import LayerOffload, LayerStats
-from memkit.weights.placement import Placement
+from memkit.weights.host_copies import Placement
 from memkit.weights.selection import find_layers
 
 _log = logging.getLogger("memkit.bench")

@@ -1,33 +1,199 @@
-"""Shards that live in host memory: one chunk for each layer, brought to the device on memkit's lanes ahead of its gather.
-
-Who owns what stays FSDP2's (`CPUOffloadPolicy`): shards, their gradients and the optimizer's step are the CPU's, and a layer is
-gathered where FSDP2 gathers it. Only how its shard comes to the device is done here.
-"""
+"""Host copies of FSDP2 shards: their memory, and which of them are on the device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.backwards import BackwardEnd, on_end
-from memkit.device import Device
-from memkit.device.base import Event, Stream
-from memkit.distributed.host_layers import Buffer, HostLayer, Layout, data_of, group_of
-from memkit.errors import StateOffloadError
+from memkit.device.base import Device, Event, Stream
+from memkit.errors import MissingTorchNameError, StateOffloadError
 from memkit.labels import NO_LABEL, label
+from memkit.sizes import ALIGNMENT_BYTES, rounded
 from memkit.steppers import reduced_layers
+from memkit.storages import byte_view, tensor_over
 from memkit.torch_state import leave_untraced
 from memkit.transfer.arena import Arena
-from memkit.transfer.lanes import lanes_of
+from memkit.transfer.host_memory import Span
+from memkit.transfer.lanes import TURN_BYTES, lanes_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from memkit.steppers import ReducedSteps
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The place of one parameter's shard in its layer's chunk."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the shard, [numel], in a storage that has the bytes of the chunk."""
+        offset = self.start // self.dtype.itemsize
+        return tensor_over(storage, self.dtype, offset=offset, size=(self.numel,), stride=(1,))
+
+
+Layout = tuple[_Region, ...]
+"""Where all shards of a layer are in its chunk. Layers whose shards lie alike have the same one, and not only an equal one."""
+
+
+class Buffer:
+    """Device memory for chunks of one layout, one after the other, with views of the shards that are made once.
+
+    Args:
+        storage: goes back to `home`. The next chunk is copied here behind what that stream has to do then, so it has waited for
+            all that has read the one before.
+    """
+
+    __slots__ = ("done", "home", "layout", "parts", "shards", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, layout: Layout, home: Stream) -> None:
+        self.storage, self.layout, self.home = storage, layout, home
+        self.parts = byte_view(storage).split(TURN_BYTES)
+        """What the pieces of a chunk are copied to."""
+        self.shards = [region.over(storage) for region in layout]
+        self.done: Event
+        """The bytes of the chunk that was put on the lane last are there."""
+
+
+data_of = attrgetter(torch_private.FSDP_SHARD)
+"""Of one of FSDP2's parameters, what it gathers: filled up to the length of all ranks, as [numel]."""
+_own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")
+"""What is the rank's own of that, in the shape that it has: what the optimizer steps. It may be nothing."""
+
+
+class HostLayer:
+    def __init__(self, group: Any, device: Device, arena: Arena, layouts: dict[Layout, Layout]) -> None:
+        self.group = group
+        self.device = device
+        self.brought: Buffer | None = None
+        """Where its chunk is on the device, or comes to, until FSDP2 has read it."""
+        self.layout: Layout = ()
+        self._arena, self._layouts = arena, layouts
+        self._span: Span | None = None
+        self.pieces: tuple[Tensor, ...] = ()
+        """The bytes of its chunk, in as many parts as they are copied in."""
+        self._memories: list[tuple[Span, weakref.ref[Any]]] = []
+        """Chunks that it has had, each with its memory, which is there as long as a tensor is in it."""
+        self.last_read: Event | None = None
+        """Behind the last copy of its chunk."""
+        self._addresses: tuple[list[int], list[int]] = [], []
+        """Where each shard was put: what is gathered, and what is this rank's own of it."""
+        self.steppers: Collection[ReducedSteps] = ()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether FSDP2 has gathered it, or has begun to."""
+        return self.group.is_unsharded or getattr(self.group, torch_private.FSDP_GATHER) is not None
+
+    # For a `StateOffload` that steps its shards: see `memkit.steppers.ReducedLayer`
+
+    def begin_steps(self, steps: ReducedSteps) -> None:
+        self.steppers = weakref.WeakSet([*self.steppers, steps])
+
+    def end_steps(self, steps: ReducedSteps) -> None:
+        others = [other for other in self.steppers if other is not steps]
+        self.steppers = weakref.WeakSet(others) if others else ()
+
+    def shards(self) -> list[Tensor]:
+        return [parameter.sharded_param for parameter in self.group.fsdp_params]
+
+    def landing(self) -> list[Any]:
+        events = [getattr(parameter, torch_private.FSDP_LANDED) for parameter in self.group.fsdp_params]
+        return [event for event in events if event is not None]  # none where FSDP2 has waited itself
+
+    # Its memory
+
+    def chunk(self) -> Span:
+        """Return its host memory, in which all shards are.
+
+        A shard may have come to lie elsewhere: what had no data when it was sharded, and what was loaded with `assign=True`,
+        moved or cast since.
+        """
+        parameters = self.group.fsdp_params
+        flat, own = map(Tensor.data_ptr, map(data_of, parameters)), map(Tensor.data_ptr, map(_own_of, parameters))
+        if self._addresses != ([*flat], [*own]):
+            self._move_in()
+        assert self._span is not None
+        return self._span
+
+    @torch.no_grad()
+    def _move_in(self) -> None:
+        """Have the shards lie in the chunk. What the caller has kept of those that lay elsewhere stays what it was."""
+        parameters, regions, end = self.group.fsdp_params, [], 0
+        for flat in map(data_of, parameters):
+            regions.append(_Region(end, flat.numel(), flat.dtype))
+            end += rounded(flat.nbytes, ALIGNMENT_BYTES)
+        layout = self._layouts.setdefault(tuple(regions), tuple(regions))
+        with torch.inference_mode(False):
+            if self._span is None or layout is not self.layout:
+                self._span = None
+                self._give_left()
+                (self._span,) = self._arena.take_pinned_as_one([end])
+                assert self._span.whole is not None
+                self.pieces = self._span.whole.split(TURN_BYTES)
+                self.layout, self._addresses = layout, ([0] * len(layout), [0] * len(layout))
+            assert self._span.whole is not None
+            memory, (flats, owns) = self._span.whole.numpy(), self._addresses
+            self._memories.append((self._span, weakref.ref(memory)))
+            for number, (region, parameter) in enumerate(zip(layout, parameters, strict=True)):
+                flat, own = data_of(parameter), _own_of(parameter)
+                if (flat.data_ptr(), own.data_ptr()) == (flats[number], owns[number]):
+                    continue
+                # A storage of its own, so that saving a shard writes no more than its bytes.
+                num_bytes = region.numel * region.dtype.itemsize
+                moved = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=region.start).view(region.dtype)
+                moved.copy_(flat)
+                moved_own = moved[: own.numel()].view(own.shape)
+                moved_own.copy_(own)  # which torch may have put elsewhere by itself, to pin it
+                setattr(parameter, torch_private.FSDP_SHARD, moved)
+                setattr(parameter.sharded_param, torch_private.LOCAL_TENSOR, moved_own)
+                flats[number], owns[number] = moved.data_ptr(), moved_own.data_ptr()
+
+    def _give_left(self) -> None:
+        """Give back the chunks that it has had and in which no tensor is any more, also none that the caller has kept."""
+        self._memories, before = [each for each in self._memories if each[1]() is not None], self._memories
+        for span in dict.fromkeys(span for span, _ in before):
+            if all(span is not held for held, _ in self._memories):
+                self._arena.give(span, self.last_read)
+        self._arena.trim_gaps()
+
+
+def group_of(module: Any) -> Any:
+    """Return what FSDP2 gathers as one for a module, None for one without parameters of its own."""
+    to_state, to_group = torch_private.FSDP_GROUP
+    group = _named(_named(module, to_state)(), to_group)
+    if group is not None:
+        names = torch_private.FSDP_GATHER, torch_private.FSDP_PHASE, torch_private.FSDP_REDUCE
+        for name in (*torch_private.FSDP_PARTS, *names):
+            _named(group, name)
+        _named(group.comm_ctx, "get_all_gather_streams")
+        for parameter in group.fsdp_params:
+            _named(parameter, torch_private.FSDP_SHARD)
+            _named(parameter, torch_private.FSDP_LANDED)
+            _named(parameter.sharded_param, torch_private.LOCAL_TENSOR)
+    return group
+
+
+def _named(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        symbol = f"{type(owner).__qualname__}.{name}"
+        raise MissingTorchNameError(f"found torch {torch.__version__} without {symbol}", symbol=symbol) from None
 
 
 class HostShards:
@@ -46,10 +212,6 @@ class HostShards:
     After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
     `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device. Whoever steps
     shards within the backward is asked ahead of each copy, and told of each reduction: see `memkit.steppers.ReducedSteps`.
-
-    Args:
-        device: where layers are gathered.
-        num_shards: how many parts each parameter has.
     """
 
     def __init__(self, device: Device, num_shards: int) -> None:
@@ -75,11 +237,7 @@ class HostShards:
             leave_untraced(function)
 
     def add(self, module: FSDPModule) -> None:
-        """Copy a layer's shards ahead of its gathers from now on. If they have data, it moves to a chunk at once.
-
-        Raises:
-            MissingTorchNameError: FSDP2 does not gather as it did. The layer is left to its own policy.
-        """
+        """Copy a layer's shards ahead of its gathers from now on. If they have data, it moves to a chunk at once."""
         group = group_of(module)
         if group is None:  # without parameters
             return
@@ -95,11 +253,7 @@ class HostShards:
         self.layers.append(layer)
 
     def add_whole(self, model: FSDPModule) -> None:
-        """The same for parameters that are in no layer. To be called last: from now on shards are copied ahead.
-
-        Raises:
-            MissingTorchNameError: as for a layer.
-        """
+        """The same for parameters that are in no layer. To be called last: from now on shards are copied ahead."""
         num_layers = len(self.layers)
         self.add(model)
         for layer in self.layers[num_layers:]:
@@ -125,11 +279,7 @@ class HostShards:
         self._read(layer, functools.partial(unshard, async_op), stream)
 
     def _wait_for_unshard(self, layer: HostLayer, wait: Callable[[], None]) -> None:
-        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank.
-
-        Raises:
-            StateOffloadError: a `StateOffload` has stepped the layer within this backward, which needs it once more.
-        """
+        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank."""
         if layer.steppers and getattr(layer.group, torch_private.FSDP_GATHER) is not None and _is_stepped(layer):
             raise StateOffloadError(
                 "shard: the backward gathers a layer once more whose gradients it has reduced, and with which a "
@@ -206,7 +356,6 @@ class HostShards:
             return Buffer(self._device.allocate(num_bytes), layer.layout, self._device.current_stream())
 
     def _stream_of(self, layer: HostLayer, stream: object) -> Stream:
-        """Return one of FSDP2's streams as the device has it; for None the current one."""
         if stream is None:
             return self._device.current_stream()
         known = self._packing

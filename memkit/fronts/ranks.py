@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import torch
 from torch import nn
 
-from memkit.distributed.checks import check_layers, check_model
+from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.step_trace import StepTrace
 from memkit.profile import MemoryReport

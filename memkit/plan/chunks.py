@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-ALIGNMENT_BYTES = 512
-"""As the caching allocator aligns: the kernel that is chosen may depend on it."""
+from memkit.sizes import ALIGNMENT_BYTES, rounded
+
 HEADER_BYTES = 512
 """Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""
 
@@ -98,5 +98,5 @@ def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
         low, high = min(begin for begin, _ in group), max(stop for _, stop in group)
         stop = end + high - low
         regions.append(Region(start=end, stop=stop, offsets=tuple(end + begin - low for begin, _ in group)))
-        end = -(-stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = rounded(stop, ALIGNMENT_BYTES)
     return ChunkLayout(regions=tuple(regions), num_bytes=end)

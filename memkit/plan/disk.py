@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from memkit.sizes import check_bytes
-
-_PAGE_BYTES = 4096
+from memkit.sizes import DISK_PAGE_BYTES, check_bytes
 
 
 def disk_bytes(chunk_bytes: Iterable[int], *, num_written_at_once: int = 3) -> int:
@@ -28,8 +26,8 @@ def disk_bytes(chunk_bytes: Iterable[int], *, num_written_at_once: int = 3) -> i
     """
     if num_written_at_once < 1:
         raise ValueError(f"num_written_at_once must be 1 or more; found {num_written_at_once}")
-    pages = [-(-check_bytes("chunk_bytes", num_bytes) // _PAGE_BYTES) for num_bytes in chunk_bytes]
-    return _PAGE_BYTES * (sum(pages) + min(num_written_at_once, len(pages)) * max(pages, default=0))
+    pages = [-(-check_bytes("chunk_bytes", num_bytes) // DISK_PAGE_BYTES) for num_bytes in chunk_bytes]
+    return DISK_PAGE_BYTES * (sum(pages) + min(num_written_at_once, len(pages)) * max(pages, default=0))
 
 
 def terabytes_written(disk_bytes: int, *, num_steps: int = 1000, kept_bytes: int = 0) -> float:

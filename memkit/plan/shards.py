@@ -9,10 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memkit.sizes import check_bytes
-
-_ALIGNMENT_BYTES = 512
-"""Of `memkit.transfer`, which this room is below."""
+from memkit.sizes import ALIGNMENT_BYTES, check_bytes, rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class ShardedParameter:
 
     def shard_bytes_in_chunk(self, num_ranks: int) -> int:
         """Return what that takes among others that are brought to the device as one: a multiple of 512 bytes."""
-        return -(-self.shard_numel(num_ranks) * self.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return rounded(self.shard_numel(num_ranks) * self.itemsize, ALIGNMENT_BYTES)
 
     def gathered_bytes(self, num_ranks: int) -> int:
         """Return what it takes while it is gathered: the shards of all ranks, with the rows that fill up the last."""

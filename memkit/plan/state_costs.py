@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-_ALIGNMENT_BYTES = 512
+from memkit.sizes import ALIGNMENT_BYTES, rounded
 
 
 class Update(enum.Enum):
@@ -91,15 +91,10 @@ class StatePiece:
     @property
     def way_bytes(self) -> int:
         """Bytes of gradients and parameters on their way to the host, with what lies between them."""
-        between = (2 * len(self.parameters) + 1) * _ALIGNMENT_BYTES
+        between = (2 * len(self.parameters) + 1) * ALIGNMENT_BYTES
         return aligned(self.gradient_bytes) + aligned(self.parameter_bytes) + between
 
 
 def aligned(num_bytes: int) -> int:
     """Return bytes rounded up, so that what comes next begins as an allocation of its own would."""
-    return rounded(num_bytes, _ALIGNMENT_BYTES)
-
-
-def rounded(number: int, to: int) -> int:
-    """Return a number, rounded up to a multiple."""
-    return -(-number // to) * to
+    return rounded(num_bytes, ALIGNMENT_BYTES)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memkit.plan.disk import terabytes_written
-from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, rounded
+from memkit.plan.state_costs import ParameterCosts, StatePiece, Update
 from memkit.plan.state_places import ring_bytes, with_disk, with_residents
-from memkit.sizes import format_bytes
+from memkit.sizes import format_bytes, rounded
 
 PIECE_BYTES = 64 * 2**20
 """A copy of so many bytes goes at the link's full speed."""

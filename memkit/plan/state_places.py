@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memkit.errors import BudgetInfeasible, HostMemoryError
-from memkit.sizes import format_bytes
+from memkit.sizes import HOST_PAGE_BYTES, format_bytes, rounded
 
 if TYPE_CHECKING:
     from memkit.plan.state_costs import StatePiece
@@ -17,8 +17,6 @@ NUM_BUFFERS = 4
 """Buffers in host memory that pieces on a disk pass through: some are read to, one is in use, others are written from."""
 BLOCK_BYTES = 256 * 2**20
 """Host memory for pieces is taken in blocks of about this size."""
-HOST_PAGE_BYTES = 2 * 2**20
-"""Each block is of whole pages of this size, and so is each buffer."""
 
 _SPREAD = 0.98
 """So much of what may stay is to stay where that is evenly spread."""
@@ -180,4 +178,4 @@ def _on_disk(piece: StatePiece) -> StatePiece:
 
 
 def _in_pages(num_bytes: int) -> int:
-    return -(-num_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
+    return rounded(num_bytes, HOST_PAGE_BYTES)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from memkit.plan import aligned
+from memkit.sizes import rounded
 from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
 from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of, version_of
 from memkit.states.shards import local_gradient
 from memkit.storages import byte_view, tensor_over
 from memkit.torch_state import local_of
-from memkit.transfer.spans import Span, rounded
+from memkit.transfer.host_memory import Span
 
 WORD_BYTES = 8
 """What is taken together of the parameters' bytes."""

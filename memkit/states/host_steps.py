@@ -30,8 +30,8 @@ from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes
 from memkit.states.shards import are_one, local_gradient, shard_like, write_local
 from memkit.storages import tensor_over
 from memkit.torch_state import local_of
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
-from memkit.transfer.spans import Span
 
 Entries = dict[Any, Any]
 

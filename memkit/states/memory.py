@@ -13,16 +13,15 @@ from memkit.errors import HostMemoryError, warn_user
 from memkit.plan import StatePlan, Update, in_slots
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.plan.state_places import side_by_side
-from memkit.sizes import format_bytes
+from memkit.sizes import format_bytes, rounded
 from memkit.states.packing import Packed
 from memkit.states.pieces import Layout, Piece
 from memkit.storages import byte_view
 from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
 from memkit.transfer.device_memory import device_memory_of
-from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.transfer.host_memory import HOST_PAGE_BYTES, Span
 from memkit.transfer.lanes import Lanes
-from memkit.transfer.spans import Span, rounded
 from memkit.wrappers import parts_of
 
 
@@ -69,11 +68,11 @@ class HostStates:
         """
         if not sizes_bytes:
             return []
-        needed_bytes = self.arena.held_bytes + sum(rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes)
+        needed_bytes = self.arena.held_bytes + sum(rounded(num_bytes, HOST_PAGE_BYTES) for num_bytes in sizes_bytes)
         if self._limit_bytes is not None and needed_bytes > self._limit_bytes:
             raise HostMemoryError(
                 f"StateOffload needs a host_budget of at least {format_bytes(needed_bytes)}, in whole pages of "
-                f"{format_bytes(PAGE_BYTES)}; found {format_bytes(self._limit_bytes)}. Raise it, or have more states stay "
+                f"{format_bytes(HOST_PAGE_BYTES)}; found {format_bytes(self._limit_bytes)}. Raise it, or have more states stay "
                 "on the device (device_budget)"
             )
         with torch.inference_mode(False):

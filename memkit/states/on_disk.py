@@ -17,12 +17,11 @@ from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
 from memkit.plan.state_places import NUM_BUFFERS
+from memkit.sizes import rounded
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
-from memkit.transfer.disk import Disk
-from memkit.transfer.disk_store import DiskCopy, DiskStore
-from memkit.transfer.host_memory import PAGE_BYTES, refusal_of
-from memkit.transfer.spans import Span, rounded
+from memkit.transfer.disk import Disk, DiskCopy, DiskStore
+from memkit.transfer.host_memory import HOST_PAGE_BYTES, Span, refusal_of
 
 if TYPE_CHECKING:
     from memkit.states.memory import HostStates
@@ -93,7 +92,7 @@ class DiskRing:
         Raises:
             HostMemoryError: there is not as much.
         """
-        rooms = self._host.take([rounded(num_bytes, PAGE_BYTES)] * num_buffers)
+        rooms = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * num_buffers)
         self.buffers += map(Buffer, rooms)
 
     def find(self, part: Piece) -> Buffer | None:
@@ -194,7 +193,7 @@ class DiskRing:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
         self._device.synchronize()
-        (larger,) = self._host.take([rounded(num_bytes, PAGE_BYTES)])
+        (larger,) = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)])
         assert larger.whole is not None
         assert buffer.room.whole is not None
         larger.whole[: buffer.room.num_bytes].copy_(buffer.room.whole)

@@ -16,7 +16,7 @@ from memkit.errors import StateOffloadError
 from memkit.plan import aligned
 from memkit.storages import is_dense, tensor_over
 from memkit.torch_state import local_of
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 from memkit.wrappers import parts_of
 
 MASTER = "master"

@@ -21,8 +21,8 @@ from memkit.stand_ins import GradientStandIn
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.storages import byte_view
 from memkit.torch_state import is_dtensor, local_of
-from memkit.transfer.disk_store import DiskCopy
-from memkit.transfer.spans import Span
+from memkit.transfer.disk import DiskCopy
+from memkit.transfer.host_memory import Span
 
 
 class StateRecord:

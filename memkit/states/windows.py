@@ -31,7 +31,7 @@ from memkit.states.pieces import (
 )
 from memkit.states.shards import note_written, shard_like
 from memkit.torch_state import is_dtensor, local_of
-from memkit.transfer.disk_store import DiskCopy
+from memkit.transfer.disk import DiskCopy
 
 
 def lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
-from memkit.transfer.gaps import Gaps
-from memkit.transfer.host_memory import PAGE_BYTES, PinError
-from memkit.transfer.segments import Segment, Segments, shares
-from memkit.transfer.spans import ALIGNMENT_BYTES, Range, Span, rounded
+from memkit.sizes import ALIGNMENT_BYTES, HOST_PAGE_BYTES, rounded
+from memkit.transfer.host_memory import Gaps, PinError, Range, Segment, Segments, Span, shares
 from memkit.transfer.staging import CHUNK_BYTES, NUM_BUFFERS, Staging, describe_refusal
 
 LOOSE_BYTES = 2**30
@@ -71,7 +69,6 @@ class Arena:
     when it mends (`give_all`).
 
     Args:
-        device: whose copies use the memory.
         limit_bytes: the most to hold. The limits of the container, and what the machine has available, are respected as well.
         must_pin: whether to raise where the system does not pin memory. Else `refusal` says so, and all that is committed from
             then on is not pinned.
@@ -112,21 +109,16 @@ class Arena:
 
     @property
     def num_pins(self) -> int:
-        """How many segments were given to `Device.pin` so far."""
         return self._committed.num_pins
 
     @_mended
     def take(self, num_bytes: int) -> Span:
-        """Allocate a span of at least one byte.
-
-        Raises:
-            HostMemoryError: a limit is met, or the system does not pin as much. The arena stays usable.
-        """
+        """Allocate a span of at least one byte."""
         assert num_bytes > 0
         return self._taken_by(partial(self._take, num_bytes), num_bytes)
 
     def _take(self, num_bytes: int) -> Span:
-        ranges = self._find(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        ranges = self._find(rounded(num_bytes, ALIGNMENT_BYTES))
         segments = self._under(ranges)
         try:
             self._await_pins(segments)
@@ -142,14 +134,11 @@ class Arena:
 
         They are always new memory, in whole pages: for what is kept long. Where this arena goes on with memory that is not
         pinned, they are one range each as well.
-
-        Raises:
-            HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
         """
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
-        committed = self._commit([rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
+        committed = self._commit([rounded(num_bytes, HOST_PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
         self._await_pins(committed, all_or_none=True)
         spans = []
         for segment, num_bytes in zip(committed, sizes_bytes, strict=True):
@@ -183,7 +172,6 @@ class Arena:
         return taken
 
     def _span(self, ranges: tuple[Range, ...], num_bytes: int, segments: list[Segment]) -> Span:
-        """Return a span of these ranges, which lie in these segments."""
         addresses = self._committed.addresses
         assert addresses is not None
         span = Span(
@@ -231,9 +219,6 @@ class Arena:
     def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
         """Free all spans. The host must have waited for all copies. Also frees spans that were allocated and whose owner never
         got them because of an interrupt.
-
-        Args:
-            but_for: those that are needed.
         """
         needed = {*but_for, *self._buffer_spans}
         for span in [span for span in self._spans.values() if span not in needed]:
@@ -249,7 +234,7 @@ class Arena:
         """
         with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
-                num_bytes = min(num_bytes, self.limit_bytes // PAGE_BYTES * PAGE_BYTES)
+                num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
             self._commit(shares(num_bytes - self.held_bytes))
 
     @_mended
@@ -323,8 +308,8 @@ class Arena:
             return ranges
         is_tail_free = self._gaps.ranges and self._gaps.ranges[-1][1] == self._segments[-1].end
         tail_bytes = self._gaps.ranges[-1][1] - self._gaps.ranges[-1][0] if is_tail_free else 0
-        whole_bytes = rounded(size - tail_bytes, PAGE_BYTES)
-        least_bytes = rounded(size - self._gaps.num_bytes, PAGE_BYTES)
+        whole_bytes = rounded(size - tail_bytes, HOST_PAGE_BYTES)
+        least_bytes = rounded(size - self._gaps.num_bytes, HOST_PAGE_BYTES)
         most_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes + size)
         is_bounded = self.held_bytes + whole_bytes <= max(_SLACK * most_in_use_bytes, LOOSE_BYTES)
         try:
@@ -371,12 +356,10 @@ class Arena:
             failed[0].pinned.result()
 
     def _drop(self, segment: Segment) -> None:
-        """Give a segment that is not in use back to the system."""
         self._gaps.cut((segment.start, segment.end))
         self._committed.drop(segment)
 
     def _under(self, ranges: Iterable[Range]) -> list[Segment]:
-        """Return the segments that ranges lie in, each once."""
         found: dict[Segment, None] = {}
         for start, end in ranges:
             at = bisect_right(self._segments, start, key=lambda segment: segment.start) - 1

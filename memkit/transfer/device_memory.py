@@ -40,11 +40,7 @@ class DeviceMemory:
         self._holders.add(holder)
 
     def allocate(self, holder: Holder, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a holder, which counts it from now on.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room. A note on the error lists the holders.
-        """
+        """Return a storage for a holder, which counts it from now on."""
         try:
             with torch.inference_mode(False):
                 return self._device.allocate(num_bytes)
@@ -62,7 +58,6 @@ class DeviceMemory:
         return {name: num_bytes for name, num_bytes in counted.most_common() if num_bytes}
 
     def describe(self) -> str:
-        """Return what is held as part of a sentence, "" if nothing is."""
         held = self.held()
         if not held:
             return ""

@@ -1,20 +1,497 @@
-"""`Disk`: which directory may be written to, how much, and from there to a store of chunks."""
+"""`Disk`: a directory and a limit; `DiskStore`: chunks in one file there, and the reads and writes that wait for their turn."""
 
 from __future__ import annotations
 
 import os
 import stat
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from memkit.device.base import Device
+from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
-from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.transfer.blocks import DISK_PAGE_BYTES
-from memkit.transfer.disk_queue import DiskQueue, DiskThreads
-from memkit.transfer.disk_store import DiskStore
-from memkit.transfer.scratch import DiskFile, ScratchFile
-from memkit.transfer.spans import rounded
+from memkit.forks import forked
+from memkit.interrupts import mended
+from memkit.sizes import DISK_PAGE_BYTES, check_budget_bytes, format_bytes, rounded
+from memkit.transfer.disk_file import BLOCK_BYTES, Block, DiskFile, ScratchFile, cut_in_blocks
+from memkit.transfer.host_memory import Gaps, Range, Span
+
+
+class DiskTransfer:
+    """All bytes of one chunk on their way from or to a file.
+
+    Args:
+        what: says what is done with which chunk, for errors.
+        begin: what to wait for before the first, in one of the threads that move them.
+        is_read: whether memory is written to.
+    """
+
+    __slots__ = ("_begin", "_is_beginning", "_next", "_num_moving", "blocks", "error", "is_read", "is_told", "move", "what")
+
+    def __init__(
+        self,
+        what: str,
+        blocks: Sequence[Block],
+        move: Callable[[Block], None],
+        begin: Callable[[], None] | None = None,
+        *,
+        is_read: bool,
+    ) -> None:
+        self.what, self.blocks, self.move, self.is_read = what, blocks, move, is_read
+        self.error: BaseException | None = None
+        """What the first block has raised that failed. Those that had not begun then are not moved."""
+        self.is_told = False
+        """Whether the caller knows of the error."""
+        self._begin = begin
+        self._is_beginning = False
+        self._next = self._num_moving = 0
+
+    @property
+    def has_begun_all(self) -> bool:
+        """Whether no block is left to begin."""
+        return self._next == len(self.blocks) or self.error is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is moved, or has failed and nothing is under way any more."""
+        return self.has_begun_all and not self._num_moving
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether a thread waits for what the first block waits for, so that there is nothing to do for others yet."""
+        return self._is_beginning
+
+    @property
+    def may_move(self) -> bool:
+        """Whether nothing has to be waited for ahead of the first block, or not any more."""
+        return self._begin is None and not self._is_beginning
+
+    def take_step(self) -> Callable[[], None]:
+        """Take what is to be done next, under the queue's lock; it is to be called without, and then `end_step`."""
+        self._num_moving += 1
+        if self._begin is not None:
+            begin, self._begin, self._is_beginning = self._begin, None, True
+            return begin
+        self._next += 1
+        return partial(self.move, self.blocks[self._next - 1])
+
+    def end_step(self, error: BaseException | None) -> None:
+        """Note that it is done, or what it has raised, under the queue's lock."""
+        self._is_beginning = False
+        self._num_moving -= 1
+        self.error = self.error or error
+
+
+class DiskQueue(ABC):
+    @abstractmethod
+    def put(self, transfer: DiskTransfer) -> None:
+        """Have a transfer done, behind those that were put before. Does not wait."""
+
+    @abstractmethod
+    def wait(self, transfer: DiskTransfer) -> None:
+        """Wait until a transfer is over."""
+
+    @abstractmethod
+    def cancel(self, transfer: DiskTransfer) -> None:
+        """Have a transfer end that may have been put or not: no more blocks of it are moved. Waits for those under way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Have all transfers end, and then every thread. Calling it again does nothing, or what an interrupt has prevented."""
+
+
+class DiskThreads(DiskQueue):
+    """A queue that a few threads work off side by side, several on one transfer."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: deque[DiskTransfer] = deque()
+        """Those with blocks that no thread has begun."""
+        self._is_closed = False
+        self._process = os.getpid()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"memkit-disk-{number}", daemon=True) for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, transfer: DiskTransfer) -> None:
+        assert not self._is_closed
+        if os.getpid() != self._process:
+            raise forked("a feature of memkit")
+        with self._lock:
+            self._waiting.append(transfer)
+            self._changed.notify_all()
+
+    def wait(self, transfer: DiskTransfer) -> None:
+        if os.getpid() != self._process:
+            raise forked("a feature of memkit")
+        with self._lock:
+            self._changed.notify_all()  # an interrupt may have kept `put` from it
+            while not transfer.is_over:
+                self._changed.wait()
+
+    def cancel(self, transfer: DiskTransfer) -> None:
+        if os.getpid() != self._process:
+            raise forked("a feature of memkit")
+        with self._lock:
+            transfer.error = transfer.error or KeyboardInterrupt()
+            if transfer in self._waiting:
+                self._waiting.remove(transfer)
+            while not transfer.is_over:
+                self._changed.wait()
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork has no threads, and perhaps a lock that one of them held
+        with self._lock:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while (transfer := self._ready()) is None:
+                    if self._is_closed and not self._waiting:
+                        return
+                    self._changed.wait()
+                step = transfer.take_step()
+                if transfer.has_begun_all:
+                    self._waiting.remove(transfer)
+            error: BaseException | None = None
+            try:
+                step()
+            except BaseException as raised:  # it is told at the next call
+                error = raised
+            del step
+            with self._lock:
+                transfer.end_step(error)
+                if transfer.error is not None and transfer in self._waiting:
+                    self._waiting.remove(transfer)
+                self._changed.notify_all()
+            del transfer, error
+
+    def _ready(self) -> DiskTransfer | None:
+        return next((transfer for transfer in self._waiting if not transfer.is_beginning), None)
+
+
+class DiskCopy:
+    """The copy of a chunk on disk. `DiskStore.add` makes it."""
+
+    __slots__ = ("name", "num_bytes", "places", "transfer")
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+        self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
+        """Where its bytes are in the file, those of the last write that has ended well; and where those go that are being
+        written. Empty for none."""
+        self.transfer: DiskTransfer | None = None
+        """The read or write that is under way, or whose end was not noted yet, or that has failed as the last one."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is something to read, as far as was noted."""
+        return bool(self.places[0])
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way, and the last read or write has not failed."""
+        transfer = self.transfer
+        return transfer is None or (transfer.is_over and transfer.error is None)
+
+    def __repr__(self) -> str:
+        return f'<DiskCopy of "{self.name}", {format_bytes(self.num_bytes)}>'
+
+
+class DiskStore:
+    """Chunks that lie in one file. Its methods may be called from several threads.
+
+    [Note: new extent, then the flip] A write goes to where no chunk is. Only when all its bytes are there that becomes the
+    chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses nothing that
+    was on disk. Until it is known to have ended well (`wait`), the caller keeps the bytes in memory.
+
+    A read or a write that fails raises at `wait`; if nobody waits for it, at the next call of any method, which then does
+    nothing else, unless the caller waits for each of them anyway. One that was broken off by Ctrl-C while it was being asked
+    for was not begun. If the interrupt came right behind the call, it goes on: `DiskCopy.transfer` is there.
+
+    Args:
+        file: room for all chunks, each in whole pages, and for those that are being written beside them.
+        device: whose events tell when bytes in host memory are ready.
+        block_bytes: the most that one thread reads or writes at once.
+        waits_for_all: whether the caller calls `wait` for each transfer: what has failed is raised there alone.
+    """
+
+    def __init__(
+        self,
+        file: DiskFile,
+        queue: DiskQueue,
+        device: Device,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        waits_for_all: bool = False,
+    ) -> None:
+        self.file = file
+        self.lock = threading.RLock()
+        self.is_broken = False
+        self.read_bytes = self.written_bytes = 0
+        """Of all transfers that were begun."""
+        self._queue, self._device, self._block_bytes = queue, device, block_bytes
+        self._waits_for_all = waits_for_all
+        self._copies: dict[int, DiskCopy] = {}
+        self._moving: dict[int, DiskCopy] = {}
+        """Those of them with a transfer."""
+        self._gaps = Gaps()
+        self._gaps.ranges = [(0, file.num_bytes)]
+        self._beginning: DiskCopy | None = None
+        """Whose transfer is just being put into the queue."""
+        self._is_closed = False
+        self._shut = weakref.finalize(self, _shut, queue, file)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the file that chunks have, or are about to have."""
+        return self.file.num_bytes - self._gaps.num_bytes
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk."""
+        return [copy.num_bytes for copy in self._copies.values()]
+
+    def has(self, copy: DiskCopy) -> bool:
+        return self._copies.get(id(copy)) is copy
+
+    @mended
+    def extend(self, num_bytes: int) -> None:
+        """Have room for so many bytes in all, whole pages: at least as many as before."""
+        before = self.file.num_bytes
+        self.file.extend(num_bytes)
+        if num_bytes > before:
+            self._gaps.free((before, num_bytes))
+
+    @mended
+    def add(self, name: str, num_bytes: int) -> DiskCopy:
+        """Return the copy of a chunk of at least one byte, which is nowhere before the first write."""
+        assert num_bytes > 0
+        self._raise_untold()
+        copy = DiskCopy(name, num_bytes)
+        self._copies[id(copy)] = copy
+        return copy
+
+    @mended
+    def map(self, copy: DiskCopy) -> memoryview:
+        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory. What is written to that is
+        found by `read`; whoever holds it holds the room on the disk, also once this is closed.
+        """
+        assert not copy.is_written
+        self._raise_untold()
+        ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
+        if not ranges:
+            raise DiskError(f'"{copy.name}" has no room in one place in the scratch file', path=self.file.directory)
+        copy.places = ranges, ()
+        return self.file.map(ranges[0])
+
+    def settle_map(self, copy: DiskCopy, mapped: memoryview) -> None:
+        """Have what was written to a chunk's memory be on the disk, and take no room in host memory until it is used."""
+        self.file.settle_map(copy.places[0][0], mapped)
+
+    @mended
+    def remove(self, copy: DiskCopy) -> None:
+        """Forget a chunk: its place is free. Waits for its transfer, if that is still under way."""
+        self._end_transfer(copy)
+        del self._copies[id(copy)]
+        self._moving.pop(id(copy), None)
+        freed, copy.places = copy.places[0], ((), ())
+        self._free(freed)
+
+    @mended
+    def keep_only(self, copies: Iterable[DiskCopy]) -> None:
+        """Forget all chunks but these."""
+        kept = {*map(id, copies)}
+        for copy in [copy for key, copy in self._copies.items() if key not in kept]:
+            self.remove(copy)
+
+    @mended
+    def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
+        """Begin to write a chunk to a new place. Waits for its transfer before, if that is still under way.
+
+        Args:
+            copy: whose bytes these become when the write has ended.
+            span: its bytes. They stay as they are until `wait` has returned.
+            after: what makes them; waited for by the thread that writes.
+        """
+        self._prepare(copy, span)
+        size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
+        if self._gaps.num_bytes < size:
+            self._settle_all(must_wait=True)
+            self._raise_untold()
+        if self._gaps.num_bytes < size:
+            raise DiskError(
+                f"\"{copy.name}\" needs {format_bytes(size)} of the scratch file in '{self.file.directory}', beside what "
+                f"it has there until that is written; found {format_bytes(self._gaps.num_bytes)} of "
+                f"{format_bytes(self.file.num_bytes)} free. Reserve more for it, or write fewer chunks at once.",
+                path=self.file.directory,
+            )
+        copy.places = copy.places[0], self._gaps.take(size, scatters=True)
+        self.written_bytes += copy.num_bytes
+        self._put(copy, span, copy.places[1], after, is_read=False)
+
+    @mended
+    def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
+        """Begin to read a chunk. Waits for its transfer before, if that is still under way.
+
+        Args:
+            span: where to. Until `wait` has returned, its bytes mean nothing.
+            after: what may still use the span, beside its `free_events`; waited for by the thread that reads.
+        """
+        self._prepare(copy, span)
+        assert copy.is_written, f'"{copy.name}" is read, and was never written'
+        self.read_bytes += copy.num_bytes
+        self._put(copy, span, copy.places[0], (*span.free_events, *after), is_read=True)
+
+    def wait(self, copy: DiskCopy) -> None:
+        """Wait until the transfer of a chunk has ended, if there is one."""
+        transfer = self._transfer_of(copy)
+        if transfer is not None:
+            self._queue.wait(transfer)  # without the lock: others may begin more meanwhile
+            self._note_end(copy, transfer)
+
+    @mended
+    def _transfer_of(self, copy: DiskCopy) -> DiskTransfer | None:
+        return copy.transfer
+
+    @mended
+    def _note_end(self, copy: DiskCopy, transfer: DiskTransfer) -> None:
+        if copy.transfer is transfer:
+            self._settle(copy)
+        self._raise_error(transfer)
+
+    @mended
+    def close(self) -> None:
+        """End what is under way and all threads, and give the room on the disk back. Calling it again does nothing."""
+        self._shut()
+        self._is_closed = True
+        self._raise_untold()
+
+    # Transfers
+
+    def _prepare(self, copy: DiskCopy, span: Span) -> None:
+        """Check what is asked for, and note what has ended."""
+        assert not self._is_closed, "the disk store is closed"
+        assert span.num_bytes == copy.num_bytes
+        self._settle_all(must_wait=False)
+        self._raise_untold()
+        self._end_transfer(copy)
+        self._raise_untold()
+        self._forget_transfer(copy)
+
+    def _end_transfer(self, copy: DiskCopy) -> None:
+        assert self._copies.get(id(copy)) is copy, "a disk copy of another store, or one that was removed"
+        if copy.transfer is not None:
+            self._queue.wait(copy.transfer)
+            self._settle(copy)
+
+    def _put(self, copy: DiskCopy, span: Span, ranges: Sequence[Range], after: Sequence[Event], *, is_read: bool) -> None:
+        begin = partial(_await, self._device, after) if after else None
+        what = f'{"reading" if is_read else "writing"} "{copy.name}" ({format_bytes(copy.num_bytes)})'
+        blocks = cut_in_blocks(ranges, span.pieces, block_bytes=self._block_bytes)
+        self._beginning = self._moving[id(copy)] = copy
+        copy.transfer = DiskTransfer(what, blocks, self.file.read if is_read else self.file.write, begin, is_read=is_read)
+        self._queue.put(copy.transfer)
+        self._beginning = None
+
+    def _settle_all(self, *, must_wait: bool) -> None:
+        """Note the ends of transfers: of all, or of those that are over."""
+        for copy in tuple(self._moving.values()):
+            assert copy.transfer is not None
+            if must_wait:
+                self._queue.wait(copy.transfer)
+            if copy.transfer.is_over:
+                self._settle(copy)
+
+    def _settle(self, copy: DiskCopy) -> None:
+        """Note the end of a transfer: see [Note: new extent, then the flip]."""
+        assert copy.transfer is not None
+        here, there = copy.places
+        if copy.transfer.error is not None:
+            copy.places, freed = (here, ()), there
+        elif there:
+            copy.places, freed = (there, ()), here
+        else:
+            freed = ()
+        self._free(freed)
+        if copy.transfer.error is None:
+            self._forget_transfer(copy)
+
+    def _forget_transfer(self, copy: DiskCopy) -> None:
+        copy.transfer = None
+        self._moving.pop(id(copy), None)
+
+    def _free(self, places: Iterable[Range]) -> None:
+        for place in places:
+            if not self._is_closed:
+                self.file.note_free(place)
+            self._gaps.free(place)
+
+    def mend(self) -> None:
+        """Let what an interrupt has broken off be as if it was not asked for, and find the gaps by what chunks have."""
+        copy = self._beginning
+        if copy is not None and copy.transfer is not None:
+            self._queue.cancel(copy.transfer)
+            copy.transfer = None
+        self._beginning = None
+        self._moving = {key: copy for key, copy in self._copies.items() if copy.transfer is not None}
+        self._gaps.ranges = [(0, self.file.num_bytes)]
+        for copy in self._copies.values():
+            if copy.transfer is None:
+                copy.places = copy.places[0], ()
+            for place in (*copy.places[0], *copy.places[1]):
+                self._gaps.cut(place)
+        self.is_broken = False
+
+    # Errors
+
+    def _raise_untold(self) -> None:
+        """Raise what a transfer has raised of which the caller does not know, and would not hear."""
+        if self._waits_for_all:
+            return
+        for copy in self._moving.values():
+            transfer = copy.transfer
+            if transfer is not None and transfer.is_over and not transfer.is_told:
+                self._raise_error(transfer)
+
+    def _raise_error(self, transfer: DiskTransfer) -> None:
+        error = transfer.error
+        if error is None:
+            return
+        transfer.is_told = True
+        if not isinstance(error, OSError):
+            raise error
+        raise DiskError(
+            f"{transfer.what} failed, in the scratch file in '{self.file.directory}': {error.strerror}. What was on disk of it "
+            "before is still there. Look at what the system says of the disk (dmesg), or use another directory.",
+            path=self.file.directory,
+            errno=error.errno,
+        ) from error
+
+
+def _await(device: Device, events: Sequence[Event]) -> None:
+    """Wait in a thread of the queue."""
+    device.enter_thread()
+    for event in events:
+        device.synchronize(event)
+
+
+def _shut(queue: DiskQueue, file: DiskFile) -> None:
+    queue.close()
+    file.close()
 
 
 @dataclass(frozen=True)
@@ -91,7 +568,6 @@ class Disk:
         store.extend(self._allowed(num_bytes))
 
     def _allowed(self, num_bytes: int) -> int:
-        """Return a number of bytes in whole pages, if the limit allows as many."""
         num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
         if self.limit is not None and num_bytes > self.limit:
             raise DiskError(

@@ -1,22 +1,32 @@
-"""Room in host memory: addresses, memory behind them, and how much of it the machine and its container have left."""
+"""Host memory that arenas are made of: addresses without memory behind them, pinned segments of them, and spans of those."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import sys
 import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from memkit.device.base import Device
+from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
-from memkit.sizes import format_mib
+from memkit.sizes import HOST_PAGE_BYTES, format_mib, rounded
 
-PAGE_BYTES = 2 * 2**20
-"""Size of a huge page: segments begin and end at multiples of it."""
+if TYPE_CHECKING:
+    from memkit.transfer.staging import Staging
+
 # Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when a process
 # writes to it, which costs each worker of a data loader seconds and gigabytes. With it the child finds zeros.
 _MAP_NORESERVE, _ADVICE = (0x4000, (14, 18)) if sys.platform == "linux" else (0, ())
@@ -38,16 +48,18 @@ class Addresses:
         num_bytes = max(4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 64 * 2**30)
         while True:
             try:
-                self._map = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+                self._map = mmap.mmap(
+                    -1, num_bytes + HOST_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+                )
                 break
             except OSError as error:  # the system counts addresses as memory
                 num_bytes //= 2
-                if num_bytes < PAGE_BYTES:
+                if num_bytes < HOST_PAGE_BYTES:
                     raise HostMemoryError(f"the system gives no addresses for host memory: {error}") from error
         for advice in _ADVICE:
             with contextlib.suppress(OSError):  # the kernel may be too old, or built without
                 self._map.madvise(advice)
-        self._skipped = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % PAGE_BYTES
+        self._skipped = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HOST_PAGE_BYTES
         self.num_bytes = num_bytes
         # The map is not closed: it lives until the last tensor on it dies. What is skipped is not in the storage either, since
         # torch tells by the first byte of its storage whether a tensor is pinned.
@@ -56,12 +68,7 @@ class Addresses:
         self._has_touched = threading.Condition()
 
     def commit(self, device: Device, start: int, end: int) -> None:
-        """Touch and pin memory; many threads do so side by side.
-
-        Raises:
-            PinError: the system does not pin it.
-            HostMemoryError: the machine or the container has no room.
-        """
+        """Touch and pin memory; many threads do so side by side."""
         self.touch(start, end)
         try:
             device.pin(self.bytes[start:end])
@@ -72,11 +79,7 @@ class Addresses:
             raise
 
     def touch(self, start: int, end: int) -> None:
-        """Have memory behind some addresses; many threads do so side by side.
-
-        Raises:
-            HostMemoryError: the machine or the container has no room.
-        """
+        """Have memory behind some addresses; many threads do so side by side."""
         num_bytes = end - start
         with self._has_touched:
             # Memory that other threads are touching only partly counts as used yet: without room beside it, look again later.
@@ -151,3 +154,187 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+Range = tuple[int, int]
+"""Where bytes start and end in the arena's addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first.
+
+    `pieces` are its bytes, in order: tensors of dtype uint8, cut where pinned segments meet, since one copy must not cross such
+    an edge. Work that writes to the span waits for `free_events` first: copies that may still read what was there before.
+    """
+
+    offset: int
+    num_bytes: int
+    pieces: tuple[Tensor, ...]
+    free_events: tuple[Event, ...]
+    ranges: tuple[Range, ...]
+    whole: Tensor | None
+    """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
+    staging: Staging | None
+    """Used by `Lanes` to copy from and to it if it is not pinned; None if it is pinned."""
+
+    def part(self, start: int, end: int) -> Span:
+        """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
+        assert self.whole is not None
+        assert len(self.pieces) == 1
+        piece = self.whole[start:end]
+        return replace(self, offset=self.offset + start, num_bytes=end - start, pieces=(piece,), ranges=(), whole=piece)
+
+
+class Gaps:
+    def __init__(self) -> None:
+        self.ranges: list[Range] = []
+        """Lowest first; no two touch."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    def take(self, size: int, *, scatters: bool = False) -> tuple[Range, ...]:
+        """Take so many bytes of the lowest range that has as many; return none where no range has.
+
+        Args:
+            scatters: take them of several ranges then, the largest first.
+        """
+        for at, (start, end) in enumerate(self.ranges):
+            if end - start >= size:
+                self.ranges[at : at + 1] = [(start + size, end)] if end - start > size else []
+                return ((start, start + size),)
+        taken = []
+        for start, end in sorted(self.ranges, key=lambda gap: gap[0] - gap[1]) if scatters else ():
+            end = min(end, start + size)
+            size -= end - start
+            taken += [(start, end)] if start < end else []
+        for byte_range in taken:
+            self.cut(byte_range)
+        return tuple(sorted(taken))
+
+    def free(self, byte_range: Range) -> None:
+        """Add a range, as one with those that touch it."""
+        start, end = byte_range
+        at = bisect_left(self.ranges, byte_range)
+        if at < len(self.ranges) and self.ranges[at][0] == end:
+            end = self.ranges.pop(at)[1]
+        if at > 0 and self.ranges[at - 1][1] == start:
+            at -= 1
+            start = self.ranges.pop(at)[0]
+        self.ranges.insert(at, (start, end))
+
+    def cut(self, byte_range: Range) -> None:
+        start, end = byte_range
+        parts = (part for gap in self.ranges for part in ((gap[0], min(gap[1], start)), (max(gap[0], end), gap[1])))
+        self.ranges = [part for part in parts if part[0] < part[1]]
+
+
+SMALLEST_SEGMENT_BYTES = 32 * 2**20
+LARGEST_SEGMENT_BYTES = 256 * 2**20
+_NUM_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Memory that was committed as one. The future `pinned` is done once it is touched and pinned, or that has failed; without
+    `is_pinned`, once it is touched."""
+
+    start: int
+    end: int
+    bytes: Tensor
+    pinned: Future[None]
+    is_pinned: bool
+
+
+class Segments:
+    """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it.
+
+    As [Note: interrupted arena] in `memkit.transfer.arena` has it, a segment is noted before it is pinned and until it is
+    unpinned. After a call that was broken off, `mend` does the rest.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.all: list[Segment] = []
+        self.addresses: Addresses | None = None
+        self.num_pins = 0
+        """How many segments were given to `Device.pin` so far."""
+        self._device = device
+        self._dropping: list[Segment] = []
+        """What is being given back to the system."""
+        weakref.finalize(self, _unpin, device, self.all).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.end - segment.start for segment in tuple(self.all))
+
+    def add(self, sizes_bytes: Sequence[int], *, limit_bytes: int | None, is_pinned: bool) -> list[Segment]:
+        """Begin to touch memory behind what is committed, and to pin it, in segments of these sizes: multiples of a page."""
+        if not sizes_bytes:
+            return []
+        num_bytes, start = sum(sizes_bytes), self.all[-1].end if self.all else 0
+        if limit_bytes is not None and self.num_bytes + num_bytes > limit_bytes:
+            raise no_room(num_bytes, limit_bytes - self.num_bytes, "host_limit_bytes")
+        self.addresses = self.addresses or Addresses()
+        if start + num_bytes > self.addresses.num_bytes:
+            raise no_room(num_bytes, self.addresses.num_bytes - start, "the system's limit on addresses")
+        edges = list(itertools.accumulate(sizes_bytes, initial=start))
+        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-pin")
+        commit = partial(self.addresses.commit, self._device) if is_pinned else self.addresses.touch
+        added = [
+            Segment(first, last, self.addresses.bytes[first:last], Future(), is_pinned)
+            for first, last in itertools.pairwise(edges)
+        ]
+        self.all += added
+        for segment in added:
+            threads.submit(_resolve, segment.pinned, partial(commit, segment.start, segment.end))
+        threads.shutdown(wait=False)
+        self.num_pins += len(added) if is_pinned else 0
+        return added
+
+    def drop(self, segment: Segment) -> None:
+        self._dropping.append(segment)
+        self._finish_drop()
+
+    def _finish_drop(self) -> None:
+        segment = self._dropping[-1]
+        if segment in self.all:
+            self.all.remove(segment)
+        _unpin(self._device, [segment])
+        assert self.addresses is not None
+        self.addresses.forget(segment.start, segment.end)
+        self._dropping.pop()
+
+    def mend(self) -> None:
+        """Put right what a call has left that was broken off."""
+        while self._dropping:
+            self._finish_drop()
+        for segment in [segment for segment in self.all if segment.pinned.cancel()]:
+            self.drop(segment)  # no thread has begun to pin it, and perhaps none ever will
+
+
+def _unpin(device: Device, segments: list[Segment]) -> None:
+    """Undo what was pinned of segments, and keep from being pinned what was not yet."""
+    for segment in segments:
+        if not segment.pinned.cancel() and segment.pinned.exception() is None and segment.is_pinned:
+            device.unpin(segment.bytes)
+
+
+def _resolve(promise: Future[None], commit: Callable[[], None]) -> None:
+    """Commit memory, and tell those who wait for it, unless none does any more."""
+    if not promise.set_running_or_notify_cancel():
+        return
+    try:
+        commit()
+    except BaseException as error:
+        promise.set_exception(error)
+    else:
+        promise.set_result(None)
+
+
+def shares(num_bytes: int) -> list[int]:
+    """Return the sizes of segments in which so many bytes are pinned side by side."""
+    num_bytes = rounded(max(num_bytes, 0), HOST_PAGE_BYTES)
+    share = rounded(min(max(num_bytes // _NUM_THREADS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES), HOST_PAGE_BYTES)
+    return [min(share, num_bytes - start) for start in range(0, num_bytes, share)]

@@ -69,12 +69,7 @@ def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: 
     """Return the bytes per second that go each way while copies go both ways at once: the median of several.
 
     Args:
-        num_bytes: size of each copy.
         repeats: how often a copy out and one back are timed, after once that is not.
-
-    Raises:
-        HostMemoryError: there is no room in host memory for twice `num_bytes`.
-        torch.OutOfMemoryError: there is none on the device.
     """
     arena = Arena(device)
     try:
@@ -91,14 +86,7 @@ def measure_beside_copies(
     these, each way.
 
     Args:
-        act: what is done, at least once.
-        num_bytes: size of each copy.
-        num_copies: so many go each way.
         most_acts: how often it is done at most, where copies are not over by themselves; by default 10,000 times.
-
-    Raises:
-        HostMemoryError: there is no room in host memory for twice `num_bytes`.
-        torch.OutOfMemoryError: there is none on the device.
     """
     arena, lanes = Arena(device), Lanes(device)
     storages = device.allocate(num_bytes), device.allocate(num_bytes)
@@ -127,7 +115,6 @@ def measure_beside_copies(
 
 
 def _seconds_of_both(device: Device, arena: Arena, num_bytes: int, repeats: int) -> float:
-    """Return the median seconds from when a copy out and a copy back may begin to when the later of them is done."""
     lanes, both_s = Lanes(device), []
     storages = device.allocate(num_bytes), device.allocate(num_bytes)
     out_span, back_span = arena.take(num_bytes), arena.take(num_bytes)

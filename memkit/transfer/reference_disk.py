@@ -10,10 +10,9 @@ from pathlib import Path
 
 from memkit.errors import DiskError
 from memkit.sizes import check_budget_bytes
-from memkit.transfer.disk import Disk
-from memkit.transfer.disk_queue import DiskQueue, DiskThreads, DiskTransfer
-from memkit.transfer.scratch import DiskFile
-from memkit.transfer.spans import Range
+from memkit.transfer.disk import Disk, DiskQueue, DiskThreads, DiskTransfer
+from memkit.transfer.disk_file import DiskFile
+from memkit.transfer.host_memory import Range
 
 POISON = 0xCB
 """What memory holds until a read has landed in it, and what a place in the file holds that is free."""

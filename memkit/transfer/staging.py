@@ -38,7 +38,6 @@ class PromisedEvent(Event):
         self._recording = recording
         self._thread = thread
         self._which = which
-        """The first or the second of two."""
 
     def recorded(self) -> Event:
         if not (self._thread.are_here or self._recording.done()):
@@ -89,7 +88,6 @@ class Staging:
 
         Returns:
             What is reached when it begins, and when it is done.
-
         The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
         is the storage held here.
         """
@@ -109,8 +107,6 @@ class Staging:
 
 
 class _Side:
-    """One direction."""
-
     def __init__(self, device: Device, *, is_out: bool) -> None:
         self._device = device
         self._is_out = is_out

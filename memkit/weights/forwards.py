@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import setitem
 from typing import Any, NoReturn
 
 import torch
@@ -19,21 +22,95 @@ from memkit.owners import are_owners_set_aside, aside
 from memkit.plan.chunks import Residency
 from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.adoption import adopt, adopt_data
-from memkit.weights.binding import StreamedParameter
-from memkit.weights.chunks import LayerChunk
-from memkit.weights.inner_hooks import InnerHooks
+from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, adopt_data
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
+from memkit.weights.shares import StepTiming
 from memkit.weights.streaming import Streamer
-from memkit.weights.timing import StepTiming
+
+
+class InnerHooks(HookSet):
+    """Hooks around the forwards of modules that seldom run by themselves.
+
+    At each step most are only taken off and put back. That goes through them without a call of a Python function for each, so
+    that no interrupt comes in between, and what is behind a forward is there only from when that has begun.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dicts: list[OrderedDict[int, Any]] = []
+        """What torch has the hooks in that are ahead of forwards."""
+        self._numbers: list[int] = []
+        self._aside: list[Any] = []
+        """Those that are set aside, in the same order; None for one that was not there."""
+        self._behind: list[tuple[OrderedDict[int, Any], int, Any]] = []
+        """The hooks behind forwards: where each belongs, as what, and which it is."""
+        self._due: list[tuple[OrderedDict[int, Any], int]] = []
+
+    def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before(place, module, args)` as `around_forward` does, and `after(place, module, args, output)` too, but that
+        only from `expect_end(place)` until `note_end(place)`."""
+        place = len(self._behind)
+        self.around_forward(module, before=partial(before, place), after=partial(after, place))
+        handles: list[Any] = self._handles[-2:]
+        (ahead, number), (behind, behind_number) = ((handle.hooks_dict_ref(), handle.id) for handle in handles)
+        self._dicts.append(ahead)
+        self._numbers.append(number)
+        self._behind.append((behind, behind_number, behind.pop(behind_number)))
+
+    def expect_end(self, place: int) -> None:
+        """A forward is about to begin: call what is behind it."""
+        hooks, number, hook = self._behind[place]
+        self._due.append((hooks, number))
+        hooks[number] = hook
+
+    def note_end(self, place: int) -> None:
+        """The forward is over. Not to be called where it has raised, since torch then goes through the hooks that there are:
+        they stay until the layer runs."""
+        hooks, number, _ = self._behind[place]
+        hooks.pop(number, None)
+        self._due = [due for due in self._due if due[1] != number]
+
+    def set_aside(self) -> None:
+        """Leave the hooks out of calls until `put_back`: torch then sees none there, and Dynamo neither breaks a graph because
+        of one nor guards it."""
+        taken = map(OrderedDict.pop, self._dicts, self._numbers, repeat(None))
+        if not self._aside:  # in one call of C, so that an interrupt loses none
+            self._aside[:] = taken
+        else:
+            deque(taken, maxlen=0)
+        while self._due:
+            hooks, number = self._due[-1]
+            hooks.pop(number, None)
+            self._due.pop()
+
+    def put_back(self) -> None:
+        """Have what was set aside called again, ahead of all other hooks. Calling it again does nothing."""
+        if not self._aside:
+            return
+        if None not in self._aside:
+            deque(map(setitem, self._dicts, self._numbers, self._aside), maxlen=0)
+        else:  # the caller has removed some
+            for hooks, number, hook in zip(self._dicts, self._numbers, self._aside, strict=True):
+                if hook is not None:
+                    hooks[number] = hook
+        if max(map(len, self._dicts)) > 1:
+            for hooks, number in zip(self._dicts, self._numbers, strict=True):
+                if number in hooks:
+                    hooks.move_to_end(number, last=False)
+        self._aside.clear()
+
+    def remove(self) -> None:
+        """Remove every hook, also those that are set aside. Calling it again does nothing."""
+        self._aside.clear()
+        super().remove()
+        self._dicts, self._numbers, self._behind, self._due = [], [], [], []
 
 
 class Forwards(NotCopied):
     """Has the parameters of each layer lie in a slot while it runs.
 
     Args:
-        model: whose forwards they are.
         before_pass: called when a forward begins that is no part of another, nor of a backward. It may call `watch` anew.
         note_adopted: called with parameters that the caller has put in the place of others, and that stream from now on.
     """
@@ -63,7 +140,7 @@ class Forwards(NotCopied):
             self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
         self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
-            layer = _Layer(chunk, InnerHooks())
+            layer = _LayerForwards(chunk, InnerHooks())
             before, after = partial(self._enter, layer), partial(self._after_layer, layer)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
@@ -102,11 +179,7 @@ class Forwards(NotCopied):
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
 
     def close(self) -> None:
-        """See no forwards any more.
-
-        Raises:
-            LayerOffloadError: one is going on, or a backward.
-        """
+        """See no forwards any more."""
         self._calls.end_interrupted()
         if len(self._calls) or torch_private.backward_task() != -1:
             which = "forward of the model" if len(self._calls) else "backward"
@@ -117,7 +190,6 @@ class Forwards(NotCopied):
         self._before_pass = self._note_adopted = _do_nothing
 
     def end_interrupted(self) -> None:
-        """End the forwards that an interrupt has left, as the next one would."""
         self._calls.end_interrupted()
 
     # The model
@@ -149,11 +221,7 @@ class Forwards(NotCopied):
         )
 
     def _begin_pass(self, first: LayerChunk | None) -> None:
-        """A forward begins; see whether it is one of its own.
-
-        Raises:
-            LayerOffloadError: DistributedDataParallel would reduce its gradients; or another thread runs a backward.
-        """
+        """A forward begins; see whether it is one of its own."""
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
@@ -174,11 +242,7 @@ class Forwards(NotCopied):
             self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
-        """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`.
-
-        Raises:
-            LayerOffloadError: that is so.
-        """
+        """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`."""
         if self._streamer.chunks and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "
@@ -193,7 +257,7 @@ class Forwards(NotCopied):
 
     # Layers
 
-    def _enter(self, layer: _Layer, module: nn.Module, _: Any, depth: int = 2) -> None:
+    def _enter(self, layer: _LayerForwards, module: nn.Module, _: Any, depth: int = 2) -> None:
         """A forward begins that uses the weights of a layer.
 
         Args:
@@ -247,7 +311,7 @@ class Forwards(NotCopied):
             call.end_here = hooks.__exit__
             hooks.__enter__()
 
-    def _after_layer(self, layer: _Layer, module: nn.Module, _: Any, output: Any) -> None:
+    def _after_layer(self, layer: _LayerForwards, module: nn.Module, _: Any, output: Any) -> None:
         try:
             if not aside.is_set:
                 call = None if self._gradients is None else self._gradients.note_call(layer.chunk)
@@ -266,19 +330,19 @@ class Forwards(NotCopied):
         if self._timing is not None:
             self._timing.note_ready()
 
-    def _before_inner(self, layer: _Layer, place: int, module: nn.Module, given: Any) -> None:
+    def _before_inner(self, layer: _LayerForwards, place: int, module: nn.Module, given: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
         if not self._streamer.is_in_forward(layer.chunk):
             layer.inner_hooks.expect_end(place)
             self._enter(layer, module, given, depth=3)
 
-    def _after_inner(self, layer: _Layer, place: int, module: nn.Module, _: Any, output: Any) -> None:
+    def _after_inner(self, layer: _LayerForwards, place: int, module: nn.Module, _: Any, output: Any) -> None:
         if self._calls.is_last(module):
             self._calls.end(module, depth=2)
         if output is not None and not self._calls.is_last(module):
             layer.inner_hooks.note_end(place)
 
-    def _end_layer(self, layer: _Layer, call: Call, state: object, ending: Ending) -> None:
+    def _end_layer(self, layer: _LayerForwards, call: Call, state: object, ending: Ending) -> None:
         layer.inner_hooks.put_back()
         chunk = layer.chunk
         if self._gradients is not None and ending is Ending.RETURNED and torch.is_grad_enabled():
@@ -300,7 +364,7 @@ class Forwards(NotCopied):
 
 
 @dataclass(slots=True, eq=False)
-class _Layer:
+class _LayerForwards:
     """What is known of a layer from one forward to the next."""
 
     chunk: LayerChunk

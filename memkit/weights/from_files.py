@@ -1,20 +1,306 @@
-"""The weights of a model that was built without data: from files straight to where they are kept."""
+"""Weights from safetensors files, for a model on the meta device."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit.storages import Geometry, storage_key
-from memkit.weights.binding import copy_into
-from memkit.weights.checkpoint import Checkpoint
-from memkit.weights.remaking import remade
+from memkit.weights.chunks import copy_into
 
-Path = str | os.PathLike[str]
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+
+def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers without data that are not persistent, and other such tensors that modules hold, each with what it is
+    to be.
+
+    A module is made anew on the CPU, from its attributes that are named like its constructor's arguments. That counts only if
+    each argument is an attribute, all its attributes come out equal, and twice the same tensors.
+
+    Args:
+        stored: ids of the tensors in its `state_dict`, which come from elsewhere.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    lost: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        needed = dict(_without_data(module, stored))
+        if not needed:
+            continue
+        try:
+            made = _made_anew(module, needed)
+        except _CannotMakeError as error:
+            lost |= {f"{prefix}.{name}" if prefix else name: str(error) for name in needed}
+        else:
+            found |= {id(needed[name]): (needed[name], tensor) for name, tensor in made.items()}
+    if lost:
+        name, reason = next(iter(lost.items()))
+        names = ", ".join(f'"{name}"' for name in list(lost)[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise ValueError(
+            f'LayerOffload: no checkpoint has {names}: they are not persistent, and have no data (device "meta"). "{name}" '
+            f"cannot be made anew: {reason}. Set them on the CPU before, or build their modules there: "
+            'with torch.device("cpu")'
+        )
+    return list(found.values())
+
+
+class _CannotMakeError(Exception):
+    """Says why."""
+
+
+def _without_data(module: nn.Module, stored: Set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module itself that have no data, and that are in no `state_dict`."""
+    for name, tensor in (*module.named_buffers(recurse=False), *vars(module).items()):
+        if isinstance(tensor, Tensor) and tensor.is_meta and id(tensor) not in stored:
+            yield name, tensor
+
+
+def _made_anew(module: nn.Module, needed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    arguments = _arguments_of(module)
+    found = _tensors_of(module, arguments, needed)
+    again = _tensors_of(module, arguments, needed, seed=1)
+    if not all(_is_same(found[name], again[name]) for name in needed):
+        raise _CannotMakeError("it is made of random numbers")
+    for name, tensor in needed.items():
+        if found[name].dtype != tensor.dtype:
+            found[name] = _cast(module, arguments, needed, name, found[name])
+    return found
+
+
+def _cast(module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, Tensor], name: str, found: Tensor) -> Tensor:
+    """Return a tensor in the dtype that it has in the model: cast since, or made while that was the default."""
+    dtype, default = needed[name].dtype, torch.get_default_dtype()
+    cast = found.to(dtype)
+    if dtype.is_floating_point:
+        torch.set_default_dtype(dtype)
+        try:
+            made = _tensors_of(module, arguments, needed)[name]
+        finally:
+            torch.set_default_dtype(default)
+        if made.dtype == dtype and not _is_same(made, cast):
+            raise _CannotMakeError(f"it is of {dtype}, and depends on whether it was made in that or cast to it")
+    return cast
+
+
+def _arguments_of(module: nn.Module) -> dict[str, Any]:
+    kind = type(module)
+    arguments: dict[str, Any] = {}
+    for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise _CannotMakeError(f"{kind.__name__} takes any arguments")
+        if name == "device":
+            arguments[name] = torch.device("cpu")
+        elif name in vars(module) and not isinstance(vars(module)[name], Tensor):
+            arguments[name] = vars(module)[name]
+        else:
+            raise _CannotMakeError(f'{kind.__name__} takes "{name}", which is not an attribute of it')
+    return arguments
+
+
+def _tensors_of(
+    module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, Tensor], *, seed: int = 0
+) -> dict[str, Tensor]:
+    """Make the module anew, and return the tensors that are needed."""
+    kind = type(module)
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            made = kind(**arguments)
+    except Exception as error:
+        raise _CannotMakeError(f"{kind.__name__} raises {error!r}") from error
+    before, after = _attributes_of(module), _attributes_of(made)
+    if before.keys() != after.keys():
+        other = min(before.keys() ^ after.keys())
+        raise _CannotMakeError(f'{kind.__name__} made anew does not agree on the attribute "{other}"')
+    for name, value in before.items():
+        if name not in needed and not _is_same(value, after[name]):
+            raise _CannotMakeError(f'{kind.__name__} made anew has another "{name}"')
+    found = {**dict(made.named_buffers(recurse=False)), **{name: value for name, value in after.items() if name in needed}}
+    for name, tensor in needed.items():
+        if name not in found or found[name].size() != tensor.size():
+            raise _CannotMakeError(f"{kind.__name__} made anew has it in another size")
+    return {name: found[name] for name in needed}
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+def _is_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        is_like = one.size() == other.size() and one.dtype == other.dtype
+        return is_like and not one.is_meta and torch.equal(one, other)
+    function = getattr(one, "__func__", None)
+    if function is not None:
+        return function is getattr(other, "__func__", None)
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # what it is compared by is anyone's
+        return False
+
+
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "U16": torch.uint16,
+        "U32": torch.uint32,
+        "U64": torch.uint64,
+        "BOOL": torch.bool,
+        "C64": torch.complex64,
+    }
+)
+"""As safetensors calls them. Source: https://github.com/huggingface/safetensors#format."""
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MOST_HEADER_BYTES = 100_000_000
+_PART_BYTES = 16 * 2**20
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    file: Path
+    start: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+class Checkpoint:
+    """The tensors of a safetensors file, or of all those that make up a model, by name. Their bytes are read when asked for.
+
+    Args:
+        path: a file, or a directory with `model.safetensors.index.json` and the files that it names, `model.safetensors`, or
+            just one file of this kind.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"weights is a safetensors file or a directory with such files; found {path!r}")
+        self.path = Path(path)
+        self.tensors: dict[str, StoredTensor] = {}
+        index = _index_in(self.path)
+        for file in _files_in(self.path) if index is None else sorted({self.path / name for name in index.values()}):
+            self.tensors.update(_read_header(file))
+        lost = [] if index is None else [name for name in index if name not in self.tensors]
+        if lost:
+            raise ValueError(f"weights: '{self.path / _INDEX}' names \"{lost[0]}\", which is in none of its files")
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Read a tensor into one in host memory, of its size: with no copy between if that is contiguous and of its dtype."""
+        stored = self.tensors[name]
+        is_direct = into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype
+        target = into if is_direct else torch.empty(stored.size, dtype=stored.dtype, device="cpu")
+        memory = target.reshape(-1).view(torch.uint8).numpy().data if stored.num_bytes else memoryview(b"")
+        parts = range(0, stored.num_bytes, _PART_BYTES)
+        handle = os.open(stored.file, os.O_RDONLY)
+        try:
+            read = partial(_read_part, handle, stored, memory)
+            if len(parts) < 2:
+                list(map(read, parts))
+            else:
+                with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-read") as threads:
+                    list(threads.map(read, parts))
+        finally:
+            os.close(handle)
+        if not is_direct:
+            into.copy_(target)
+
+
+def _read_part(handle: int, stored: StoredTensor, memory: memoryview, at: int) -> None:
+    end = min(at + _PART_BYTES, len(memory))
+    while at < end:
+        num_bytes = os.preadv(handle, [memory[at:end]], stored.start + at)
+        if not num_bytes:
+            raise ValueError(f"weights: '{stored.file}' has become shorter than it was")
+        at += num_bytes
+
+
+def _index_in(path: Path) -> dict[str, str] | None:
+    """Return which file each tensor is in, as an index says; None if there is none."""
+    file = path / _INDEX
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        index = {str(name): str(found[name]) for name in found}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"weights: '{file}' is no index of safetensors files ({error!r})") from error
+    outside = next((name for name in index.values() if Path(name).name != name), None)
+    if outside is not None:
+        raise ValueError(f"weights: '{file}' names '{outside}', which is not a file beside it")
+    return index
+
+
+def _files_in(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"weights is a safetensors file or a directory with such files; found none at '{path}'")
+    found = [path / _SINGLE] if (path / _SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found[:3])
+        what = f"several ({names}, ...)" if found else "no safetensors file"
+        raise ValueError(f"weights: '{path}' needs {_INDEX} or {_SINGLE}; found {what}. Name the file itself")
+    return found
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return what is in one file: eight bytes with the header's length, the header as JSON, then the tensors' bytes."""
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+                raise ValueError("its header has no length that could be")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        return {name: _stored(file, 8 + length, file_bytes, name, header[name]) for name in header}
+    except FileNotFoundError as error:
+        raise ValueError(f"weights: there is no file '{file}'") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"weights: '{file}' is not a whole safetensors file: {error}") from error
+
+
+def _stored(file: Path, begin: int, file_bytes: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    kind, (start, end) = entry["dtype"], entry["data_offsets"]
+    if kind not in _DTYPES:
+        raise ValueError(f'"{name}" is of dtype {kind}, which torch has not')
+    stored = StoredTensor(file=file, start=begin + start, dtype=_DTYPES[kind], size=tuple(map(int, entry["shape"])))
+    if end - start != stored.num_bytes or start < 0 or begin + end > file_bytes:
+        raise ValueError(f'"{name}" is not whole')
+    return stored
+
+
+FilePath = str | os.PathLike[str]
 _MOST_NAMED = 5
 
 
@@ -27,14 +313,9 @@ class FileWeights:
     Args:
         model: with all of its parameters and persistent buffers on "meta", some, or none.
         path: see `Checkpoint`; None to change nothing.
-
-    Raises:
-        TypeError: the path is none.
-        ValueError: the files are not those of the model, which is told by name; or it has other tensors on "meta" that cannot
-            be made anew.
     """
 
-    def __init__(self, model: nn.Module, path: Path | None) -> None:
+    def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
         """What was changed, each with one that has its former insides."""
         self._names: dict[int, str] = {}
@@ -92,7 +373,6 @@ class FileWeights:
                 self._swap(tensor, made.detach())
 
     def _swap(self, tensor: Tensor, to: Tensor) -> None:
-        """Let a tensor be another one, and stay the object that it is."""
         other = nn.Parameter(to, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else to
         vars(other).update(vars(tensor))
         self._opened.append((tensor, other))

@@ -1,6 +1,4 @@
-"""Optimizer steps inside of the backward: each streamed parameter is stepped in its slot as soon as its gradient is complete,
-and the new weights go back to the host copy. Gradients never pile up. Source: LOMO, arXiv 2306.09782, and torch's tutorial on
-`Tensor.register_post_accumulate_grad_hook`.
+"""Optimizer steps within the backward (`train="fused"`).
 
 A backward that fails, or is interrupted, leaves some parameters stepped and the others not: each once with its whole gradient,
 or not at all, its weights and its state alike. See [Note: interrupts of streaming] in `memkit.weights.streaming`.
@@ -9,7 +7,7 @@ or not at all, its weights and its state alike. See [Note: interrupts of streami
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,14 +20,83 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
+from memkit.optimizers import kept_states
+from memkit.optimizers.shells import needs_closure
+from memkit.stand_ins import GradientStandIn
 from memkit.steppers import ParameterSteps, steppers
-from memkit.weights.binding import StreamedParameter, without_modes
-from memkit.weights.chunks import LayerChunk
-from memkit.weights.optimizers import MakeOptimizer, changed_in, entries_of
-from memkit.weights.parameter_accumulation import ParameterAccumulation
+from memkit.weights.accumulation import ParameterAccumulation
+from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.slots import Slot
-from memkit.weights.stepped import SteppedGradient
 from memkit.weights.streaming import Streamer
+
+
+class SteppedGradient(GradientStandIn):
+    error = LayerOffloadError
+    advice = 'With train="fused" gradients cannot be clipped by their global norm, scaled or read. Use train="host"'
+
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Entries = dict[str, tuple[Any, int]]
+
+
+def entries_of(group: dict[str, Any]) -> Entries:
+    """Return the entries of an optimizer's group, and how often each was written to."""
+    return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
+
+
+def changed_in(before: Entries, group: dict[str, Any]) -> str | None:
+    """Return the name of an entry of a group that a step has changed, if any."""
+    for name, (value, version) in entries_of(group).items():
+        known, known_version = before.get(name, (_MISSING, 0))
+        if known is value and known_version == version:
+            continue
+        if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
+            return name
+    return None
+
+
+_MISSING = object()
+
+
+def _version(value: object) -> int:
+    return torch_private.version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
+    """Return how many bytes of state an optimizer keeps for some parameters."""
+    if not trained:
+        return 0
+    twins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in trained]
+    tried = "LayerOffload: optimizer= was called with parameters on the meta device, to see how much state it keeps"
+    try:
+        optimizer = make(twins)
+        held = {id(item) for group in optimizer.param_groups for item in group["params"]}
+    except Exception as error:
+        raise ValueError(f"{tried}. This failed: {type(error).__name__}: {error}") from error
+    if held != set(map(id, twins)):
+        raise ValueError(f"{tried}. It makes an optimizer of the parameters that it is given; what it returned holds others")
+    if needs_closure(optimizer):
+        raise ValueError(f"{tried}. {type(optimizer).__name__} needs a closure. Use one whose step works without one")
+    try:
+        kept = kept_states(optimizer).of
+    except Exception as error:
+        raise ValueError(f"{tried}, and its step failed: {type(error).__name__}: {error}") from error
+    return sum(state.num_bytes for states in kept.values() for state in states if state.is_there)
+
+
+def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
+    wanted = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in wanted:
+                continue
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                is_moved = isinstance(value, Tensor) and value.device != parameter.device
+                if is_moved and (name != "step" or group.get("fused") or group.get("capturable")):
+                    state[name] = value.to(parameter.device)
+
 
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 
@@ -38,11 +105,8 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
     Args:
-        device: where the steps are taken.
-        streamer: brings the layers.
         make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
             schedulers and `state_dict` work on it. Its state is on the device.
-        trained: all that is trained.
     """
 
     _steps = True
@@ -53,9 +117,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self.optimizer = make(trained)
         steppers[self.optimizer] = weakref.ref(self)
         self._beside: ParameterSteps | None = None
-        """Who steps the parameters, beside the backward; None for the optimizer, as it is."""
         self._names: dict[int, str] = {}
-        """Of the parameters, by their ids."""
         self.device = device
         self.streamer = streamer
         self._layers = {item: chunk for chunk in streamer.chunks for item in chunk.parameters}
@@ -75,7 +137,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         """The parameters, by their ids, whose `grad` is, or is about to be, what they are stepped with."""
         self.d2h_bytes = 0
         self._outermost = 0
-        """The id of the whole model."""
         self._group_of: dict[int, int] = {}
         """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
         self._alone: dict[int, nn.Parameter] = {}
@@ -89,6 +150,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         super().begin(chunks)
         self._watch_groups()
         self._hooks.before_step(self.optimizer, self._before_users_step)
+        self._hooks.add(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
 
     def watch(self, chunk: LayerChunk) -> None:
         super().watch(chunk)
@@ -119,7 +181,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Take no steps any more; each backward has waited for what it wrote."""
         self._hooks.remove()
         steppers.pop(self.optimizer, None)
         beside, self._beside = self._beside, None
@@ -149,7 +210,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     @contextmanager
     def _lying(self, streamed: StreamedParameter, chunk: LayerChunk, slot: Slot) -> Iterator[None]:
-        """Return a context in which a parameter lies in the slot of its layer."""
         with without_modes():
             streamed.bind(slot.storage)
         try:
@@ -162,7 +222,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     # Parameters that do not stream
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
-        """Step a parameter that does not stream."""
         self._alone[id(parameter)] = parameter
 
         def before(_: Tensor) -> None:
@@ -192,10 +251,16 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     # In a backward
 
+    def _before_state_dict(self, *_: Any) -> None:
+        """Have weights and states be of one step, also where two interrupts in a row have kept a backward from ending."""
+        if self._tasks and torch_private.backward_task() == -1:
+            self.reset_interrupted()
+
     def watch_recomputes(self, model: nn.Module) -> None:
         if self._names:
             return
         self._outermost = id(model)
+        self._hooks.add(model.register_state_dict_pre_hook(self._before_state_dict))
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
             if any(parameter.requires_grad for parameter in module.parameters()):
@@ -241,7 +306,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._due.pop(id(parameter), None)
 
     def _write_back(self, chunk: LayerChunk) -> None:
-        """Have the host copy of a layer be what is in its slot."""
         beside = self._beside
         with label(f"write back ({chunk.name})"):
             if beside is None:
@@ -271,7 +335,6 @@ class FusedSteps(NotCopied, ParameterAccumulation):
                 parameter.grad = stand_in
 
     def _forget_consumed(self) -> None:
-        """Have `grad` of what was stepped be None again."""
         for parameter in self._consumed:
             if type(parameter.grad) is SteppedGradient:
                 parameter.grad = None

@@ -2,7 +2,7 @@
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So what was there before is set aside, what is made is
 taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then. Gradients of a
-layer are sent together: see [Note: gradients by the layer] in `memkit.weights.layer_accumulation`.
+layer are sent together: see [Note: gradients by the layer] in `memkit.weights.accumulation`.
 
 What is left by an interrupt: see [Note: interrupts of streaming] in `memkit.weights.streaming`.
 """
@@ -12,26 +12,163 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.device.base import Device, Event
+from memkit.device.base import CopyBatch, Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.forks import OwnThreads, forked
+from memkit.sizes import ALIGNMENT_BYTES, rounded
 from memkit.storages import byte_view
+from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import lanes_of
-from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
-from memkit.weights.accumulation import Made, sum_of
-from memkit.weights.binding import StreamedParameter, without_modes
-from memkit.weights.chunks import LayerChunk
-from memkit.weights.gradient_buffers import Flight, GradientBuffer, HostGradient, LayerBuffers
-from memkit.weights.layer_accumulation import LayerAccumulation
+from memkit.weights.accumulation import LayerAccumulation, Made, sum_of
+from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+
+_NO_CONTEXT = nullcontext()
+
+
+class GradientBuffer:
+    """Pinned host memory for one gradient: `span`, which is `taken` of the arena, or a part of that."""
+
+    __slots__ = ("_view", "span", "storage", "taken")
+
+    def __init__(self, span: Span, taken: Span) -> None:
+        self.span, self.taken = span, taken
+        self.storage = self._over_span()
+        self._view: Tensor | None = None
+        """What lies here, of which `lend` gives an alias. Nobody is given this one."""
+
+    def _over_span(self) -> torch.UntypedStorage:
+        assert self.span.whole is not None
+        return torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
+
+    @property
+    def is_idle(self) -> bool:
+        return num_users(self.storage) == 1 + (self._view is not None)
+
+    @property
+    def view(self) -> Tensor:
+        assert self._view is not None
+        return self._view
+
+    def lend(self, streamed: StreamedParameter) -> Tensor | None:
+        """Return the gradient of a parameter as it lies here, None if one that does is held."""
+        assert self.span.whole is not None
+        if self.storage.data_ptr() != self.span.whole.data_ptr():  # it was moved to other memory in place
+            self.storage, self._view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
+        view = self._view
+        if torch_private.num_storage_users(torch_private.storage_address(self.storage)) != 1 + (view is not None):
+            return None
+        is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
+        with without_modes() if is_seen else _NO_CONTEXT:
+            if view is None or view.stride() != streamed.gradient_stride:
+                view = self._view = streamed.over_gradient(self.storage)
+            return view.data
+
+
+class LayerBuffers:
+    """Buffers to which gradients of a layer are sent together: what `GradientBuffer.lend` asks of each, asked of all at once.
+
+    Args:
+        buffers: one for each, all of which were lent once.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_is_as_before",
+        "_keys",
+        "_parameters",
+        "_sizes_bytes",
+        "_storages",
+        "_strides",
+        "_views",
+        "buffers",
+        "copies",
+        "num_bytes",
+    )
+
+    def __init__(
+        self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
+    ) -> None:
+        self._parameters, self.buffers, self.copies = parameters, buffers, copies
+        self._storages = [buffer.storage for buffer in buffers]
+        self._addresses = [buffer.storage.data_ptr() for buffer in buffers]
+        self._keys = [torch_private.storage_address(storage) for storage in self._storages]
+        self._views = [buffer.view for buffer in buffers]
+        self._strides = [view.stride() for view in self._views]
+        self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
+        self.num_bytes = sum(self._sizes_bytes)
+        self._is_as_before: Callable[..., bool] | None = None
+        """What tells in one call that gradients lie as those that were sent before. Without it they are looked at each time."""
+
+    def lend(self) -> list[Tensor] | None:
+        """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
+        if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
+            return None
+        if [*map(_stride_of, self._parameters)] != self._strides:
+            return None
+        if [*map(torch.UntypedStorage.data_ptr, self._storages)] != self._addresses:  # one was moved in place
+            return None
+        if {*map(torch_private.num_storage_users, self._keys)} != _IDLE:
+            return None
+        return [*map(_data_of, self._views)]
+
+    def packed(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
+        """Return the storages of gradients, each of which fills its own, as it is to lie here; None if that is not so."""
+        if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
+            return None
+        if [*map(Tensor.stride, gradients)] != self._strides:
+            return None
+        storages = [*map(Tensor.untyped_storage, gradients)]
+        if [*map(torch.UntypedStorage.nbytes, storages)] != self._sizes_bytes:
+            return None
+        for make in torch_private.known("TensorGuards"):
+            self._is_as_before = make(*gradients, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return storages
+
+    def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
+        """Return the same where there is a gradient of each parameter, and each has the dtype, the strides and no graph, as the
+        last time; None where that is to be looked at."""
+        if self._is_as_before is None or not self._is_as_before(*gradients):
+            return None
+        storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
+        return storages if [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes else None
+
+
+class HostGradient:
+    __slots__ = ("buffers", "num_bytes")
+
+    def __init__(self, buffer: GradientBuffer) -> None:
+        self.num_bytes = buffer.span.num_bytes
+        self.buffers = [buffer]
+
+
+class Flight:
+    """Gradients that copies read, or are about to: their storages, which are held until then."""
+
+    __slots__ = ("done", "num_bytes", "storages", "stream")
+
+    def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage], num_bytes: int) -> None:
+        self.stream = stream
+        self.storages = storages
+        self.num_bytes = num_bytes
+        self.done: Event | None = None
+        """None until it is known: an interrupt may come in between."""
+
+
+_IDLE = {2}
+_data_of = attrgetter("data")
+_stride_of = attrgetter("gradient_stride")
+
 
 _MOST_TARGETS = 8
 """How many sets of parameters whose gradients come together are remembered, for each layer."""
@@ -41,9 +178,6 @@ class HostGradients(LayerAccumulation):
     """Takes the gradients of streamed parameters to the host.
 
     Args:
-        device: where they are made.
-        arena: where they go.
-        chunks: the layers that stream.
         rest: has all parameters be where they are at rest.
         others: returns what others have taken of the arena.
     """
@@ -79,8 +213,6 @@ class HostGradients(LayerAccumulation):
         self.d2h_bytes = 0
         self._spans: list[Span] = []
         """What was taken of the arena, and is given back in the end."""
-        self._may_have_lost = False
-        """Whether an interrupt may have kept us from hearing of what was taken."""
         self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
@@ -95,12 +227,8 @@ class HostGradients(LayerAccumulation):
                 self._gradients[item] = HostGradient(GradientBuffer(span.part(start, start + _gradient_bytes(item)), span))
 
     def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        try:
-            spans = self._arena.take_pinned_as_one(sizes_bytes)
-            self._spans += spans
-        except BaseException:
-            self._may_have_lost = True
-            raise
+        spans = self._arena.take_pinned_as_one(sizes_bytes)
+        self._spans += spans
         return spans
 
     def unwatch(self, chunk: LayerChunk) -> None:
@@ -117,7 +245,6 @@ class HostGradients(LayerAccumulation):
         return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
-        """Have gradients lie in memory of their own."""
         self._targets.clear()  # first: what is given back is not to be sent to
         for streamed in parameters:
             gradient = self._gradients.get(streamed)
@@ -146,14 +273,13 @@ class HostGradients(LayerAccumulation):
         self._before[streamed] = grad
 
     def _finish(self, has_failed: bool) -> None:
-        """Let `grad` be the sum, in host memory."""
         try:
             self._await()
         except Exception:
             self._lose()
             if not has_failed:
                 raise
-        if has_failed or self._may_have_lost:
+        if has_failed:
             self._give_lost()
         self._put_back()
 
@@ -161,7 +287,6 @@ class HostGradients(LayerAccumulation):
         """Give back what was taken and not noted. All copies have come."""
         self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
-        self._may_have_lost = False
 
     def _lose(self) -> None:
         """A copy has failed, or may have: what came of this backward is not to be used."""
@@ -195,11 +320,7 @@ class HostGradients(LayerAccumulation):
         self._make_room(min(chunk.num_bytes, self._window_bytes))
 
     def _take(self, made: Sequence[Made]) -> None:
-        """Take what a backward has made of a layer to the host, behind what was brought there before.
-
-        Raises:
-            LayerOffloadError: it is of another dtype than the parameter (`Tensor.grad_dtype`).
-        """
+        """Take what a backward has made of a layer to the host, behind what was brought there before."""
         first = list[Made]()
         before, totals = self._before, self._totals
         for one in made:
@@ -259,7 +380,6 @@ class HostGradients(LayerAccumulation):
             self._arena.give(span)
 
     def _packed(self, streamed: StreamedParameter, made: Tensor) -> torch.UntypedStorage:
-        """Return a storage that a gradient fills, as it is to lie in host memory."""
         if made.is_conj() or made.is_neg():
             made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
         storage = made.untyped_storage()
@@ -275,7 +395,6 @@ class HostGradients(LayerAccumulation):
             self._device.note_written(storage, torch_private.version_of(gradient))
 
     def _send(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor]) -> None:
-        """Send gradients to where nothing is yet, all together."""
         target = self._targets.get(parameters)
         totals = None if target is None else target.lend()
         if target is None or totals is None:
@@ -329,12 +448,7 @@ class HostGradients(LayerAccumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until these are done; return what is reached then.
-
-        Args:
-            num_bytes: the size of all of them.
-            copy: puts the copies there.
-        """
+        """Put copies of storages on the lane, which are held until these are done; return what is reached then."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)
@@ -382,7 +496,6 @@ class HostGradients(LayerAccumulation):
 
 
 def _have_own_gradient(streamed: StreamedParameter) -> None:
-    """Have the gradient of a parameter lie in memory of its own."""
     grad = streamed.parameter.grad
     if grad is not None:
         with without_modes():

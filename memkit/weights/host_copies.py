@@ -1,35 +1,275 @@
-"""Host memory of the layers that stream: taken at first, given back when a layer comes to stay on the device, or at the end."""
+"""Where the host copies of layers lie: pinned memory or a disk; which parameters those are; and what does not stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from memkit.device.base import Device
-from memkit.errors import warn_user
-from memkit.storages import byte_view
+from memkit import torch_private
+from memkit.device.base import Device, Event
+from memkit.errors import DiskError, warn_user
+from memkit.owners import with_offloaded_states
+from memkit.plan import disk_bytes
+from memkit.sizes import DISK_PAGE_BYTES, rounded
+from memkit.storages import byte_view, overlapping, tensor_over, unique_storages
 from memkit.transfer.arena import Arena
-from memkit.transfer.disk import Disk
-from memkit.transfer.spans import Span
-from memkit.weights import claims
-from memkit.weights.disk_copies import DiskCopies
+from memkit.transfer.disk import Disk, DiskCopy, DiskStore
+from memkit.transfer.host_memory import Span
+from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 if TYPE_CHECKING:
     from memkit.weights.accumulation import Accumulation
-    from memkit.weights.chunks import LayerChunk
+    from memkit.weights.chunks import LayerChunk, StreamedParameter
+
+
+def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
+    """Move tensors, each in place; those that have bytes in common still have them in common then."""
+    with torch.inference_mode(False), torch.no_grad(), torch_private.without_dispatch_modes():
+        movable = [tensor for tensor in tensors if has_plain_parts(tensor)]
+        for tensor in tensors:
+            if not has_plain_parts(tensor):
+                tensor.data = tensor.data.to(torch_device)
+        for group in overlapping([part for tensor in movable for part in parts_of(tensor)]):
+            first, last = min(low for _, low, _ in group), max(high for _, _, high in group)
+            source = byte_view(group[0][0].untyped_storage())[first:last]
+            storage = torch.empty(last - first, dtype=torch.uint8, device=torch_device).untyped_storage()
+            byte_view(storage).copy_(source)
+            for tensor, low, _ in group:
+                offset = (low - first) // tensor.dtype.itemsize
+                tensor.data = tensor_over(storage, tensor.dtype, offset=offset, size=tensor.size(), stride=tensor.stride())
+        for wrapper in (wrapper for tensor in movable for wrapper in wrappers_in(tensor)):
+            set_reported_device(wrapper, torch_device)
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                tensor.grad = tensor.grad.to(torch_device)
+
+
+class Placement:
+    """Has tensors on the device, and knows where they were found."""
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, list[Tensor]] = {}
+
+    def place(self, tensors: Iterable[Tensor], torch_device: torch.device) -> None:
+        found: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.device != torch_device:
+                found.setdefault(tensor.device, []).append(tensor)
+        for device, moved in found.items():
+            self._found.setdefault(device, []).extend(moved)
+            move(moved, torch_device)
+
+    def restore(self) -> None:
+        for torch_device, moved in self._found.items():
+            move(moved, torch_device)
+        self._found.clear()
+
+
+def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
+    """Return the storages that parameters of several layers have in common, or of one and of what is no layer, or a parameter
+    and a buffer, by key, with the names of what is there."""
+    layers_of: dict[int, set[int]] = {}
+    for number, layer in enumerate(layers.values()):
+        for module in layer.modules():
+            layers_of.setdefault(id(module), set()).add(number)
+    homes: dict[int, set[int]] = {}
+    names: dict[int, list[str]] = {}
+    of_buffers = unique_storages(model.buffers())
+    for prefix, module in model.named_modules():
+        for key, tensor in (*torch_private.parameters_of(module).items(), *torch_private.buffers_of(module).items()):
+            for storage in () if tensor is None else unique_storages([tensor]):
+                if isinstance(tensor, nn.Parameter):
+                    homes.setdefault(storage, set()).update(layers_of.get(id(module), {-1}))
+                names.setdefault(storage, []).append(f"{prefix}.{key}" if prefix else key)
+    return {storage: names[storage] for storage, found in homes.items() if len(found) > 1 or storage in of_buffers}
+
+
+_streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueDictionary()
+"""Where the bytes of a parameter are, by its id: who streams it keeps both alive."""
+
+
+def claim(streamed: StreamedParameter, host: HostCopies) -> None:
+    """Note that a parameter streams, with its host copy in these."""
+    _streaming_by[id(streamed.parameter)] = host
+
+
+def release(chunk: LayerChunk) -> None:
+    """Note that the parameters of a layer stream no more."""
+    for streamed in chunk.parameters:
+        _streaming_by.pop(id(streamed.parameter), None)
+
+
+def is_streamed(parameter: Tensor) -> bool:
+    return id(parameter) in _streaming_by
+
+
+def refuse_streamed(model: nn.Module) -> None:
+    """Raise where another LayerOffload streams parameters of a model, or a StateOffload steps them."""
+    stepped = {id(own) for optimizer in with_offloaded_states for group in optimizer.param_groups for own in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in stepped:
+            raise ValueError(
+                f'LayerOffload: "{name}" is stepped by an optimizer with a StateOffload. Make the LayerOffload first, and then '
+                "an optimizer with a StateOffload for the parameters that don't stream"
+            )
+        other = _streaming_by.get(id(parameter))
+        if other is not None and any(item.parameter is parameter for chunk in other.chunks for item in chunk.parameters):
+            raise ValueError(
+                f'LayerOffload: "{name}" is streamed by another LayerOffload already, over a {type(other.model).__name__}. '
+                "Close that one first: call its close(), or memkit.detach(model) with the model that it was given"
+            )
+
+
+NUM_BUFFERS = 4
+
+
+class _Buffer:
+    """Host memory for the bytes of one layer at a time, between the disk and a slot."""
+
+    def __init__(self, room: Span) -> None:
+        self.room = room
+        self.chunk: LayerChunk | None = None
+        """Whose bytes were asked for last."""
+        self.state: tuple[int, ...] | None = None
+        """What the chunk's `state()` was when it was read; None if what is here counts for nothing."""
+        self.sent: Event | None = None
+        self.has_unknown = False
+        """Whether such a copy may be under way of which no event is known: an interrupt came in between."""
+
+    def holds(self, chunk: LayerChunk) -> bool:
+        return self.chunk is chunk and self.state is not None and self.state == chunk.state()
+
+
+class DiskCopies:
+    """The layers that lie in a scratch file.
+
+    Between passes each parameter is a tensor over the file's bytes, mapped into memory: whoever reads it has the system read
+    those, and whoever writes to it has them written. For a pass they are read past that into a few buffers, as far ahead as
+    these reach, and from there they are copied to slots. They are frozen: memkit writes them once.
+    """
+
+    def __init__(self, disk: Disk, device: Device) -> None:
+        self._disk, self._device = disk, device
+        self._opened: DiskStore | None = None
+        """Made when layers are to lie there."""
+        self._copies: dict[LayerChunk, DiskCopy] = {}
+        self._buffers: list[_Buffer] = []
+
+    def take(self, chunks: list[LayerChunk], arena: Arena) -> None:
+        """Take room on the disk for layers, and buffers in host memory."""
+        sizes = [chunk.num_bytes for chunk in chunks]
+        if not sizes:
+            return
+        self._opened = self._disk.open(disk_bytes(sizes, num_written_at_once=1), self._device)
+        largest = rounded(max(sizes), DISK_PAGE_BYTES)
+        with torch.inference_mode(False):
+            rooms = arena.take_pinned_as_one([largest] * min(NUM_BUFFERS, len(sizes)))
+        self._buffers = [_Buffer(room) for room in rooms]
+        for chunk in chunks:
+            self._copies[chunk] = copy = self._store.add(chunk.name, chunk.num_bytes)
+            chunk.mapped = self._store.map(copy)
+
+    @property
+    def _store(self) -> DiskStore:
+        assert self._opened is not None
+        return self._opened
+
+    def settle(self, chunk: LayerChunk) -> None:
+        """The host copy of a layer is written: have it be on the disk, and take no memory."""
+        if chunk.mapped is not None:
+            self._store.settle_map(self._copies[chunk], chunk.mapped)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.num_bytes for copy in self._copies.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read from there so far."""
+        return 0 if self._opened is None else self._opened.read_bytes
+
+    # A pass
+
+    def invalidate(self) -> None:
+        for buffer in self._buffers:
+            buffer.state = None
+
+    def read_ahead(self, chunks: Iterable[LayerChunk]) -> None:
+        """Have layers be read that are needed next, in this order."""
+        wanted = [chunk for chunk, _ in zip(chunks, self._buffers, strict=False)]
+        for chunk in wanted:
+            if self._find(chunk) is None:
+                free = next((buffer for buffer in self._buffers if not any(map(buffer.holds, wanted))), None)
+                if free is None:
+                    return
+                self._read(chunk, free)
+
+    def is_here(self, chunk: LayerChunk) -> bool:
+        """Tell whether a layer can be copied to a slot without anybody waiting for the disk."""
+        transfer = self._copies[chunk].transfer
+        return self._find(chunk) is not None and (transfer is None or transfer.is_over)
+
+    def bring(self, chunk: LayerChunk) -> Span:
+        """Return where the bytes of a layer are in host memory: waits for the disk. `note_sent` is due then."""
+        buffer = self._find(chunk)
+        if buffer is None:
+            buffer = self._buffers[0]
+            self._read(chunk, buffer)
+        try:
+            self._store.wait(self._copies[chunk])
+        except DiskError:
+            buffer.state = None
+            raise
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)  # the first is the one that was used longest ago
+        buffer.has_unknown = True
+        return buffer.room.part(0, chunk.num_bytes)
+
+    def note_sent(self, sent: Event) -> None:
+        """What was brought last is copied to a slot once an event is reached."""
+        buffer = self._buffers[-1]
+        buffer.sent, buffer.has_unknown = sent, False
+
+    def _find(self, chunk: LayerChunk) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.holds(chunk)), None)
+
+    def _read(self, chunk: LayerChunk, buffer: _Buffer) -> None:
+        """Have a layer be read to a buffer, behind all that uses that."""
+        buffer.state = None
+        if buffer.chunk is not None:
+            with contextlib.suppress(DiskError):
+                self._store.wait(self._copies[buffer.chunk])
+        if buffer.has_unknown:
+            self._device.synchronize()
+            buffer.has_unknown = False
+        buffer.chunk = chunk
+        state = chunk.state()
+        after = () if buffer.sent is None else (buffer.sent,)
+        self._store.read(self._copies[chunk], buffer.room.part(0, chunk.num_bytes), after=after)
+        buffer.state = state
+
+    def drain(self) -> None:
+        """Make the host wait until each copy from memory that is not pinned is on its lane, or has failed."""
+        for buffer in self._buffers:
+            if buffer.room.staging is not None:
+                buffer.room.staging.drain()
+
+    def close(self) -> None:
+        """Give the room on the disk back, but for what is mapped. The host has waited for all copies."""
+        if self._opened is not None:
+            with contextlib.suppress(DiskError):  # of what was read ahead
+                self._opened.close()
 
 
 class HostCopies:
     """The memory that host copies of weights are in, and gradients as well.
 
     Args:
-        device: where the layers run.
-        model: whose layers they are.
-        chunks: what may stream of each layer.
-        limit_bytes: the most to take.
         disk: where host copies are instead; None for nowhere.
     """
 
@@ -51,12 +291,7 @@ class HostCopies:
         """Once all is where it was found: storages of host memory that the caller holds, each with one of the same bytes."""
 
     def take(self, chunks: Sequence[LayerChunk]) -> None:
-        """Take memory for layers, or room on the disk.
-
-        Raises:
-            HostMemoryError: there is not enough of it.
-            DiskError: there is not enough of that.
-        """
+        """Take memory for layers, or room on the disk."""
         if self.disk is not None:
             self.disk.take(list(chunks), self.arena)
             return
@@ -72,7 +307,6 @@ class HostCopies:
             self.disk.settle(chunk)
 
     def spans(self) -> list[Span]:
-        """Return the memory that layers have."""
         return [chunk.span for chunk in self.chunks if chunk.span is not None]
 
     def warn_of_refusal(self) -> None:
@@ -84,7 +318,7 @@ class HostCopies:
     def give(self, leaving: Iterable[LayerChunk]) -> None:
         """Give back the memory of layers that stay on the device from now on, but for host copies that the caller holds."""
         for chunk in leaving:
-            claims.release(chunk)
+            release(chunk)
             if chunk.span is not None and not chunk.held:
                 span, chunk.span = chunk.span, None
                 self.arena.give(span)
@@ -100,7 +334,7 @@ class HostCopies:
             if chunk.is_on_host:
                 chunk.restore()
             held += [(storage, byte_view(storage).clone().untyped_storage()) for storage, _ in chunk.held]
-            claims.release(chunk)
+            release(chunk)
         self._held = held
 
     def close(self) -> None:

@@ -20,24 +20,26 @@ from memkit.forks import forked
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.transfer.disk import Disk
-from memkit.weights.adoption import adopt, refuse_tied
-from memkit.weights.binding import StreamedParameter, without_modes
-from memkit.weights.choice import MeasuredChoice
-from memkit.weights.chunks import LayerChunk
-from memkit.weights.claims import claim, is_streamed, refuse_streamed
+from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, refuse_tied, without_modes
 from memkit.weights.forwards import Forwards
-from memkit.weights.from_files import FileWeights, Path
-from memkit.weights.fused import FusedSteps
+from memkit.weights.from_files import FilePath, FileWeights
+from memkit.weights.fused import FusedSteps, MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.gradients import HostGradients
-from memkit.weights.host_copies import HostCopies
-from memkit.weights.optimizers import MakeOptimizer, bring_state, state_bytes_of
-from memkit.weights.placement import Placement
+from memkit.weights.host_copies import HostCopies, Placement, claim, is_streamed, refuse_streamed
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
-from memkit.weights.shares import check_disk, choose_mode, chunks_of, plan_layers, why_layers_free_nothing
+from memkit.weights.shares import (
+    MeasuredChoice,
+    StepTimes,
+    StepTiming,
+    check_disk,
+    choose_mode,
+    chunks_of,
+    plan_layers,
+    why_layers_free_nothing,
+)
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
-from memkit.weights.timing import StepTimes, StepTiming
 
 
 class LayerOffload(NotCopied, EnteredOnce):
@@ -113,7 +115,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         num_slots: int = 3,
         train: str = "auto",
         optimizer: MakeOptimizer | None = None,
-        weights: Path | None = None,
+        weights: FilePath | None = None,
         disk: Disk | None = None,
         host_limit_bytes: int | str | None = None,
         device: str | torch.device | Device | None = None,
@@ -180,14 +182,12 @@ class LayerOffload(NotCopied, EnteredOnce):
             raise
 
     def _streaming(self) -> list[LayerChunk]:
-        """Return what streams by the plan, in its order."""
         found = [chunk for name in self.plan.streamed if (chunk := self._candidates[name]) is not None]
         for position, chunk in enumerate(found):
             chunk.position = position
         return found
 
     def _begin(self, make: MakeOptimizer | None, files: FileWeights) -> None:
-        """Move everything to where it belongs, and have the model's forwards seen."""
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
             self._host.move_in(chunk, files.read)
@@ -214,7 +214,6 @@ class LayerOffload(NotCopied, EnteredOnce):
     # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
-        """Have the next passes timed."""
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
         timing = self._choice.begin(self._streams, is_trained=is_trained)
@@ -369,6 +368,8 @@ class LayerOffload(NotCopied, EnteredOnce):
             raise ValueError(f"gather: {layer!r} is not one of the layers ({', '.join(self._layers)})")
         chunk = next((chunk for chunk in self._chunks if chunk.name == name), None)
         self._forwards.end_interrupted()
+        if self._gradients is not None:
+            self._gradients.reset_interrupted()
         self._streams.rest()
         try:
             yield self._layers[name]

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks in the forward of a streamed layer: weights are saved as references, other tensors as outer hooks want."""
+"""Saved-tensor hooks in a layer's forward: a weight is saved as a reference to its layer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,39 @@ if TYPE_CHECKING:
     from memkit.weights.chunks import LayerChunk
     from memkit.weights.slots import Slot
     from memkit.weights.streaming import Streamer
+
+
+class StreamedHandle(KeptHandle):
+    """A saved parameter in a slot, or a view of one. It does not keep the slot: the layer is fetched again when it is
+    unpacked."""
+
+    __slots__ = ("_chunk", "_geometry", "_num_changes", "_streamer")
+
+    def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        slot = streamer.ring.at(tensor.untyped_storage())
+        assert slot is not None
+        assert slot.chunk is not None
+        self._streamer = streamer
+        if streamer.handles is not None:
+            streamer.handles.add(self)
+        self._chunk = slot.chunk
+        self._num_changes = slot.chunk.num_changes
+        self._geometry = Geometry.of(tensor)
+        self.alias.data = nothing(tensor.dtype, tensor.device)
+
+    @property
+    def size(self) -> torch.Size:
+        return self._geometry.size
+
+    @property
+    def version_now(self) -> int:
+        return super().version_now + self._chunk.num_changes - self._num_changes
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        return self._geometry.over(self._streamer.use(self._chunk).storage)
+
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
@@ -60,7 +93,6 @@ class _Saves:
     """Pack and unpack hooks for the forwards of streamed layers.
 
     Args:
-        streamer: streams the layers.
         outer: the innermost pair of hooks before: of another context of memkit, a user or a checkpoint; None if there is none.
         hands_on_weights: whether outer hooks are given weights as well. These then keep the slot.
     """
@@ -73,7 +105,6 @@ class _Saves:
         self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep for a tensor."""
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
         address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
@@ -95,11 +126,7 @@ class _Saves:
         return SavedWeight((chunk, parameter, version, place))
 
     def unpack(self, packed: Any) -> Any:
-        """Return a tensor that was saved.
-
-        Raises:
-            RuntimeError: it was written to since.
-        """
+        """Return a tensor that was saved."""
         kind = type(packed)
         if kind is tuple:
             alias, version = packed

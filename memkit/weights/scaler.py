@@ -46,11 +46,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.optim.Optimizer) -> None:
-    """Raise where torch's own scaler, whose scale is on a device, steps an optimizer of parameters that stream.
-
-    Raises:
-        LayerOffloadError: it does.
-    """
+    """Raise where torch's own scaler, whose scale is on a device, steps an optimizer of parameters that stream."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code is not _STEP:
         frame = frame.f_back

@@ -34,17 +34,7 @@ than the stages would; and so many times as much with all slots."""
 
 
 def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
-    """Return the layers of a model by name, in the order in which they are registered.
-
-    Args:
-        model: whose.
-        choice: which.
-        feature: what needs them, as errors call it.
-
-    Raises:
-        TypeError: the choice is neither names, modules nor a function.
-        ValueError: there are none, a name or a module is not of the model, or one layer contains another.
-    """
+    """Return the layers of a model by name, in the order in which they are registered."""
     modules = dict(model.named_modules(remove_duplicate=False))
     is_one = isinstance(choice, str | nn.Module)
     if is_one or not (choice is None or callable(choice) or isinstance(choice, Iterable)):
@@ -220,12 +210,7 @@ def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
     """Raise where a parameter or a buffer has no data that could be moved, or cannot be given other data.
 
     Args:
-        model: whose.
         reads_weights: whether those on torch's "meta" device are given data.
-
-    Raises:
-        ValueError: one is on torch's "meta" device, of a lazy module that has not run yet, or was made in inference mode; or
-            another library moves them.
     """
     _refuse_wrapped(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -245,9 +230,6 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
 
     Args:
         steps_all: whether all that is trained is stepped within the backward, so that its forwards must be seen as well.
-
-    Raises:
-        ValueError: a layer is such a module, is within one, or has one in it.
     """
     advice = "Leave it as it is (torch.compile works)"
     scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
@@ -277,11 +259,7 @@ def quoted(name: str) -> str:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise where another library already decides where the parameters are.
-
-    Raises:
-        ValueError: the model is wrapped by FSDP, or its parameters are sharded.
-    """
+    """Raise where another library already decides where the parameters are."""
     for name, module in model.named_modules():
         if is_sharded_by_fsdp(module):
             kind = type(module).__name__
@@ -295,11 +273,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_replicas(model: nn.Module, train: str) -> None:
-    """Raise where another library reduces the gradients that are taken away.
-
-    Raises:
-        ValueError: the model is, or has in it, one that is replicated.
-    """
+    """Raise where another library reduces the gradients that are taken away."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
@@ -311,9 +285,6 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
 def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
     """Raise where the forward that is going on is one of a model that another library has come to replicate since, or that it
     has around the one that was given.
-
-    Raises:
-        LayerOffloadError: it reduces gradients of what streams, which are taken away before.
     """
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -1,22 +1,166 @@
-"""From what the user asks for to the layers that stream, and how they are trained."""
+"""How much streams: from the arguments, or from a measured step, to a `ResidencyPlan`; and the training mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from memkit import backwards, torch_private
 from memkit.device import Device, why_nothing_is_freed
+from memkit.device.base import Event
 from memkit.errors import warn_user
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import unique_storages
 from memkit.transfer.disk import Disk
+from memkit.transfer.lanes import Transfer
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.optimizers import MakeOptimizer
-from memkit.weights.placement import shared_between
-from memkit.weights.timing import StepTimes
+from memkit.weights.fused import MakeOptimizer
+from memkit.weights.host_copies import shared_between
 from memkit.wrappers import has_plain_parts, is_plain
+
+if TYPE_CHECKING:
+    from memkit.weights.chunks import LayerChunk
+    from memkit.weights.streaming import Streamer
+
+_MOST_WITHOUT_BACKWARD = 3
+"""After so many forwards in grad mode without a backward there is not going to be one."""
+_MOST_SAMPLES = 32
+"""After so many forwards without grad mode, a model that could be trained is not going to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    forward_s: Mapping[str, float]
+    """Seconds from when a layer's weights were there to the next layer, for each layer that has run."""
+    backward_s: Mapping[str, float]
+    taken_s: float
+    """Seconds of all of that, and of waiting for weights."""
+    h2d_bytes_per_s: float | None
+    """None if nothing was copied."""
+    peak_bytes: int | None
+    """The most bytes that were allocated on the device; None where the device does not count them."""
+
+
+class _Point:
+    """A moment from which on a layer computes, or none does."""
+
+    __slots__ = ("after", "before", "is_backward", "name")
+
+    def __init__(self, name: str | None, is_backward: bool, before: Event) -> None:
+        self.name = name
+        self.is_backward = is_backward
+        self.before = self.after = before
+        """Ahead of waiting for its weights, and behind that."""
+
+
+class StepTiming:
+    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
+
+    Args:
+        log_transfers: has each copy to the device added to a list from now on, or to none.
+        is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
+        resets_peak: whether the device's peak is that of the pass alone.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        log_transfers: Callable[[list[Transfer] | None], None],
+        *,
+        is_trained: bool,
+        resets_peak: bool,
+    ) -> None:
+        self._device = device
+        self._log_transfers = log_transfers
+        self._resets_peak = resets_peak
+        self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
+        """By grad mode, how many more passes without a backward are not what is to be timed."""
+        self._points: list[_Point] = []
+        self._transfers: list[Transfer] = []
+        self._seen = set[bool]()
+        """The passes that there were: in grad mode, or not."""
+        self._has_grad = self._is_timing = self._is_timed = False
+        self._backward = -1
+
+    def begin_pass(self) -> bool:
+        """A pass begins. Return whether one was timed whole before."""
+        if self._is_timed:
+            return True
+        is_timed = any(not point.is_backward and point.name for point in self._points)
+        if is_timed and not any(point.is_backward for point in self._points):
+            self._num_unfit_left[self._has_grad] -= 1
+            is_timed = self._num_unfit_left[self._has_grad] < 0
+        if is_timed:
+            self.end_layer()
+            self._is_timed = True
+            self._log_transfers(None)
+            return True
+        self._has_grad = torch.is_grad_enabled()
+        self._is_timing = self._has_grad in self._seen
+        self._seen.add(self._has_grad)
+        self._points.clear()
+        self._transfers = []
+        self._log_transfers(self._transfers if self._is_timing else None)
+        if self._is_timing and self._resets_peak:
+            counter = self._device.memory_counter()
+            if counter is not None:
+                counter.reset_peak()
+        return False
+
+    def begin_layer(self, name: str) -> None:
+        """The current stream has come to a layer, and is about to wait for its weights, if there are any to wait for."""
+        if not self._is_timing or self._is_timed:
+            return
+        task = torch_private.backward_task()
+        is_backward = task != -1
+        last = self._points[-1] if self._points else None
+        if last is not None and (last.name, last.is_backward) == (name, is_backward):
+            return
+        self._points.append(_Point(name, is_backward, self._device.record_event()))
+        if is_backward and task != self._backward:
+            backwards.on_end(lambda has_failed: self.fail() if has_failed else self.end_layer())
+            self._backward = task
+
+    def note_ready(self) -> None:
+        if self._points and self._points[-1].after is self._points[-1].before:
+            self._points[-1].after = self._device.record_event()
+
+    def end_layer(self) -> None:
+        """No layer is computing any more."""
+        if self._points and self._points[-1].name is not None and not self._is_timed:
+            self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))
+
+    def fail(self) -> None:
+        if not self._is_timed:
+            self._points.clear()
+
+    def result(self) -> StepTimes:
+        """Return what the pass took, once it was timed whole; the host waits for it."""
+        self._device.synchronize(self._points[-1].before)
+        forward_s: dict[str, float] = {}
+        backward_s: dict[str, float] = {}
+        taken_s = 0.0
+        for point, following in zip(self._points, self._points[1:], strict=False):
+            if point.name is not None:
+                seconds = backward_s if point.is_backward else forward_s
+                seconds[point.name] = seconds.get(point.name, 0.0) + max(point.after.elapsed_s(following.before), 0.0)
+                taken_s += point.before.elapsed_s(following.before)
+        copied = [transfer for transfer in self._transfers if transfer.done.is_reached()]
+        copied_s = sum(transfer.started.elapsed_s(transfer.done) for transfer in copied)
+        counter = self._device.memory_counter()
+        return StepTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            taken_s=taken_s,
+            h2d_bytes_per_s=sum(transfer.num_bytes for transfer in copied) / copied_s if copied_s > 0 else None,
+            peak_bytes=None if counter is None else counter.peak_bytes(),
+        )
+
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
@@ -28,11 +172,7 @@ _BYTES_PER_TRAINED_BYTE = 4
 
 
 def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
-    """Return how layers are trained.
-
-    Raises:
-        ValueError: there is no such mode, or it does not go with the optimizer that is given.
-    """
+    """Return how layers are trained."""
     if train not in _TRAIN:
         raise ValueError(
             f"LayerOffload needs train= one of {', '.join(map(repr, _TRAIN))}; found {train!r}. Omit it to have the mode "
@@ -52,12 +192,7 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 
 
 def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -> None:
-    """Check that layers may lie on a disk.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: they are trained, or their share is to be measured.
-    """
+    """Check that layers may lie on a disk."""
     if disk is None:
         return
     if not isinstance(disk, Disk):
@@ -79,7 +214,6 @@ def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: 
 
     Args:
         model: whose layers they are: what they share with the rest of it stays.
-        layers: by name.
         is_trained: whether parameters that require grad may stream.
     """
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
@@ -117,11 +251,7 @@ def plan_layers(
         layers: what may stream of each, by name, in their order; None for nothing.
         offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None. Where the share is to be
             found out, all stream at first.
-        num_slots: for layers of one size.
         state_bytes: of the optimizer's states of what is trained in layers, which stay on the device.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or nothing may stream.
     """
     sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
@@ -160,10 +290,7 @@ def why_layers_free_nothing(
 
     Args:
         layers: see `plan_layers`.
-        plan: which of them stream.
-        device: where they run.
         train: how they are trained: with "host", the gradients of what streams are not on the device either.
-        num_slots: for layers of one size.
     """
     if why := why_nothing_is_freed(device):
         return f"LayerOffload: {why}"
@@ -202,11 +329,8 @@ def plan_measured(
 
     Args:
         layers: see `plan_layers`.
-        times: a step with another plan.
-        plan: that one.
         train: how layers are trained: with "host", a layer that stays has its gradients and its optimizer's state on the device
             as well, as much as two values for each weight.
-        num_slots: for layers of one size.
         capacity_bytes: what the process may allocate on the device; None if that is not known.
     """
     costs = costs_of(layers, times)
@@ -236,3 +360,60 @@ def _costs(name: str, chunk: LayerChunk | None, times: StepTimes | None) -> Laye
         backward_s=None if times is None else times.backward_s.get(name, 0.0),
         grad_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
     )
+
+
+class MeasuredChoice:
+    """Times a step in which all layers stream and chooses by it, if the share is not given; and times a step of what streams.
+
+    Args:
+        layers: what may stream of each, by name; None for nothing.
+        is_open: whether the share that streams is to be found out.
+    """
+
+    def __init__(
+        self, device: Device, layers: Mapping[str, LayerChunk | None], *, train: str, num_slots: int, is_open: bool
+    ) -> None:
+        self.is_open = is_open
+        self.timing: StepTiming | None = None
+        """Of the step that is to be timed; None once there is nothing to find out."""
+        self.times: StepTimes | None = None
+        """What a step took with what streams for good."""
+        self.predicted_peak_bytes: int | None = None
+        self._device, self._layers = device, layers
+        self._train, self._num_slots = train, num_slots
+
+    def begin(self, streamer: Streamer, *, is_trained: bool) -> StepTiming:
+        self.timing = StepTiming(self._device, streamer.log_transfers, is_trained=is_trained, resets_peak=self.is_open)
+        return self.timing
+
+    def begin_pass(self, streamer: Streamer) -> StepTimes | None:
+        """A pass begins. Return what a step took, if one was timed whole, and by that layers may be told to stay."""
+        if self.timing is None or not self.timing.begin_pass():
+            return None
+        if self.is_open and (streamer.handles or any(chunk.uses for chunk in streamer.chunks)):
+            return None  # of a graph that is alive, or in another thread: later
+        return self.timing.result()
+
+    def choose(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
+        """Return the plan that is best by what a step took in which all stream, which is what `plan` says."""
+        counter = self._device.memory_counter()
+        return plan_measured(
+            self._layers,
+            times,
+            plan,
+            train=self._train,
+            num_slots=self._num_slots,
+            capacity_bytes=None if counter is None else counter.capacity_bytes(),
+        )
+
+    def note_chosen(self, before: ResidencyPlan, plan: ResidencyPlan, times: StepTimes) -> None:
+        """Predict the peak with a plan by that of another one."""
+        if times.peak_bytes is not None:
+            self.predicted_peak_bytes = times.peak_bytes - before.device_bytes + plan.device_bytes
+
+    def end(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
+        """A step of what streams for good was timed: return the plan, with a prediction."""
+        self.times, self.timing = times, None
+        if plan.predicted_s is not None:
+            return plan
+        return plan_again(plan, costs_of(self._layers, times), times.h2d_bytes_per_s)

@@ -20,10 +20,9 @@ from memkit.plan import slot_size_of
 from memkit.plan.chunks import Residency
 from memkit.storages import Geometry, storage_key
 from memkit.transfer.device_memory import device_memory_of
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
-from memkit.transfer.spans import Span
-from memkit.weights.binding import without_modes
-from memkit.weights.chunks import LayerChunk
+from memkit.weights.chunks import LayerChunk, without_modes
 
 
 class Slot:
@@ -78,7 +77,6 @@ class Slot:
         """Reached when the last step of a parameter here is done, of those that run beside the backward; None if there was none
         since it was filled. Streams wait for it, except for the rest of the layer's own backward."""
         self._left: Event | None = None
-        """Reached when the last copy to the host copy is done."""
         self._has_unknown = False
         """Whether a copy from or to it may be under way for which an interrupt kept an event from being recorded."""
         self._device = device
@@ -89,7 +87,6 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is not in use."""
         return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not self.is_held
 
     @property
@@ -104,7 +101,6 @@ class Slot:
         return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
-        """Tell whether it has the bytes of a layer as they are now."""
         state = chunk.num_changes, *chunk.binding.versions()
         return self.chunk is chunk and chunk.slot is self and (self.state == state or chunk.residency is Residency.DIRTY)
 
@@ -140,7 +136,6 @@ class Slot:
         return tuple(parts)
 
     def invalidate(self) -> None:
-        """Forget what it holds: the layer has to be copied again."""
         self.state = None
 
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
@@ -210,7 +205,6 @@ class Slot:
             self.stepped = stepped
 
     def await_steps(self, stream: Stream) -> None:
-        """Let a stream wait for the steps of parameters in this slot."""
         if self.stepped is not None:
             self._device.wait_event(stream, self.stepped)
 
@@ -254,8 +248,6 @@ class SlotRing:
     """All slots of a device: some of each size, and overflow slots while all of a size are in use.
 
     Args:
-        device: where they are.
-        slot_bytes: the size of each.
         owner: the owner of their storages, see `memkit.owners`.
     """
 
@@ -267,15 +259,11 @@ class SlotRing:
         self._slot_bytes = tuple(slot_bytes)
         self._memory = device_memory_of(device)
         self.slots: dict[int, Slot] = {}
-        """By what tells their storages apart."""
         self.bounds: list[int] = []
         """Where each begins, and ends, in ascending order: what lies elsewhere is told without an object for its storage."""
         self._sizes: dict[int, int] = {}
-        """Which size of slots layers of a size take."""
         self.num_planned = len(self._slot_bytes)
-        """How many there are for good."""
         self.num_overflows = 0
-        """How often there was no slot."""
         try:
             for num_bytes in slot_bytes:
                 self._add(Slot(device, self._memory.allocate(self, num_bytes)))
@@ -298,7 +286,6 @@ class SlotRing:
         return slot if slot is not None and slot.holds(chunk) else None
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
-        """Return the slot with this storage, None if there is none."""
         return self.slots.get(storage_key(storage))
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
@@ -306,10 +293,8 @@ class SlotRing:
         one whose layer is used last; among equals the one filled longest ago, whose work is done soonest.
 
         Args:
-            chunk: the layer.
             ahead: the layers that are expected to be used, by position, and how soon.
             place: layers that are used sooner than this stay.
-            current: this layer stays.
         """
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
@@ -340,18 +325,13 @@ class SlotRing:
         return best
 
     def overflow(self, chunk: LayerChunk) -> Slot:
-        """Return an overflow slot.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room.
-        """
+        """Return an overflow slot."""
         slot = Slot(self._device, self._memory.allocate(self, chunk.num_bytes), is_overflow=True)
         self._add(slot)
         self.num_overflows += 1
         return slot
 
     def sweep(self, current: LayerChunk | None) -> None:
-        """Release the overflow slots that are idle."""
         if len(self.slots) > self.num_planned:
             for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
                 self._release(slot)

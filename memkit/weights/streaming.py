@@ -1,20 +1,15 @@
 """Brings the weights of layers to the device, when they are used and ahead of that.
 
-[Note: interrupts of streaming] A `KeyboardInterrupt` may come ahead of any line, also in what C++ calls while a backward ends,
-and the training loop may go on after it. So in all of this room:
+[Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, what it computes is exact.
 
-- *What is open is noted before it begins, and forgotten last.* A call of a layer (`memkit.calls`), a backward
-  (`memkit.backwards`), who has a layer's parameters lie in a slot (`LayerChunk.uses`). Each can tell by itself whether it is
-  over: a call by its frame, a backward by a callback that the engine alone holds.
-- *Whatever ends something may be called again*, and then does the rest. An end of a backward that is interrupted fails the
-  backward, and is called again as that of a failed one, before the user hears of the interrupt. What even then is left (the
-  interrupt came in that) is dropped by the next forward: gradients of that backward are never added to later ones.
+- *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.calls`), a backward
+  (`memkit.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends what
+  an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
 - *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
   event was noted behind it, the host waits for the whole device before the memory goes.
 - *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter
   that was stepped has its new weights in host memory, and one that was not has the old ones.
-- *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` finds all there is to
-  undo. That may be called again after an interrupt as well.
+- *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` undoes all of it.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 import torch
@@ -38,12 +34,96 @@ from memkit.plan.chunks import Residency
 from memkit.torch_state import sharing_counters, unseen
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.disk_copies import DiskCopies
-from memkit.weights.handles import StreamedHandle
-from memkit.weights.order import LayerOrder, Phase
-from memkit.weights.saving import Lying
+from memkit.weights.host_copies import DiskCopies
+from memkit.weights.saving import Lying, StreamedHandle
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
+
+_MOST_NOTED = 4096
+_MOST_KNOWN_AHEAD = 512
+
+
+class Phase(Enum):
+    """When a layer is used. Each phase has an order of its own."""
+
+    FORWARD = "forward"
+    """In a forward that a backward may follow."""
+    SAMPLING = "sampling"
+    """In a forward without grad mode."""
+    BACKWARD = "backward"
+
+
+class LayerOrder:
+    """The order of one phase.
+
+    Args:
+        turns_back: whether what is used in this phase is used again afterwards, in reverse.
+    """
+
+    def __init__(self, guess: Sequence[int], *, turns_back: bool) -> None:
+        self._known = list(guess)
+        self._turns_back = turns_back
+        self._noted: list[int] = []
+        self._place = -1
+        self._ahead: dict[tuple[int, int], dict[int, int]] = {}
+        """What `ahead` has returned, by the place in the order and by what was used there."""
+
+    @property
+    def known(self) -> Sequence[int]:
+        """The layers of the last pass, in order."""
+        return self._known
+
+    @property
+    def noted(self) -> Sequence[int]:
+        """The layers of this pass so far, in order."""
+        return self._noted
+
+    def begin(self) -> None:
+        if self._noted and self._noted != self._known:
+            self._know(self._noted)
+        self._noted, self._place = [], -1
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Expect this order, unless the known one is of the same layers."""
+        if sorted(self._known) != sorted(order):
+            self._know(list(order))
+
+    def _know(self, order: list[int]) -> None:
+        self._ahead.clear()
+        self._known = order
+
+    def note(self, layer: int) -> Mapping[int, int]:
+        """Note the use of a layer other than the last one; return what `ahead` returns for it."""
+        if len(self._noted) < _MOST_NOTED:
+            self._noted.append(layer)
+        known, following = self._known, self._place + 1
+        if following < len(known) and known[following] == layer:
+            self._place = following
+        else:
+            places = (*range(following, len(known)), *range(min(following, len(known))))
+            self._place = next((place for place in places if known[place] == layer), self._place)
+        return self._ahead.get((self._place, layer)) or self.ahead(layer)
+
+    def ahead(self, current: int) -> Mapping[int, int]:
+        """Return the layers that are expected next, in order, each with how many others come before it.
+
+        Args:
+            current: the layer that is in use, which is left out; -1 if there is none.
+        """
+        key = self._place, current
+        found = self._ahead.get(key)
+        if found is None:
+            upcoming = self._known[self._place + 1 :]
+            if self._turns_back:
+                upcoming += reversed(self._known)
+            layers = [layer for layer in dict.fromkeys(upcoming) if layer != current]
+            if len(self._ahead) >= _MOST_KNOWN_AHEAD:
+                self._ahead.clear()
+            found = self._ahead[key] = {layer: place for place, layer in enumerate(layers)}
+        return found
+
+    def is_next(self, layer: int) -> bool:
+        return self._known[self._place + 1 : self._place + 2] == [layer]
 
 
 class Streamer:
@@ -54,9 +134,7 @@ class Streamer:
     pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
-        device: where the slots are.
         chunks: the layers that stream, in the order in which they are expected to run.
-        slot_bytes: the size of each slot.
         disk: where their host copies are; None if that is host memory.
     """
 
@@ -102,7 +180,6 @@ class Streamer:
         self.stalls = Stalls(waited_s.get(chunk, 0.0) for chunk in self.chunks)
 
     def counts(self) -> dict[str, Any]:
-        """Return what `LayerStats` has of this."""
         return {
             "num_streamed": len(self.chunks),
             "streamed_bytes": sum(chunk.num_bytes for chunk in self.chunks),
@@ -115,7 +192,6 @@ class Streamer:
         }
 
     def log_transfers(self, log: list[Transfer] | None) -> None:
-        """Have each copy to the device added to a list from now on; None: to none."""
         self.transfers = log
 
     # Passes
@@ -148,12 +224,7 @@ class Streamer:
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
-        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on.
-
-        Raises:
-            LayerOffloadError: this is closed.
-            torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
-        """
+        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self._is_closed:
                 raise LayerOffloadError(
@@ -203,7 +274,6 @@ class Streamer:
             self.lying = Lying(chunk, slot, self.device.stream_number(), slot.state)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
-        """Tell whether a forward of a layer is going on."""
         return len(chunk.uses) > (self in chunk.uses)
 
     def rest(self) -> None:
@@ -259,7 +329,6 @@ class Streamer:
             self.stalls.pending.append((chunk.position, start, self.device.record_event(stream)))
 
     def _demand(self, chunk: LayerChunk) -> Slot:
-        """Fetch a layer that is needed now."""
         slot = self.ring.find_idle(chunk, self._ahead, 0, None)
         if slot is None:
             self.ring.await_copies()
@@ -317,7 +386,6 @@ class Streamer:
         return True
 
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
-        """Put the copy of a layer to a slot on its lane."""
         span = chunk.span if self._disk is None else self._disk.bring(chunk)
         assert span is not None
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
@@ -390,7 +458,6 @@ class Streamer:
         return self._is_closed
 
     def close(self) -> None:
-        """Give the slots' memory back; the host waits for all copies."""
         backwards.join(self.backwards)
         with self.lock:
             self._is_closed = True

@@ -16,7 +16,7 @@ import memkit
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack
-from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.sizes import HOST_PAGE_BYTES
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards
 from tests.activations.conftest import Offload
@@ -86,7 +86,7 @@ def _big_step(device: Device, context: Callable[[], object] = nullcontext) -> li
     return [y.detach(), x.grad]
 
 
-@pytest.mark.parametrize("limit_bytes", [0, PAGE_BYTES, 2 * PAGE_BYTES])
+@pytest.mark.parametrize("limit_bytes", [0, HOST_PAGE_BYTES, 2 * HOST_PAGE_BYTES])
 def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
     limit_bytes: int, device: Device, offloading: Offload
 ) -> None:

@@ -29,7 +29,7 @@ def test_what_was_served_from_the_device_leaves_no_host_memory_in_use(device: De
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the arena grow by pages, so that a test sees growth."""
     for name in ("SMALLEST_SEGMENT_BYTES", "LARGEST_SEGMENT_BYTES"):
-        monkeypatch.setattr(f"memkit.transfer.segments.{name}", 2**21)
+        monkeypatch.setattr(f"memkit.transfer.host_memory.{name}", 2**21)
 
 
 def sines(num_saves: int, context: Callable[[], AbstractContextManager[object]]) -> None:

@@ -21,9 +21,8 @@ from memkit.device.base import CopyBatch, Event, Piece
 from memkit.device.clocks import ReferenceEvent
 from memkit.errors import RaceError
 from memkit.plan import copies
-from memkit.transfer import turns
-from memkit.transfer.lanes import Lanes
-from memkit.transfer.turns import CopiesByTurns, copy_by_turns
+from memkit.transfer import lanes
+from memkit.transfer.lanes import CopiesByTurns, Lanes, copy_by_turns
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 from tests.activations.scheduled_steps import TAG, Offloads, assert_steps_are_plain, gradient_of, offloads
 
@@ -215,7 +214,7 @@ def test_a_backward_has_hardly_waited_if_it_was_for_a_twentieth_of_the_copies(
 def test_steps_are_plain_where_a_turn_is_a_part_of_a_storage(
     turn_bytes: int, offloads: Offloads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURN_BYTES", turn_bytes)
+    monkeypatch.setattr(lanes, "TURN_BYTES", turn_bytes)
     monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: True, lambda *_: None), raising=False)
     monkeypatch.setattr(Schedule, "takes_turns_back", property(lambda _: True, lambda *_: None), raising=False)
     x, placed, place = leaf_on(offloads.device.torch_device), [], Schedule.place
@@ -236,7 +235,7 @@ def test_steps_are_plain_where_a_turn_is_a_part_of_a_storage(
 def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     sizes: list[int], is_out: bool, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    monkeypatch.setattr(lanes, "TURN_BYTES", 4)
     streams = device.new_stream("first"), device.new_stream("second")
     memory, pieces, storages, hosts = torch.arange(64, dtype=torch.uint8), [], [], []
     device.pin(memory)
@@ -271,7 +270,7 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
 
 def _two_turns(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Piece, CopiesByTurns]:
     """Return 8 bytes of pinned memory, and how they come to a storage in two turns."""
-    monkeypatch.setattr(turns, "TURN_BYTES", 4)
+    monkeypatch.setattr(lanes, "TURN_BYTES", 4)
     host = torch.zeros(8, dtype=torch.uint8)
     device.pin(host)
     piece = Piece(0, 0, host, host.data_ptr(), 8)

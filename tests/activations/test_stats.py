@@ -12,7 +12,7 @@ import memkit
 from memkit.activations.saved.counts import EventPairs, Transfers
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.device import Device, ReferenceDevice
-from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer.lanes import Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
@@ -94,11 +94,11 @@ def test_figures_of_a_small_chain(device: Device, offloading: Offload) -> None:
     assert (between.moved_in_bytes, between.num_copies_in) == (0, 0)
     assert between.ratio_reached == 0.5
     assert (between.live_records, between.live_bytes) == (4, 2 * UNIT_BYTES)
-    assert (between.host_in_use_bytes, between.host_held_bytes) == (2 * UNIT_BYTES, PAGE_BYTES)
+    assert (between.host_in_use_bytes, between.host_held_bytes) == (2 * UNIT_BYTES, HOST_PAGE_BYTES)
     assert (after.moved_out_bytes, after.moved_in_bytes, after.num_copies_in) == (2 * UNIT_BYTES, 2 * UNIT_BYTES, 2)
     assert (after.served_bytes, after.wasted_bytes) == (0, 0)
     assert (after.live_records, after.live_bytes, after.host_in_use_bytes) == (0, 0, 0)
-    assert (after.host_held_bytes, after.num_pins) == (PAGE_BYTES, 1)
+    assert (after.host_held_bytes, after.num_pins) == (HOST_PAGE_BYTES, 1)
     assert after.peak_live_bytes in (3 * UNIT_BYTES, 4 * UNIT_BYTES)
     assert after.stall_out_s >= 0 <= after.stall_in_s
     assert after.d2h_bytes_per_s > 0 < after.h2d_bytes_per_s

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 import memkit
 from memkit import torch_private
 from memkit.device import ReferenceDevice, Stream
-from memkit.distributed import host_layers
+from memkit.distributed import host_shards
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import storage_bytes
@@ -127,7 +127,7 @@ def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.Monke
 
     with fake_group(num_ranks):
         wanted = train(on_host(make()), 0)
-    monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
+    monkeypatch.setattr(host_shards, "TURN_BYTES", 96)
     monkeypatch.setattr(Lanes, "copy_back_by_turns", note_copy)
     monkeypatch.setattr(ReferenceDevice, "copy", note_stream)
     with fake_group(num_ranks):
@@ -355,7 +355,7 @@ def test_interrupted_forward_leaves_nothing_for_the_next(one: None) -> None:
 def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to(
     one: None, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_layers, "TURN_BYTES", 96)
+    monkeypatch.setattr(host_shards, "TURN_BYTES", 96)
     model, plain, copy, num_copies = make().eval(), make().eval(), ReferenceDevice.copy, itertools.count()
 
     def interrupt(*args: Any) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.distributed.host_layers import HostLayer
+from memkit.distributed.host_shards import HostLayer
 from memkit.errors import ProfileError, StateOffloadError
 from memkit.states.pieces import ConsumedGradient
 from memkit.states.shard_steps import ShardSteps, ShardThread

@@ -16,7 +16,7 @@ from memkit.device import ReferenceDevice
 from memkit.optimizers import kept_states
 from memkit.plan import aligned
 from memkit.storages import storage_bytes
-from memkit.weights.optimizers import state_bytes_of
+from memkit.weights.fused import state_bytes_of
 from memkit.wrappers import parts_of
 from tests.states.cases import OPTIMIZERS, BeginsInEvalMode, EightBit
 

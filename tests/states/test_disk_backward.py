@@ -27,8 +27,7 @@ from memkit.states.device_steps import DeviceSteps
 from memkit.states.memory import StateSlots
 from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk, staging
-from memkit.transfer.disk_queue import DiskTransfer
-from memkit.transfer.disk_store import DiskStore
+from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.drawn import examples
 from tests.interrupts import interrupts
 from tests.refusing import PinLimit

@@ -24,7 +24,7 @@ from memkit.plan import LayerCosts, plan_streamed_ratio, state_pieces
 from memkit.states import in_backward, trial
 from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk
-from memkit.weights import choice
+from memkit.weights import shares
 from tests.interrupts import hooks_around
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
@@ -330,7 +330,7 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
         return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
 
-    monkeypatch.setattr(choice, "plan_measured", half)
+    monkeypatch.setattr(shares, "plan_measured", half)
     both = Both(device, model=Stack(8), ratio="auto")
     for _ in range(5):
         both.step()

@@ -22,7 +22,7 @@ from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
 from memkit.storages import byte_view
-from memkit.transfer import Arena, Span, arena, host_memory, segments
+from memkit.transfer import Arena, Span, arena, host_memory
 from memkit.transfer.lanes import Lanes
 from tests.drawn import examples
 
@@ -77,7 +77,7 @@ class ManualEvent(Event):
 @pytest.fixture(autouse=True)
 def _small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests on any machine see the same one: one page per segment, and no limits."""
-    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE)
+    monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", PAGE)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "groups")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
@@ -662,7 +662,7 @@ def test_reserve_takes_what_its_limit_allows() -> None:
 
 
 def test_available_memory_of_the_machine_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
+    monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
     host = Arena(CpuDevice())
     _set_meminfo(2**30 + 3 * PAGE)
     host.take(2 * PAGE)
@@ -743,7 +743,7 @@ def test_container_room_is_the_least_of_all_groups_above(version: int, line: str
 
 
 def test_limit_of_the_container_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
+    monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
     host_memory.OWN_CGROUPS.write_text("0::/\n")
     _set_group(host_memory.CGROUP, str(5 * PAGE), 2 * PAGE)
 

@@ -8,11 +8,11 @@ import pytest
 
 from memkit.device import ReferenceDevice
 from memkit.device.base import Event
-from memkit.transfer import Arena, Span, segments
-from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.sizes import HOST_PAGE_BYTES
+from memkit.transfer import Arena, Span, host_memory
 from tests.interrupts import interrupts
 
-SIZES = (PAGE_BYTES // 2, PAGE_BYTES, 1000, 3 * PAGE_BYTES // 2)
+SIZES = (HOST_PAGE_BYTES // 2, HOST_PAGE_BYTES, 1000, 3 * HOST_PAGE_BYTES // 2)
 
 
 class Case:
@@ -30,7 +30,7 @@ class Case:
         self._held += self.arena.take_pinned_as_one(SIZES[:2])
         self._give_all(self.device.record_event())
         if self._trims:
-            self.arena.reserve(self.arena.held_bytes + PAGE_BYTES)
+            self.arena.reserve(self.arena.held_bytes + HOST_PAGE_BYTES)
             self.arena.trim_gaps()
             self.arena.trim()
 
@@ -48,7 +48,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", HOST_PAGE_BYTES)
 
 
 @pytest.mark.parametrize("trims", [False, True])

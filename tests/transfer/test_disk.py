@@ -24,13 +24,11 @@ from torch import Tensor
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import DiskError
+from memkit.sizes import DISK_PAGE_BYTES as PAGE
 from memkit.transfer import Arena, Lanes, ReferenceDisk, Span
-from memkit.transfer.blocks import DISK_PAGE_BYTES as PAGE
-from memkit.transfer.blocks import cut_in_blocks
-from memkit.transfer.disk_queue import DiskTransfer
-from memkit.transfer.disk_store import DiskCopy, DiskStore
+from memkit.transfer.disk import DiskCopy, DiskStore, DiskTransfer
+from memkit.transfer.disk_file import ScratchFile, cut_in_blocks
 from memkit.transfer.reference_disk import POISON
-from memkit.transfer.scratch import ScratchFile
 from tests.drawn import examples
 from tests.interrupts import interrupts
 from tests.threads import num_own_threads

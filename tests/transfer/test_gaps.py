@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memkit.transfer.gaps import Gaps
+from memkit.transfer.host_memory import Gaps
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice,
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import byte_view
-from memkit.transfer import Arena, Lanes, Span, Transfer, arena, segments
+from memkit.transfer import Arena, Lanes, Span, Transfer, arena, host_memory
 from memkit.transfer.staging import PromisedEvent
 from tests.refusing import PinLimit
 
@@ -203,7 +203,7 @@ def test_copies_wait_for_the_work_before(device: Device) -> None:
 
 @pytest.mark.usefixtures("limit")
 def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE)
+    monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", PAGE)
     case = Case(device)
     span = case.arena.take(3 * PAGE + 5)
     source, target = device.allocate(span.num_bytes), device.allocate(span.num_bytes)

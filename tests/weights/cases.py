@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
-from memkit.weights.stepped import SteppedGradient
+from memkit.weights.fused import SteppedGradient
 
 WIDTH = 16
 

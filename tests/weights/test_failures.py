@@ -21,8 +21,7 @@ from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
 from memkit.transfer import host_memory
 from memkit.weights import forwards
-from memkit.weights.layer_accumulation import _Layer
-from memkit.weights.parameter_accumulation import _Sum
+from memkit.weights.accumulation import _LayerGradients, _Sum
 from tests.engine import LateThread
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, results, run_step
 
@@ -624,8 +623,8 @@ def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
     model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
     make = functools.partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
     monkeypatch.setattr(_Sum, "is_complete", lambda *_: False)  # as where another graph is alive
-    monkeypatch.setattr(_Layer, "has_several_graphs", lambda _: True)
-    monkeypatch.setattr(_Layer, "num_alive", lambda *_: 2)
+    monkeypatch.setattr(_LayerGradients, "has_several_graphs", lambda _: True)
+    monkeypatch.setattr(_LayerGradients, "num_alive", lambda *_: 2)
     with memkit.LayerOffload(model, offload_ratio=1.0, train=train, optimizer=make, device=device) as offload:
         kind = type(offload._gradients)
         loss = model(batch).square().mean()

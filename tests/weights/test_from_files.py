@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.weights.checkpoint import Checkpoint
+from memkit.weights.from_files import Checkpoint
 from tests.interrupts import interrupts
 from tests.weights.cases import WIDTH, Block, Stack
 

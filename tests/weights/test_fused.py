@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
-from memkit.weights.stepped import SteppedGradient
+from memkit.weights.fused import SteppedGradient
 from tests.weights.cases import RUNS, Block, Stack, inputs, reused
 
 pytestmark = pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit.weights.inner_hooks import InnerHooks
+from memkit.weights.forwards import InnerHooks
 
 
 class _Watched:

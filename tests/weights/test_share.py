@@ -19,10 +19,9 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
 from memkit.plan.streaming import predict_step
-from memkit.weights import choice as choice_module
-from memkit.weights.placement import Placement
-from memkit.weights.shares import plan_measured
-from memkit.weights.timing import StepTimes
+from memkit.weights import shares as choice_module
+from memkit.weights.host_copies import Placement
+from memkit.weights.shares import StepTimes, plan_measured
 from tests.clock import Clock, set_clock
 from tests.refusing import PinLimit
 from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step

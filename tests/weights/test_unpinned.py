@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import CudaDevice, Device, Stream
+from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer import arena, host_memory
 from tests.refusing import PinLimit
 from tests.weights.cases import (
@@ -34,7 +35,7 @@ from tests.weights.cases import (
 
 pytestmark = pytest.mark.full
 
-PAGE = host_memory.PAGE_BYTES
+PAGE = HOST_PAGE_BYTES
 LIMITS = {"staged": 4 * PAGE, "pageable": 0}
 """How many bytes the system pins: four buffers of a page, fewer than six layers; or nothing."""
 WARNS = pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin")

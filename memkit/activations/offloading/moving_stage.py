@@ -32,7 +32,7 @@ from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action, Forecast, Plan, RatioSoFar
 from memkit.storages import is_range_of_bytes, storage_key
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 
 paused = Blocks()
 """The `no_offload` regions."""

@@ -15,10 +15,10 @@ from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.actions import Action
+from memkit.sizes import ALIGNMENT_BYTES, rounded
 from memkit.storages import Geometry
-from memkit.transfer.lanes import Lanes
-from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
-from memkit.transfer.turns import copy_by_turns
+from memkit.transfer.host_memory import Span
+from memkit.transfer.lanes import Lanes, copy_by_turns
 
 _MOST_PASSED = 64
 _MOST_LOOKS = 3

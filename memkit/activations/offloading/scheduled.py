@@ -25,7 +25,7 @@ from memkit.kept import KeptHandle, ScheduledHandle, modified_error
 from memkit.labels import label
 from memkit.sizes import format_mib
 from memkit.torch_state import is_saved_by_compiled_code
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave

@@ -21,8 +21,8 @@ from memkit.kept import KeptHandle, nothing
 from memkit.labels import NO_LABEL, label
 from memkit.storages import Geometry
 from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
-from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
     from memkit.activations.saved.counts import Counts

@@ -17,8 +17,8 @@ from memkit.device.base import Stream
 from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.storages import Geometry
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Transfer
-from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
     from memkit.activations.saved.forward import Forward

@@ -81,7 +81,7 @@ def test_steps_are_exact_from_whatever_step_on_nothing_is_pinned(
 ) -> None:
     device, model, drawn = Stingy(seed=seed), blocks()[:6], random.Random(seed)
     for name in ("SMALLEST_SEGMENT_BYTES", "LARGEST_SEGMENT_BYTES"):
-        monkeypatch.setattr(f"memkit.transfer.segments.{name}", 2**21)
+        monkeypatch.setattr(f"memkit.transfer.host_memory.{name}", 2**21)
     last = drawn.randrange(7)
     with _one_warning():
         for number in range(9):

@@ -9,13 +9,88 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from memkit.errors import DiskError
-from memkit.sizes import format_bytes
-from memkit.transfer.blocks import DISK_PAGE_BYTES, Block
-from memkit.transfer.spans import Range, rounded
+from memkit.sizes import DISK_PAGE_BYTES, format_bytes, rounded
+from memkit.transfer.host_memory import Range
+
+BLOCK_BYTES = 8 * 2**20
+"""The most that is read or written at once: large enough for full speed, small enough that several threads share one chunk."""
+_MOST_BUFFERS = 512
+"""Half of what Linux takes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Bytes that one thread reads or writes."""
+
+    offset: int
+    """In the file; a multiple of a page."""
+    buffers: tuple[memoryview, ...]
+    """Where in memory, in order."""
+    num_bytes: int
+    is_aligned: bool
+    """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
+
+
+def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+    """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file.
+
+    What is left at the end that fills no page is a block of its own, so that all others may be aligned.
+
+    Args:
+        ranges: of whole pages; at least as many bytes as the pieces have.
+
+    Example:
+        >>> import torch
+        >>> [block.num_bytes for block in cut_in_blocks([(0, 12288)], [torch.zeros(9000, dtype=torch.uint8)])]
+        [8192, 808]
+    """
+    memory = _Memory(pieces)
+    whole = memory.num_bytes // DISK_PAGE_BYTES * DISK_PAGE_BYTES
+    blocks, done = [], 0
+    for start, end in ranges:
+        while start < end and done < memory.num_bytes:
+            num_bytes = min(block_bytes, end - start, (whole if done < whole else memory.num_bytes) - done)
+            buffers, is_aligned = memory.take(num_bytes)
+            blocks.append(Block(offset=start, buffers=buffers, num_bytes=num_bytes, is_aligned=is_aligned))
+            start += rounded(num_bytes, DISK_PAGE_BYTES)
+            done += num_bytes
+    assert done == memory.num_bytes, "more bytes than the file has room for"
+    return blocks
+
+
+class _Memory:
+    """Bytes of some tensors, taken from the first to the last."""
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self._pieces = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
+        self.num_bytes = sum(len(memory) for _, memory in self._pieces)
+        self._at = self._offset = 0
+
+    def take(self, num_bytes: int) -> tuple[tuple[memoryview, ...], bool]:
+        """Return the next bytes, and whether a disk may fill them itself."""
+        taken = list(self._take(num_bytes))
+        is_aligned = len(taken) <= _MOST_BUFFERS and all(
+            address % DISK_PAGE_BYTES == 0 == len(memory) % DISK_PAGE_BYTES for address, memory in taken
+        )
+        return tuple(memory for _, memory in taken), is_aligned
+
+    def _take(self, num_bytes: int) -> Iterator[tuple[int, memoryview]]:
+        while num_bytes:
+            address, memory = self._pieces[self._at]
+            part = memory[self._offset : self._offset + num_bytes]
+            yield address + self._offset, part
+            num_bytes -= len(part)
+            self._offset += len(part)
+            if self._offset == len(memory):
+                self._at, self._offset = self._at + 1, 0
+
 
 _MOST_TRIES = 8
 """So often in a row a disk may move less than a page before that is an error."""
@@ -37,11 +112,7 @@ class DiskFile(ABC):
 
     @abstractmethod
     def extend(self, num_bytes: int) -> None:
-        """Have room for so many bytes, at least as many as before.
-
-        Raises:
-            DiskError: the disk has not as much.
-        """
+        """Have room for so many bytes, at least as many as before."""
 
     @abstractmethod
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
@@ -70,11 +141,7 @@ class DiskFile(ABC):
         """Give the room on the disk back. Calling it again does nothing."""
 
     def read(self, block: Block) -> None:
-        """Read a block.
-
-        Raises:
-            OSError: the disk fails, or there is less than that in the file.
-        """
+        """Read a block."""
         if block.is_aligned or not self.is_direct:
             self._move_all(self._read_some, block.buffers, block.offset)
         else:
@@ -87,11 +154,7 @@ class DiskFile(ABC):
             self._forget_cached(block.offset, block.num_bytes)
 
     def write(self, block: Block) -> None:
-        """Write a block.
-
-        Raises:
-            OSError: the disk fails, or is full.
-        """
+        """Write a block."""
         if block.is_aligned or not self.is_direct:
             self._move_all(self._write_some, block.buffers, block.offset)
         else:
@@ -140,13 +203,6 @@ def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 class ScratchFile(DiskFile):
     """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends in
     whatever way. All its room on the disk is reserved when it is made.
-
-    Args:
-        directory: on which disk.
-        num_bytes: how large, in whole pages.
-
-    Raises:
-        DiskError: the system makes no file there, or the disk has not as much room.
     """
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
