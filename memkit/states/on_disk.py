@@ -21,7 +21,6 @@ from memkit.sizes import rounded
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
-from memkit.transfer.host_memory import HOST_PAGE_BYTES, Span, refusal_of
 
 if TYPE_CHECKING:
     from memkit.states.memory import HostStates
