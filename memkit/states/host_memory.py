@@ -9,7 +9,7 @@ import torch
 
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, warn_user
-from memkit.plan.state_places import side_by_side
+from memkit.plan.states import side_by_side
 from memkit.sizes import format_bytes
 from memkit.states.packing import Packed
 from memkit.states.pieces import Layout, Piece

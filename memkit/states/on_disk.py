@@ -14,7 +14,7 @@ from memkit.errors import DiskError
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
-from memkit.plan.state_places import NUM_BUFFERS
+from memkit.plan.states import NUM_BUFFERS
 from memkit.states.disk_ring import DiskRing, Holds
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for

@@ -26,11 +26,12 @@ Disk:
 - `reference_disk`: `ReferenceDisk`: a stand-in for tests, on which every missing wait shows
 """
 
+from memkit.plan.gpu import Link
 from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk
 from memkit.transfer.disk_store import DiskCopy, DiskStore
 from memkit.transfer.lanes import Lanes, Transfer, lanes_of
-from memkit.transfer.link import Link, measure_link
+from memkit.transfer.link import measure_link
 from memkit.transfer.reference_disk import ReferenceDisk
 from memkit.transfer.spans import Span
 

@@ -1,4 +1,4 @@
-"""`memkit.plan.planner`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
+"""`memkit.plan.remat`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
-from memkit.plan.drop_order import drop_order
-from memkit.plan.simulation import Outcome, simulate
+from memkit.plan.remat import Outcome, drop_order, simulate
 from tests.drawn import examples
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 

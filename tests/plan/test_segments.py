@@ -1,4 +1,4 @@
-"""`memkit.plan.segments`: the narrow places of a step are found, and what they hold suffices to make the rest."""
+"""`memkit.plan.remat`: the narrow places of a step are found, and what they hold suffices to make the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.plan import NO_OP, GrowingLineage, Lineage, Step
-from memkit.plan.segments import Segments
+from memkit.plan.remat import Segments
 from tests.plan.reference import chain, steps, transformer
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan import WINDOW_NUMEL, ParameterCosts, StateRates, Update, aligned, plan_states
-from memkit.plan.state_pieces import PIECE_BYTES, host_share
+from memkit.plan.states import PIECE_BYTES, host_share
 
 
 def _costs(sizes: list[int]) -> list[ParameterCosts]:

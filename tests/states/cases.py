@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from memkit.plan import StateRates, state_pieces
+from memkit.plan import StateRates
+from memkit.plan import states as state_pieces
 from memkit.states import state_offload
 from tests.weights.wrapped import Int8
 

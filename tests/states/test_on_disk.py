@@ -21,7 +21,7 @@ from torch import nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from memkit.states import cut_trial
 from memkit.states.disk_ring import DiskRing
 from memkit.states.host_memory import HostStates

@@ -18,8 +18,7 @@ from memkit.schemas import read_json
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from memkit.plan.lineage import Step
-    from memkit.plan.step_trace import StepTrace
+    from memkit.plan.step import Step, StepTrace
 
 SCHEMA = "memkit.MemoryPlan"
 SCHEMA_VERSION = 1

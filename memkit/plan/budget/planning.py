@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 from memkit.errors import BudgetInfeasible
 from memkit.plan.actions import Action
 from memkit.plan.budget.bound import find_bound, why_no_bound
-from memkit.plan.budget.improve import without_needless_moves
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.plan.budget.portfolio import BOTH, floor_bytes, search_least, search_plan
+from memkit.plan.budget.search import BOTH, floor_bytes, search_least, search_plan, without_needless_moves
 from memkit.plan.budget.simulate import simulate
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
     from memkit.plan.budget.bound import Bound
     from memkit.plan.budget.problem import HeldValue, Problem
-    from memkit.plan.budget.simulated import Move, Simulated
+    from memkit.plan.budget.simulate import Move, Simulated
 
 _OF_HANDLING = 0.2
 """So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
