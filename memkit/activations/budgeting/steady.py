@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.offloading.schedule import Schedule
     from memkit.plan import Lineage
-    from memkit.recording.function_notes import FunctionNotes
-    from memkit.recording.functions import FunctionCall, QuietFunctions
+    from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
-    from memkit.recording.recorded import OpKind
+    from memkit.recording.recorded import OpTraits
     from memkit.recording.recording import Recording
 
 _Parameter = nn.Parameter
@@ -348,7 +347,7 @@ class SteadySaves:
 
 def _skipped_writer(
     func: Any,
-    kind: OpKind,
+    kind: OpTraits,
     recording: Recording,
     op: int,
     numbers: range,
@@ -388,6 +387,6 @@ def _changes_shape(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags
 
 
-def _only_makes(kind: OpKind) -> bool:
+def _only_makes(kind: OpTraits) -> bool:
     """Tell whether an op only makes new values."""
     return kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics)

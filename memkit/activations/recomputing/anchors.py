@@ -39,14 +39,14 @@ class Anchors:
         return next(reversed(self._handles), -1)
 
     def hold(self, value: int, tensor: Tensor) -> Handle:
-        """See `memkit.recording.roots.Holder`."""
+        """See `memkit.recording.recording.RootHolder`."""
         handle = self._open(tensor)
         self._handles[value] = handle
         self._known[value] = weakref.ref(handle)
         return handle
 
     def copy(self, value: int) -> None:
-        """See `memkit.recording.roots.Holder`."""
+        """See `memkit.recording.recording.RootHolder`."""
         handle = self._handles.get(value)
         if handle is not None and handle.record.residency is SavedResidency.LEAVING:
             self.window.ledger.release(handle.record)  # the lane reads what is about to be written to
@@ -55,7 +55,7 @@ class Anchors:
             self._handles[value] = self._open(Geometry.of(alias).over(alias.untyped_storage().clone()))
 
     def release(self, value: int) -> None:
-        """See `memkit.recording.roots.Holder`."""
+        """See `memkit.recording.recording.RootHolder`."""
         self._handles.pop(value, None)
 
     def handle(self, value: int) -> Handle | None:

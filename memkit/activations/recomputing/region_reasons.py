@@ -13,7 +13,7 @@ from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
 from memkit.compiled import is_compiled
 from memkit.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, local_of
 
-_OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
+_OWN = ("memkit.activations.recomputing.regions", "memkit.recording.module_calls")
 """Modules whose hooks a recompute may run again, or skip."""
 _AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
 """Prefixes of the modules with hooks for FSDP2: regions begin after their pre-hooks and end before their hooks."""

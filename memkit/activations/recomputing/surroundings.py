@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device import default_generator
-from memkit.recording.settings import change_settings, setting_getters
+from memkit.recording.recording import change_settings, setting_getters
 
 Surroundings = tuple[Any, ...]
 """A thread's autocast state, followed by the process-wide settings."""

@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from memkit.plan import DTRScore, ModuleCall, Plan, RematPlanner, Step
-from memkit.recording.aftermath import Aftermath
-from memkit.recording.module_calls import NotedCall
+from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
 from memkit.recording.recording import Recording
-from memkit.recording.span_calls import SpanCall, span_calls
 
 _Planned = TypeVar("_Planned")
 _DIGITS = re.compile(r"\d+")

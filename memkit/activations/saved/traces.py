@@ -20,8 +20,7 @@ from memkit.activations.saved.seen import SeenSave
 from memkit.plan import Action, Plan, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import NotedCall
-from memkit.recording.recording import Recording
-from memkit.recording.steps import names_of, step_of
+from memkit.recording.recording import Recording, names_of, step_of
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
