@@ -3,7 +3,7 @@
 Saved tensors:
 
 - `asked`: `plan_memory`: from a user's arguments to a plan
-- `actions`: `Plan`: keep, offload or recompute for each save
+- `plans`: `Plan` and `MemoryPlan`: keep, offload or recompute for each value; as a table, as JSON
 - `ratio`: from a ratio to actions; seconds of copies; bytes at each point of a backward; `offload_ratio="auto"`
 - `schedules`: `memkit.schedules`: the ratio by iteration
 - `timeline`: seconds and bytes of one step, which all simulations walk
@@ -32,7 +32,6 @@ Weights and optimizer states:
 - `states`: which states move together, where each piece is stepped, where it is between steps; their disk
 """
 
-from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.asked import budget_or_share, plan_memory
 from memkit.plan.budget import (
     JointPlanner,
@@ -47,6 +46,7 @@ from memkit.plan.budget import (
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.gpu import GpuSpec, Link, find_gpu
+from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
 from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionNeeds, RegionPlanner, find_spans
 from memkit.plan.remat import RematPlanner

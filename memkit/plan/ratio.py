@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from memkit.plan.actions import Action, Plan, PlannedSave, limit_of
 from memkit.plan.gpu import Link
+from memkit.plan.plans import Action, Plan, PlannedSave, limit_of
 from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 

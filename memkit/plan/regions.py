@@ -11,7 +11,7 @@ from itertools import accumulate, combinations
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
-from memkit.plan.actions import Action
+from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
 
-from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.eviction import DTRScore, Walk
+from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels, Timeline
 
 
-class Segments:
+class CutPlaces:
     """The narrow places of a step."""
 
     def __init__(self, step: Step) -> None:
@@ -492,7 +492,7 @@ class RematPlanner:
 
     def _anchor_sets(self) -> dict[frozenset[int], int]:
         """Return what may be held that autograd did not save, the least first, and how many bytes that takes."""
-        segments, saved, parts = Segments(self.step), frozenset(self.step.saves), 2.0
+        segments, saved, parts = CutPlaces(self.step), frozenset(self.step.saves), 2.0
         sizes, found = self.step.lineage.num_bytes, {frozenset[int](): 0}
         while parts <= max(_MOST_PARTS, len(saved) // 5):
             anchors = segments.skeleton(self._saved_bytes / parts) - self._asked

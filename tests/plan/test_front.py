@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.plan.actions import Action
 from memkit.plan.asked import problem_of, trace_of
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.front import (
@@ -30,6 +29,7 @@ from memkit.plan.front import (
     with_checkpoints,
 )
 from memkit.plan.gpu import GPUS
+from memkit.plan.plans import Action
 from memkit.plan.step import ModuleOps, StepTrace
 from tests.plan.budget.steps import MIB, gpu, layers
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memkit.activations.saved.seen import SeenSave
     from memkit.device import Device
     from memkit.plan import MemoryPlan
-    from memkit.plan.budget.memory_plan import PlannedValue
+    from memkit.plan.plans import PlannedValue
 
 
 def schedule_of_moves(

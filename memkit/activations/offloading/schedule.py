@@ -13,7 +13,7 @@ from memkit.activations.saved.seen import NO_VALUE, SeenSave
 from memkit.device.base import Device
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
-from memkit.plan.actions import Action
+from memkit.plan.plans import Action
 from memkit.storages import Geometry
 from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded

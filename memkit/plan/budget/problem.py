@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memkit.plan.actions import Action
+from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP, Lineage
 from memkit.plan.timeline import Levels
 

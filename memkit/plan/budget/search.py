@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import add
 from typing import TYPE_CHECKING
 
-from memkit.plan.actions import Action
 from memkit.plan.budget.simulate import ReplayCosts, dropped_of, simulate
-from memkit.plan.remat import Segments
+from memkit.plan.plans import Action
+from memkit.plan.remat import CutPlaces
 from memkit.plan.step import NO_OP
 from memkit.plan.timeline import Levels
 
@@ -605,7 +605,7 @@ def _improve(search: Search) -> None:
 def _cut_plans(search: Search) -> list[tuple[Action, ...]]:
     """Return the plans where what crosses some cuts stays, and all between is dropped, for ever more cuts."""
     problem = search.problem
-    segments = Segments(problem.trace.step)
+    segments = CutPlaces(problem.trace.step)
     saved = [held for held in problem.values if not held.is_anchor]
     total, parts, plans = sum(held.num_bytes for held in saved), 2.0, dict[tuple[Action, ...], None]()
     while parts <= max(_MOST_PARTS, len(saved) // 5):

@@ -15,13 +15,13 @@ from heapq import heappop, heappush
 from operator import add
 from typing import TYPE_CHECKING
 
-from memkit.plan.actions import Action
+from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP, Lineage
 from memkit.plan.timeline import Lane, Levels, Timeline
 
 if TYPE_CHECKING:
-    from memkit.plan.actions import Action
     from memkit.plan.budget.problem import Problem
+    from memkit.plan.plans import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class SimulatedReplay:
     """What one request lets run again."""
 
     index: int
@@ -78,7 +78,7 @@ class Simulated:
     """Bytes that leave; as many come back."""
     moves: tuple[Move, ...]
     """The copies to the host and back, one entry for each value."""
-    replays: tuple[Replay, ...]
+    replays: tuple[SimulatedReplay, ...]
     """What runs again, in the order of requests."""
     held_until: dict[int, int]
     """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
@@ -310,7 +310,7 @@ class _Run:
         self.most_replayed_s = math.inf
         """What replays may still take; below 0 the walk was given up."""
         self.moves: list[Move] = []
-        self.replays: list[Replay] = []
+        self.replays: list[SimulatedReplay] = []
         self.let_go: dict[int, int] = {}
         self._is_there = bytearray(len(problem.lineage.maker))
         dropped: list[int] = []
@@ -464,7 +464,7 @@ class _Run:
             peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
             until.update((values[index].value, values[index].freed) for index in stays)
             peaks[point] = max(peaks.get(point, 0), peak)
-            self.replays.append(Replay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
+            self.replays.append(SimulatedReplay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
         for point, peak in peaks.items():
             levels[point] = max(levels[point], peak)
         self.replay_peaks = peaks
