@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from memkit import bench
+from memkit import bench, plan_command
 from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_layers, predict_offload, sum_of_outputs
 from memkit.bench.engines import checkpointing, torch_baselines
 from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
 from memkit.errors import ProfileError
 from memkit.extras import how_to_install
-from memkit.fronts import command
-from memkit.plan.gpus import find_gpu
+from memkit.plan.gpu import find_gpu
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.fit import check_fit
 from memkit.profile.optimizer_states import check_optimizer
@@ -119,7 +118,7 @@ def plan(options: argparse.Namespace) -> None:
     _check_output(options)
     _check_html(options)
     said_as("--optimizer", lambda: check_optimizer(options.optimizer))
-    command.plan(options)
+    plan_command.plan(options)
 
 
 def bench_offload(options: argparse.Namespace) -> None:

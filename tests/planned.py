@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from memkit.plan import planner, regions
-from memkit.plan.budget import improve, planning, search
+from memkit.plan import regions, remat
+from memkit.plan.budget import planning, search
 
 _Found = TypeVar("_Found")
 
 
 def look_once(patch: pytest.MonkeyPatch) -> None:
     """Have all planners remember, for as long as a patch is there, what a step takes that they have simulated."""
-    patch.setattr(planner, "simulate", once(planner.simulate))
+    patch.setattr(remat, "simulate", once(remat.simulate))
     simulate = once(search.simulate)
-    for module in (search, improve, planning):
+    for module in (search, planning):
         patch.setattr(module, "simulate", simulate)
     patch.setattr(regions.RegionPlanner, "_explored", _explored_once(regions.RegionPlanner._explored))
 

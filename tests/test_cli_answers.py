@@ -20,8 +20,7 @@ import pytest
 import torch
 
 import memkit
-from memkit import commands
-from memkit.fronts import command
+from memkit import commands, plan_command
 from memkit.profile import MemoryReport
 from tests.bench.cases import assert_fails, run_command
 
@@ -100,7 +99,7 @@ def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Pa
 @pytest.fixture(params=[pytest.param(width, marks=pytest.mark.full) if width == 100 else width for width in WIDTHS])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(commands, "terminal_width", lambda: request.param)
-    monkeypatch.setattr(command, "terminal_width", lambda: request.param)
+    monkeypatch.setattr(plan_command, "terminal_width", lambda: request.param)
     return int(request.param)
 
 
@@ -130,7 +129,7 @@ def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: in
 
 @pytest.mark.full
 def test_plans_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "terminal_width", lambda: 60)
+    monkeypatch.setattr(plan_command, "terminal_width", lambda: 60)
     spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "RTX 4090"]
 
     status, out, _ = run_command(capsys, "plan", *spec, "--budget", "0.98", "--optimizer", "sgd")

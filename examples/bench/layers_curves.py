@@ -20,7 +20,7 @@ import memkit
 from memkit.bench import LayerRow, Measurement, Workload, measure, measure_ratio
 from memkit.bench.measure import Engine
 from memkit.device import Device
-from memkit.transfer.link import Link, measure_link
+from memkit.transfer import Link, measure_link
 
 RATIOS = (0.0, 0.5, 1.0)
 NUM_WARMUP = 3

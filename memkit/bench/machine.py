@@ -12,8 +12,7 @@ from memkit._version import __version__
 from memkit.bench.host import REHEARSAL, WHOLE, HostUpdates, host_text, measure_disk
 from memkit.device import Device
 from memkit.device.ceilings import measure_ceilings, measure_flops, measure_launch
-from memkit.plan.gpu import GpuSpec
-from memkit.plan.gpus import FACTORS
+from memkit.plan.gpu import FACTORS, GpuSpec
 from memkit.terminal import wrapped
 from memkit.transfer import Disk, measure_link
 from memkit.transfer.link import measure_both_ways

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memkit.plan import NO_OP, Action, Levels, MemoryPlan, StepTrace
-from memkit.plan.budget.memory_plan import PlannedReplay, PlannedValue
-from memkit.plan.budget.replays import replay_peak_bytes
+from memkit.plan.budget.simulate import replay_peak_bytes
+from memkit.plan.plans import PlannedReplay, PlannedValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,49 +1,37 @@
-"""Decide: pure functions from sizes and times to plans. No tensor is touched here.
+"""Decide: pure functions from sizes and times to plans. No tensor is touched here, and torch is not imported.
 
 Saved tensors:
 
 - `asked`: `plan_memory`: from a user's arguments to a plan
-- `actions`: `Plan`: keep, offload or recompute for each save
-- `ratio`: from a ratio to actions
+- `plans`: `Plan` and `MemoryPlan`: keep, offload or recompute for each value; as a table, as JSON
+- `ratio`: from a ratio to actions; seconds of copies; bytes at each point of a backward; `offload_ratio="auto"`
 - `schedules`: `memkit.schedules`: the ratio by iteration
-- `costs`: seconds of copies; `offload_ratio="auto"`
 - `timeline`: seconds and bytes of one step, which all simulations walk
-- `forecast`: bytes on the device at each point of a backward
 - `copies`: when each copy of a known step is due
 - `budget/`: one budget for the whole device, all three actions
+- `front`: what `memkit plan` shows: step time against peak memory
 
 Recomputing:
 
-- `lineage`: which op made which value
-- `planner`: from a budget to what is dropped, op by op
-- `drop_order`: in which order values are dropped as the budget falls
-- `segments`: where a forward may be cut, as checkpointing does between layers
+- `remat`: from a budget to what is dropped, op by op
 - `eviction`: what is evicted and how it is recomputed: used by the simulation and by the real step
-- `simulation`: what a step takes under a plan
-- `regions`: which calls of modules are recomputed as a whole
-- `region_step`: what a step takes then
-- `spans`: which neighboring calls are tried as one
+- `regions`: which calls of modules, and runs of neighbors, are recomputed as a whole
 
 The traced step and the machine:
 
-- `step_trace`: `StepTrace`: a step op by op, in numbers
+- `step`: which op made which value; a step op by op, in numbers
 - `trace_format`: the same as JSON
-- `gpu`: `GpuSpec`: from an op's work to seconds
-- `gpus`: GPUs that are known by name
+- `gpu`: `Link`, `GpuSpec`: from copies and ops to seconds; GPUs that are known by name
 - `shards`: what one rank takes of a split model
 
 Weights and optimizer states:
 
 - `chunks`: offsets of tensors in a chunk; where a chunk's bytes are
-- `residency`: `ResidencyPlan`: which layers stream
-- `streaming`: the slots' sizes, and seconds of a step that streams
+- `residency`: `ResidencyPlan`: which layers stream, in slots of which size, and the seconds of such a step
 - `state_costs`: bytes of states
-- `state_pieces`: which states move together, and where each piece is stepped
-- `state_places`: where states are between steps: device, host or disk
-- `disk`: room, wear and seconds of chunks on a disk
+- `states`: which states move together, where each piece is stepped, where it is between steps; their disk
 """
 
-from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.asked import budget_or_share, plan_memory
 from memkit.plan.budget import (
     JointPlanner,
@@ -56,18 +44,14 @@ from memkit.plan.budget import (
     peak_with_regions,
 )
 from memkit.plan.copies import CopySchedule, schedule_copies
-from memkit.plan.costs import TimedSave, auto_ratio, roofline_s, simulate_lanes
-from memkit.plan.disk import disk_bytes, disk_step_s, terabytes_written
 from memkit.plan.eviction import DTRScore, Walk
-from memkit.plan.forecast import Forecast
-from memkit.plan.gpu import GpuSpec
-from memkit.plan.gpus import find_gpu
-from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
-from memkit.plan.planner import RematPlanner
-from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
-from memkit.plan.region_step import HostCosts, ModuleCall, RegionChoice, RegionNeeds
-from memkit.plan.regions import RegionPlanner
+from memkit.plan.gpu import GpuSpec, Link, find_gpu
+from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
+from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionNeeds, RegionPlanner, find_spans
+from memkit.plan.remat import RematPlanner
 from memkit.plan.residency import (
+    LayerCosts,
     LayerResidency,
     PlannedLayer,
     ResidencyPlan,
@@ -76,15 +60,24 @@ from memkit.plan.residency import (
     plan_budget,
     plan_resident,
     plan_streamed_ratio,
+    slot_size_of,
+    slot_sizes,
 )
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
-from memkit.plan.spans import find_spans
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, aligned
-from memkit.plan.state_pieces import WINDOW_NUMEL, StatePlan, in_slots, is_large, plan_states
-from memkit.plan.state_places import interleaved
-from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
-from memkit.plan.streaming import LayerCosts, slot_size_of, slot_sizes
+from memkit.plan.states import (
+    WINDOW_NUMEL,
+    StatePlan,
+    disk_bytes,
+    disk_step_s,
+    in_slots,
+    interleaved,
+    is_large,
+    plan_states,
+    terabytes_written,
+)
+from memkit.plan.step import NO_OP, GrowingLineage, Lifetime, Lineage, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
 from memkit.plan.timeline import Levels
 from memkit.plan.trace_format import trace_from_plain, trace_to_plain
 
@@ -104,6 +97,7 @@ __all__ = [
     "Levels",
     "Lifetime",
     "Lineage",
+    "Link",
     "MemoryPlan",
     "ModuleCall",
     "ModuleOps",

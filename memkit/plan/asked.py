@@ -7,9 +7,8 @@ from numbers import Integral
 from typing import Protocol
 
 from memkit.plan.budget import MemoryPlan, Problem, make_problem, plan_budget_jointly
-from memkit.plan.gpu import GpuSpec
-from memkit.plan.gpus import find_gpu
-from memkit.plan.step_trace import StepTrace
+from memkit.plan.gpu import GpuSpec, find_gpu
+from memkit.plan.step import StepTrace
 from memkit.sizes import check_budget, format_bytes
 
 _FEWEST_BYTES = 2**20

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from memkit.plan.forecast import Forecast
+from memkit.plan.ratio import Forecast
 
 BATCH_BYTES = 2**20
 """Copies smaller than this are put together, up to as much: on its own such a copy does not fill the link."""

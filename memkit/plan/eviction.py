@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from memkit.plan.lineage import NO_OP, Lineage
+from memkit.plan.step import NO_OP, Lineage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

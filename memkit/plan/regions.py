@@ -1,18 +1,318 @@
-"""Which calls of modules are recomputed as a whole to keep to a budget.
-
-A *region* is a call of a module of which autograd keeps only the inputs: its forward runs again when the backward comes to it.
-Which calls may be one was seen while a step was recorded. Chosen are calls of which none is in another.
-"""
+"""Calls of modules that are recomputed as a whole: the seconds and bytes of a step with them, which calls are chosen, and the
+room that they leave for other saved values."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import combinations
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
 
-from memkit.plan.region_step import RegionChoice, RegionNeeds, RegionStep
+from memkit.plan.plans import Action
+from memkit.plan.step import NO_OP, Step
+from memkit.plan.timeline import Levels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from memkit.plan.budget.problem import HeldValue, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """One call of a module in a step that was recorded."""
+
+    name: str
+    """The module, as the one outermost calls it."""
+    number: int
+    """How many calls of the same module were before it."""
+    parent: int
+    """The call that it is in, by its place among all, -1 for an outermost one."""
+    saves: tuple[int, int]
+    """Its first save, and the first after it."""
+    ops: tuple[int, int]
+    """Its first op that may be run again, and the first after its last save: there the second run of a region ends."""
+    num_ops: int
+    """How many ops of any kind it runs until then."""
+    inputs: tuple[int, ...]
+    """Values that it reads, and that were made before it in the step."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the tensors that it is given."""
+    why_not: str = ""
+    """Why it cannot be a region, "" if it can."""
+    device_s: float = 0.0
+    """What the device takes for it, where it runs compiled, so that none of its ops is seen."""
+    is_span: bool = False
+    """Whether it is that of neighboring children of a `Sequential`, as if they were in a module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """What the host spends: seconds."""
+
+    op_s: float
+    """On an op, with all that belongs to it in a module."""
+    recorded_s: float
+    """On recording it, beyond that."""
+    saved_s: float
+    """On a save, and its request, where ops are recorded."""
+    replayed_s: float
+    """On an op that is run again from the record."""
+    region_s: float
+    """On a region, beyond the ops that are run again."""
+    is_device: bool = False
+    """Whether the host computes as well, so that nothing runs beside anything else."""
+
+    def step_s(self, device_s: float, host_s: float) -> float:
+        """Return what a step takes: what the device takes or the host, whichever is longer."""
+        return device_s + host_s if self.is_device else max(device_s, host_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionChoice:
+    """What a step takes in which some calls are regions."""
+
+    chosen: tuple[int, ...]
+    """The calls, in their order."""
+    peak_bytes: int
+    """The most bytes of saved values and replay temporaries at once."""
+    device_s: float
+    """What the device spends on running regions again."""
+    host_s: float
+    """What the host spends on them."""
+
+
+class RegionBytes(NamedTuple):
+    """What one call takes that is recomputed."""
+
+    dropped: frozenset[int]
+    """What it saves, and what is gone after it."""
+    inputs: tuple[int, ...]
+    """What is held for it, saved or not."""
+    peak_bytes: int
+    """The most bytes that its second run has made and still holds at once."""
+
+
+class RegionNeeds(NamedTuple):
+    """What a step takes in which some calls are recomputed."""
+
+    peak_bytes: int
+    """The most bytes of saved values and replay temporaries at once."""
+    regions: tuple[RegionBytes, ...]
+    """What each call that is recomputed takes."""
+
+
+class RegionStep:
+    """A step in which calls may be regions, simulated as it is asked for.
+
+    Args:
+        step: the step.
+        calls: its calls, in the order of their beginnings.
+        costs: what the host spends.
+        num_ops: how many ops of any kind its forward runs.
+    """
+
+    def __init__(self, step: Step, calls: Sequence[ModuleCall], costs: HostCosts, *, num_ops: int) -> None:
+        self.step, self.calls, self.costs = step, calls, costs
+        lineage = step.lineage
+        self.plain_device_s = 3 * (sum(lineage.seconds) + sum(call.device_s for call in calls))
+        """Of the whole step without regions: a backward takes about as long as two forwards."""
+        self.plain_host_s = 2 * costs.op_s * num_ops
+        self._num_ops = num_ops
+        self._bytes = lineage.num_bytes
+        self._counted = frozenset(step.saves)
+        self._inputs = [tuple(value for value in call.inputs if self._is_held(value)) for call in calls]
+        self._saved = [frozenset(step.saves[slice(*call.saves)]) for call in calls]
+        self._device_s = self._device_seconds()
+        self._host_s = [costs.region_s + costs.op_s * call.num_ops for call in calls]
+        self._peaks = [self._peak_of(index) if not call.why_not else 0 for index, call in enumerate(calls)]
+        self._freed = self._freed_bytes()
+        self._eligible = [not call.why_not and self._freed[index] > 0 for index, call in enumerate(calls)]
+        self._children: list[list[int]] = [[] for _ in calls]
+        self._ends = [index + 1 for index in range(len(calls))]
+        for index in reversed(range(len(calls))):
+            parent = calls[index].parent
+            if parent >= 0:
+                self._children[parent].append(index)
+                self._ends[parent] = max(self._ends[parent], self._ends[index])
+        self._work = 0
+        self._found: dict[tuple[int, ...], RegionChoice] = {}
+
+    def _is_held(self, value: int) -> bool:
+        """Tell whether to hold a value takes bytes that the budget counts."""
+        return self.step.lineage.maker[value] != NO_OP or value in self.step.retained_bytes or value in self._counted
+
+    def _device_seconds(self) -> list[float]:
+        """Return for each call what the device spends on running it again: ops, and compiled calls that have begun by its
+        last save."""
+        found = [sum(self.step.lineage.seconds[slice(*call.ops)]) for call in self.calls]
+        for index, compiled in enumerate(self.calls):
+            while compiled.device_s and index >= 0:
+                around = self.calls[index]
+                if compiled.saves[0] < around.saves[1]:
+                    found[index] += compiled.device_s
+                index = around.parent
+        return found
+
+    def _freed_bytes(self) -> list[int]:
+        """Return for each call the bytes that are gone in the forward if it alone is a region."""
+        first, last = dict[int, int](), dict[int, int]()
+        for index, value in enumerate(self.step.saves):
+            first.setdefault(value, index)
+            last[value] = index
+        found = []
+        for index, call in enumerate(self.calls):
+            start, stop = call.saves
+            inputs = frozenset(self._inputs[index])
+            gone = [value for value in self._saved[index] - inputs if start <= first[value] and last[value] < stop]
+            more = [value for value in inputs if value not in self._counted]
+            found.append(sum(self._bytes[value] for value in gone) - sum(self._bytes[value] for value in more))
+        return found
+
+    def _peak_of(self, index: int) -> int:
+        """Return the most bytes that the second run of a region has made and still holds at once."""
+        lineage, saved = self.step.lineage, self._saved[index]
+        start, stop = self.calls[index].ops
+        last = dict[int, int]()
+        for op in range(start, stop):
+            for value in (*lineage.ins[op], *lineage.outs[op]):
+                last[value] = op
+        ending: dict[int, list[int]] = {}
+        for value, op in last.items():
+            if value not in saved and start <= lineage.maker[value] < stop:
+                ending.setdefault(op, []).append(value)
+        live = peak = 0
+        for op in range(start, stop):
+            live += sum(self._bytes[value] for value in lineage.outs[op])
+            live -= sum(self._bytes[old] for old, _ in lineage.taken.get(op, ()) if start <= lineage.maker[old] < stop)
+            peak = max(peak, live)
+            taken = {old for old, _ in lineage.taken.get(op, ())}
+            live -= sum(self._bytes[value] for value in ending.get(op, ()) if value not in taken)
+        return max(peak, sum(self._bytes[value] for value in saved.difference(self._inputs[index])))
+
+    # One choice
+
+    def simulate(self, chosen: Iterable[int]) -> RegionChoice:
+        """Return what a step takes with these regions."""
+        key = tuple(chosen)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = RegionChoice(
+                chosen=key,
+                peak_bytes=self._peak_bytes(key),
+                device_s=sum(self._device_s[index] for index in key),
+                host_s=sum(self._host_s[index] for index in key),
+            )
+        return found
+
+    def _peak_bytes(self, chosen: Sequence[int]) -> int:
+        """Return the most bytes at once: at the end of the forward, or while the backward is in a region.
+
+        The backward lets go of values in the reverse order in which they came to be held.
+        """
+        saves, num_bytes, held = self.step.saves, self._bytes, set[int]()
+        live = peak = position = 0
+        for index in chosen:
+            start, stop = self.calls[index].saves
+            for value in (*saves[position:start], *self._inputs[index]):
+                if value not in held:
+                    held.add(value)
+                    live += num_bytes[value]
+            peak = max(peak, live + self._peaks[index])
+            position = stop
+        for value in saves[position:]:
+            if value not in held:
+                held.add(value)
+                live += num_bytes[value]
+        self._work += len(saves) + 3 * len(chosen)
+        return max(peak, live)
+
+    def seconds(self, choice: RegionChoice) -> float:
+        """Return what a step takes."""
+        return self.costs.step_s(self.plain_device_s + choice.device_s, self.plain_host_s + choice.host_s)
+
+    def needs(self, choice: RegionChoice) -> RegionNeeds:
+        """Return what a step takes, call by call."""
+        dropped = self.dropped(choice)
+        regions = (
+            RegionBytes(self._saved[index] & dropped, self._inputs[index], self._peaks[index]) for index in choice.chosen
+        )
+        return RegionNeeds(choice.peak_bytes, tuple(regions))
+
+    def dropped(self, choice: RegionChoice) -> frozenset[int]:
+        """Return the saved values that are gone after the forward."""
+        held, position = set[int](), 0
+        for index in choice.chosen:
+            start, stop = self.calls[index].saves
+            held.update(self.step.saves[position:start], self._inputs[index])
+            position = stop
+        held.update(self.step.saves[position:])
+        return self._counted - held
+
+
+_LONGEST_PERIOD = 64
+_SMALL = 4
+"""A block of more members has spans of its own."""
+
+_Span = tuple[int, int]
+"""The place of its first member, and of the one behind its last."""
+
+
+def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
+    """Return spans of a row, of which none overlaps another, unless it is in it: those around others first.
+
+    Where the row repeats, as that of the layers of blocks without a module for each, spans begin as blocks do. These are joined
+    two by two, up to all that repeats. So are the single members of what does not, and of large blocks.
+
+    Args:
+        kinds: of each member: where these repeat, the row does.
+        is_joined: whether each is to be in a span with the one ahead of it, as an activation that writes to its input.
+    """
+    if not kinds:
+        return []
+    starts = [place for place in range(len(kinds)) if not place or not is_joined[place]]
+    units = list(zip(starts, [*starts[1:], len(kinds)], strict=True))
+    first, period, count = _repetition([tuple(kinds[slice(*unit)]) for unit in units])
+    stop = first + period * count
+    blocks = [units[place : place + period] for place in range(first, stop, max(1, period))]
+    found = {*_joined(units[:first]), *_joined(units[stop:])}
+    found.update(_joined([(block[0][0], block[-1][1]) for block in blocks]))
+    for block in blocks:
+        if block[-1][1] - block[0][0] > _SMALL:
+            found.update(_joined(block))
+    return sorted((span for span in found if span[1] - span[0] > 1), key=lambda span: (span[0], -span[1]))
+
+
+def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
+    """Return where the longest stretch begins that repeats, after how many members, and how often it has them.
+
+    Of stretches that are as long it is the one of the shortest period. Zeros if none repeats.
+    """
+    found, longest = (0, 0, 0), 0
+    for period in range(2, min(_LONGEST_PERIOD, len(kinds) // 2) + 1):
+        first = 0
+        for place in range(len(kinds) - period + 1):
+            if place < len(kinds) - period and kinds[place] == kinds[place + period]:
+                continue
+            length = place - first + period
+            if length >= 2 * period and length > longest:
+                found, longest = (first, period, length // period), length
+            first = place + 1
+    return found
+
+
+def _joined(row: Sequence[_Span]) -> list[_Span]:
+    """Return the members of a row of spans, two by two of them, two by two of these, and so on up to all."""
+    found = list(row)
+    while len(row) > 1:
+        pairs = [(row[place][0], row[place + 1][1]) for place in range(0, len(row) - 1, 2)]
+        row = [*pairs, *row[2 * len(pairs) :]]
+        found += pairs
+    return found
+
 
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000
@@ -258,3 +558,130 @@ def _counts(size: int) -> list[int]:
         found.append(round(count))
         count = max(count + 1, count * 1.02)
     return [*found, size]
+
+
+_HIDDEN = 0.9
+"""For so much of the forward copies are on the link beside calls of modules that are recomputed."""
+
+
+class Moving(NamedTuple):
+    """What leaves beside calls of modules that are recomputed."""
+
+    limit_bytes: int
+    """What saved values may take, those that leave with them."""
+    kept_bytes: int
+    """So much of that is not dropped."""
+    num_bytes: int
+    """So much of what is not dropped leaves: it hides behind the computation."""
+    window_bytes: int
+    """So much of it the device may hold at a time: what is on its way."""
+
+
+def fit_regions(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int) -> int | None:
+    """Return what saved values may take where nothing leaves; None if no choice keeps to what the step may take.
+
+    Args:
+        problem: the step.
+        choices: what calls may be recomputed, the quickest first.
+        allowed_bytes: what the step may take on the device.
+    """
+    fitting = (choice for choice in choices if choice.regions and _peak_bytes(problem, choice) <= allowed_bytes)
+    return next((choice.peak_bytes for choice in fitting), None)
+
+
+def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, bytes_per_s: float) -> Moving | None:
+    """Return what may leave, for the quickest choice that keeps to what the step may take then; None if none does.
+
+    Args:
+        problem, choices, allowed_bytes: see `fit_regions`.
+        bytes_per_s: of the link, both ways at once.
+    """
+    if problem.num_forward_points >= len(problem.points):
+        return None
+    hidden_bytes = int(_HIDDEN * problem.starts_s[problem.points[problem.num_forward_points]] * bytes_per_s)
+    for choice in choices:
+        if not choice.regions:
+            continue  # that is no such choice
+        kept = list(_kept(problem, choice))
+        leaving: list[HeldValue] = []
+        num_bytes = 0
+        for held in kept:  # what is saved first leaves
+            if num_bytes + held.num_bytes > hidden_bytes:
+                break
+            if Action.OFFLOAD in held.choices:
+                leaving.append(held)
+                num_bytes += held.num_bytes
+        window_bytes = 2 * max((held.num_bytes for held in leaving), default=0)
+        if num_bytes <= window_bytes:
+            continue  # what is on its way takes as much
+        if _peak_bytes(problem, choice, leaving, window_bytes) <= allowed_bytes:
+            kept_bytes = sum(held.num_bytes for held in kept)
+            return Moving(choice.peak_bytes, kept_bytes, num_bytes, window_bytes)
+    return None
+
+
+def peak_with_regions(problem: Problem, choice: RegionNeeds, ratio: float, window_bytes: int) -> int:
+    """Return the most bytes that a step takes on the device.
+
+    Args:
+        problem, choice: see `fit_regions`.
+        ratio: the share of what is not dropped that leaves, what is saved first.
+        window_bytes: see `Moving`.
+    """
+    kept = list(_kept(problem, choice))
+    most_bytes = ratio * sum(held.num_bytes for held in kept)
+    reached = accumulate(held.num_bytes for held in kept)
+    leaving = [held for held, num_bytes in zip(kept, reached, strict=True) if num_bytes <= most_bytes]
+    return _peak_bytes(problem, choice, leaving, window_bytes)
+
+
+def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:
+    """Yield the saved values that are not dropped, in the order of their first saves."""
+    dropped = set[int]().union(*(region.dropped for region in choice.regions))
+    return (held for held in problem.values if not held.is_anchor and held.value not in dropped)
+
+
+def _second_run_bytes(problem: Problem, region: RegionBytes, inside: Sequence[HeldValue]) -> int:
+    """Return the most bytes that a second run takes: what it makes, and what was there beside as the forward made that, such as
+    the workspaces of convolutions."""
+    most_bytes, made_bytes = region.peak_bytes, 0
+    in_order = sorted(inside, key=lambda held: held.made)
+    for held, until in zip(in_order, [*(after.made for after in in_order[1:]), 0], strict=True):
+        made_bytes += held.num_bytes
+        beside = problem.working_bytes[held.made : max(until, held.made + 1)]
+        most_bytes = max(most_bytes, made_bytes + max(beside, default=0))
+    return most_bytes
+
+
+def _peak_bytes(problem: Problem, choice: RegionNeeds, leaving: Sequence[HeldValue] = (), window_bytes: int = 0) -> int:
+    """Return the most bytes on the device at once, with some calls recomputed, and what leaves in host memory, but for
+    `window_bytes` of it that are on their way."""
+    values, num_slots = problem.values, problem.num_slots
+    levels, away = Levels(num_slots), Levels(num_slots)
+    for held in _kept(problem, choice):
+        levels.add(held.made, held.freed, held.num_bytes)
+    held_until: dict[int, int] = {}
+    for region in choice.regions:
+        inside = [values[problem.index[value]] for value in region.dropped if value in problem.index]
+        begin = min((held.use for held in inside), default=num_slots)
+        for held in inside:
+            levels.add(held.made, held.released, held.num_bytes)
+            levels.add(max(begin, held.released), held.freed, held.num_bytes)
+        more_bytes = _second_run_bytes(problem, region, inside) - sum(held.num_bytes for held in inside)
+        end = min(begin + 1, num_slots)  # of the second run
+        levels.add(begin, end, max(more_bytes, 0))
+        held_until |= {value: max(end, held_until.get(value, 0)) for value in region.inputs}
+    for value, end in held_until.items():
+        place = problem.index.get(value)
+        if place is not None:
+            held = values[place]
+            levels.add(held.released if held.is_anchor else held.freed, end, held.num_bytes)
+        elif value in problem.retained:
+            released, num_bytes = problem.retained[value]
+            levels.add(released, end, num_bytes)
+    for held in leaving:
+        away.add(held.released, held.use, held.num_bytes)
+    beside = map(add, problem.working_bytes, levels.each())
+    return problem.base_bytes + max(
+        (full - max(gone - window_bytes, 0) for full, gone in zip(beside, away.each(), strict=False)), default=0
+    )

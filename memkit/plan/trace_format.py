@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step
-from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
+from memkit.plan.step import NO_OP, GrowingLineage, Lifetime, Lineage, ModuleOps, OpKind, OpWork, Step, StepTrace
 
 _KINDS = tuple(OpKind)
 _T = TypeVar("_T")

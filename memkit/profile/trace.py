@@ -27,11 +27,10 @@ from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import LiveStorages
 from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.recording.expected import num_writes
+from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
 from memkit.recording.recorder import Recorder
-from memkit.recording.recording import Recording
-from memkit.recording.steps import names_of, step_of
-from memkit.recording.trail import ModuleTrail
+from memkit.recording.recording import Recording, names_of, step_of
 from memkit.storages import is_range_of_bytes
 from memkit.torch_state import has_own_dispatch
 

@@ -19,7 +19,7 @@ from memkit.device import Device, open_device
 from memkit.errors import ProfileError
 from memkit.owners import StreamedWeights, find_streamed
 from memkit.plan import GpuSpec, StepTrace, find_gpu
-from memkit.plan.gpus import GPUS
+from memkit.plan.gpu import GPUS
 from memkit.profile.alive import AliveStorage, OptimizerMemory
 from memkit.profile.checks import (
     check_arguments,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.recording.recorded import Call, CallNotes, OpClass, OpKind, Source, covers, crosses, tensors_in, written_by
+from memkit.recording.recorded import CallNotes, OpCall, OpClass, OpTraits, Source, covers, crosses, tensors_in, written_by
 
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder
@@ -117,7 +117,7 @@ def record_in_place(recorder: Recorder, func: Any, types: Any, args: tuple[Any, 
     if op >= len(recording.known_s):
         recording.seconds[op] = recorder.estimate_s(func, args, results)
     notes = CallNotes(recorder.kind_of(func), (), (value,))
-    recording.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+    recording.add_call(OpCall(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
     if made in recording.retained:
         recording.hold_made(made, target, is_written=True)
     return results
@@ -126,7 +126,7 @@ def record_in_place(recorder: Recorder, func: Any, types: Any, args: tuple[Any, 
 def run_writer(
     recorder: Recorder,
     func: Any,
-    kind: OpKind,
+    kind: OpTraits,
     kept: list[Any],
     kept_kwargs: dict[str, Any] | None,
     sources: list[Source],

@@ -1,13 +1,18 @@
-"""The module calls of a recorded forward, and whether each could run again without any side effect."""
+"""The module calls of a recorded forward: in which module each op ran, and whether each call, or each span of neighboring
+calls in a `Sequential`, could run again without any side effect."""
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 import types
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -16,11 +21,52 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from memkit import torch_private
-from memkit.plan import ModuleCall
-from memkit.recording.aftermath import Aftermath
+from memkit.hooks import HookSet
+from memkit.plan import ModuleCall, find_spans
 from memkit.recording.recording import Recording
+from memkit.sequentials import SpanReference, calls_in_turn
 from memkit.storages import is_range_of_bytes
 from memkit.torch_state import has_gathered, is_sharded_by_fsdp2
+
+
+class Aftermath:
+    """Which op was the last to read each value of a finished forward, and which ops wrote to each storage.
+
+    Args:
+        recording: the forward.
+        given: for each module call, the number of ops before it and its input values: reads by compiled modules are not
+            recorded.
+    """
+
+    def __init__(self, recording: Recording, given: Iterable[tuple[int, frozenset[int]]]) -> None:
+        recording.sync()
+        self._last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
+        self._writes: dict[int, list[int]] = {}
+        for func, address, _ in recording.effects:
+            self._writes.setdefault(address, []).append(func)
+        for op, values in given:
+            for value in values:
+                self._last_read[value] = max(op, self._last_read.get(value, op))
+
+    def reads(self, values: Iterable[int], after: int) -> bool:
+        """Tell whether one of these values is read by op number `after`, or a later one.
+
+        Args:
+            values: the values.
+            after: the first op that counts.
+        """
+        last_read = self._last_read
+        return any(last_read.get(value, -1) >= after for value in values)
+
+    def writes(self, address: int, after: int) -> list[int]:
+        """Return the ops that write to a storage, by their numbers among all ops, counted from 1.
+
+        Args:
+            address: the address of the storage.
+            after: the last op that does not count.
+        """
+        return [func for func in self._writes.get(address, ()) if func > after]
+
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
 _CONSTANTS = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, type(...))
@@ -341,3 +387,220 @@ def _is_plain(given: Any) -> bool:
     if type(given) is dict:
         return all(map(_is_plain, given.values()))
     return isinstance(given, list | tuple) and all(map(_is_plain, given))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanCall:
+    """Neighboring calls in a call of a `Sequential`, as the call of one module."""
+
+    call: ModuleCall
+    """The call. Its parent is the Sequential's call, by its index among the noted ones."""
+    calls: tuple[int, int]
+    """The index of the first noted call in it, and of the first one after it."""
+    reference: SpanReference
+    children: tuple[weakref.ref[nn.Module], ...]
+    """The modules that it calls."""
+
+
+class _NotedSpan(NotedCall):
+    """Neighboring calls in a call of a `Sequential`, as one `NotedCall`.
+
+    Args:
+        whole: the call of the Sequential.
+        name: the name of the span.
+        parent: the index of the Sequential's call.
+        calls: the calls in the span.
+        recording: the recording of their ops.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self, whole: NotedCall, name: str, parent: int, calls: Sequence[NotedCall], recording: Recording) -> None:
+        first, last = calls[0], calls[-1]
+        self._calls = calls
+        self.module, self.name, self.number, self.parent = whole.module, name, whole.number, parent
+        self._first, self._given, self.shapes = first._first, first._given, first.shapes
+        self.stop, self._made, self._weights, self.needs_grad = last.stop, last._made, last._weights, last.needs_grad
+        read = {value for call in calls for value in call.inputs if value < self._first[-1]}
+        self.inputs = tuple(sorted(read | self._given))
+        self.why_no_part = ""
+        modules = [module for call in calls if (module := call.module()) is not None]
+        self.why_not = self._why_not_alone(modules, read, recording)
+
+    def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
+        return any(call.is_rewritten(aftermath, alike) for call in self._calls)
+
+
+def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Aftermath, alike: Alike) -> tuple[SpanCall, ...]:
+    """Return the spans that may be regions, in the order in which they begin, enclosing ones first.
+
+    Args:
+        noted: the calls of a forward, in the order in which they begin.
+        recording: the forward.
+        aftermath: the reads and writes of the forward.
+        alike: the calls of each module.
+    """
+    inside: list[list[int]] = [[] for _ in noted]
+    ends = [0] * len(noted)
+    for place, call in enumerate(noted):
+        if call.parent >= 0:
+            inside[call.parent].append(place)
+    for place in reversed(range(len(noted))):
+        ends[place] = ends[inside[place][-1]] if inside[place] else place + 1
+    places = dict[int, list[int]]()
+    for place, call in enumerate(noted):
+        if inside[place] and call.why_not != NO_GRAD:
+            places.setdefault(id(call.module), []).append(place)
+    found = list[SpanCall]()
+    for wholes in places.values():
+        module = noted[wholes[0]].module()
+        if module is None or not calls_in_turn(module):
+            continue
+        rows = [[noted[place] for place in inside[place]] for place in wholes]
+        if not _are_in_turn(module, [noted[place] for place in wholes], rows):
+            continue
+        for first, stop in _spans_of(module, rows):
+            children = tuple(call.module for call in rows[0][first:stop])
+            reference = SpanReference(noted[wholes[0]].module, children, first, len(rows[0]))
+            for parent, row in zip(wholes, rows, strict=True):
+                calls = row[first:stop]
+                name = f"{calls[0].name.rpartition('.')[0]}.{first}:{stop}".lstrip(".")
+                span = _NotedSpan(noted[parent], name, parent, calls, recording).as_planned(recording, aftermath, alike)
+                if not span.why_not:
+                    bounds = inside[parent][first], ends[inside[parent][stop - 1]]
+                    found.append(
+                        SpanCall(call=replace(span, is_span=True), calls=bounds, reference=reference, children=children)
+                    )
+    return tuple(sorted(found, key=lambda span: (span.calls[0], -span.calls[1])))
+
+
+def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
+    """Tell whether each call of a `Sequential` has ended and called each of its children once, in order."""
+    children = list(module.children())  # each once: one that it has twice is called more often
+    return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
+
+
+def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:
+    """Yield the first child of each span of a `Sequential`, and the first one after it.
+
+    They are the same for all of its calls, so that two spans are either nested or disjoint.
+
+    Args:
+        module: the Sequential.
+        rows: the calls of its children in each of its calls.
+    """
+    kinds = list(map(type, module.children()))
+    size = len(kinds)
+    is_free = [not any(row[place].why_no_part for row in rows) for place in range(size)]
+    is_joined = [any(row[place].why_not == WRITES for row in rows) for place in range(size)]
+    first = 0
+    for is_part, group in groupby(is_free):
+        stop = first + len(list(group))
+        for start, end in find_spans(kinds[first:stop], is_joined[first:stop]) if is_part else ():
+            if end - start < size:  # else it is the Sequential itself
+                yield first + start, first + end
+        first = stop
+
+
+class ModuleTrail:
+    """A context that notes the innermost module of each op in a recording, for modules that this thread runs.
+
+    Args:
+        recording: the recording.
+        notes_calls: whether to note each module call as well.
+    """
+
+    def __init__(self, recording: Recording, *, notes_calls: bool = False) -> None:
+        self._recording = recording
+        self._hooks = HookSet()
+        self._is_paused = False
+        self._thread = threading.get_ident()
+        self._running: list[tuple[nn.Module, int, int]] = []
+        self._names: dict[nn.Module, str] = {}
+        self._notes_calls = notes_calls
+        self._num_calls = Counter[nn.Module]()
+        self.calls: list[NotedCall] = []
+        """The calls of the forward, in the order in which they begin."""
+
+    def follow(self, recording: Recording) -> None:
+        """Write to another recording from now on. Modules that are already running are on it from its beginning."""
+        self._recording = recording
+        self._notes_calls = False  # a backward ran within the context: what is called there is not known well enough
+        self.calls = []
+        self._running = [(module, 0, -1) for module, _, _ in self._running]
+
+    def __enter__(self) -> ModuleTrail:
+        try:
+            self._hooks.around_all_forwards(before=self._before, after=self._after)
+            return self
+        except BaseException:
+            self._hooks.remove()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.remove()
+        self._is_paused = False
+
+    @property
+    def place(self) -> int:
+        """The index in `calls` of the innermost running module, -1 if it is not noted."""
+        return self._running[-1][2] if self._running else -1
+
+    @property
+    def is_on(self) -> bool:
+        return len(self._hooks) > 0
+
+    def pause(self) -> None:
+        """Remove the hooks for a while, if they are on."""
+        if self.is_on:
+            self._is_paused = True
+            self._hooks.remove()
+
+    def go_on(self, ended: nn.Module | None = None) -> None:
+        """Set the hooks again, if they were on.
+
+        Args:
+            ended: a module that began before the pause and whose end the hooks didn't see.
+        """
+        if self._is_paused:
+            self._is_paused = False
+            if ended is not None:
+                self._after(ended)
+            self.__enter__()
+
+    def note_begin(self, module: nn.Module) -> None:
+        """Note the call of a module that the hooks don't see, perhaps because they are paused."""
+        if self.is_on or self._is_paused:
+            self._before(module)
+
+    def note_end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note the end of such a call."""
+        if self.is_on or self._is_paused:
+            self._after(module, args, kwargs, output)
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._running:
+            self._names.update({part: name or type(module).__name__ for name, part in module.named_modules()})
+        recording, place = self._recording, -1
+        if self._notes_calls and torch_private.backward_task() == -1:
+            place = len(self.calls)
+            parent = self._running[-1][2] if self._running else -1
+            name = self._names.get(module, type(module).__name__)
+            self.calls.append(NotedCall(module, name, self._num_calls[module], parent, recording))
+            self._num_calls[module] += torch.is_grad_enabled()
+        self._running.append((module, len(recording.calls), place))
+
+    def _after(self, module: nn.Module, *given: Any) -> None:
+        if threading.get_ident() != self._thread or not self._running:
+            return
+        entered, first, place = self._running.pop()
+        name = self._names.get(entered, type(entered).__name__)
+        modules = self._recording.modules
+        for op in range(first, len(self._recording.calls)):
+            modules.setdefault(op, name)  # inner modules end first
+        if place >= 0 and len(given) == 3 and entered is module:  # torch tells of the keywords where the call has not failed
+            args, kwargs, output = given
+            with torch_private.without_python_dispatch():
+                self.calls[place].end(module, (args, kwargs), output, self._recording)

@@ -12,7 +12,7 @@ import torch
 
 from memkit import torch_private
 from memkit.recording.borders import BORDER
-from memkit.recording.recorded import OpClass, OpKind
+from memkit.recording.recorded import OpClass, OpTraits
 
 if TYPE_CHECKING:
     from memkit.torch_private import OpOverload
@@ -81,23 +81,23 @@ class OpKinds:
 
     def __init__(self, pure_ops: frozenset[str]) -> None:
         self._pure_ops = pure_ops
-        self._kinds: dict[Any, OpKind] = {}
+        self._kinds: dict[Any, OpTraits] = {}
 
     def __reduce__(self) -> tuple[Callable[..., OpKinds], tuple[frozenset[str]]]:
         return op_kinds, (self._pure_ops,)
 
-    def of(self, func: Any) -> OpKind:
+    def of(self, func: Any) -> OpTraits:
         """Return what is known of an op: an `OpOverload` or a `HigherOrderOperator`."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._classify(func)
         return kind
 
-    def _classify(self, func: Any) -> OpKind:
+    def _classify(self, func: Any) -> OpTraits:
         if not isinstance(func, torch_private.OpOverload):
-            return OpKind(OpClass.UNKNOWN, why_kept=f"{_name_of(func) or func} is a higher-order op, which is not run again")
+            return OpTraits(OpClass.UNKNOWN, why_kept=f"{_name_of(func) or func} is a higher-order op, which is not run again")
         if func in _BATCH_NORMS:
-            return OpKind(
+            return OpTraits(
                 OpClass.REPLAYED,
                 statistics=_BATCH_NORM_STATISTICS,
                 training_at=_BATCH_NORM_TRAINING_AT,
@@ -105,7 +105,7 @@ class OpKinds:
             )
         schema = torch_private.schema_of(func)
         if schema.name == BORDER:
-            return OpKind(OpClass.BORDER)
+            return OpTraits(OpClass.BORDER)
         written: list[int | str] = []
         is_out = False
         for position, argument in enumerate(schema.arguments):
@@ -114,19 +114,19 @@ class OpKinds:
                 is_out = is_out or argument.is_out
         why_kept = self._why_kept(func)
         if why_kept:
-            return OpKind(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
+            return OpTraits(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
         if _cannot_run_again(func):
             hides_state = torch_private.schema_of(func).name in _HIDING
-            return OpKind(OpClass.OPAQUE, tuple(written), hides_state=hides_state)
+            return OpTraits(OpClass.OPAQUE, tuple(written), hides_state=hides_state)
         # Who writes an op seldom says that it draws random numbers.
         is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN_NAMESPACES
         may_cross = schema.name in _CROSSING
         if written:
             overwrites = is_out or schema.name in _OVERWRITERS
-            return OpKind(OpClass.REPLAYED, tuple(written), is_random=is_random, overwrites=overwrites, may_cross=may_cross)
+            return OpTraits(OpClass.REPLAYED, tuple(written), is_random=is_random, overwrites=overwrites, may_cross=may_cross)
         if schema.name == _VIEW_UNTOLD or any(returned.alias_info is not None for returned in schema.returns):
-            return OpKind(OpClass.VIEW)
-        return OpKind(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
+            return OpTraits(OpClass.VIEW)
+        return OpTraits(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
 
     def _why_kept(self, func: OpOverload) -> str:
         """Return why an op isn't known to be pure; empty if it is."""

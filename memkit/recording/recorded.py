@@ -53,7 +53,7 @@ class OpClass(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class OpKind:
+class OpTraits:
     """What is known of one overload."""
 
     op_class: OpClass
@@ -106,7 +106,7 @@ def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
     )
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One op that can be run again."""
 
     func: Callable[..., Any]
@@ -125,7 +125,7 @@ class Call(NamedTuple):
 class CallNotes(NamedTuple):
     """What is particular about a call."""
 
-    kind: OpKind
+    kind: OpTraits
     places: tuple[int, ...]
     """For each value that it makes, without those written over an argument, its index among the returned tensors."""
     written: tuple[int, ...] = ()
@@ -164,7 +164,7 @@ def has_tensors(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(argument, Tensor | list | tuple) for argument in kwargs.values())
 
 
-def written_by(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
+def written_by(kind: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
     """Return the tensors that an op writes to, one for each storage."""
     found: dict[int, Tensor] = {}
     for key in kind.written:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.compiled import note_asked
 from memkit.errors import warn_user
+from memkit.modes import Mode
 from memkit.recording.borders import run_border
-from memkit.recording.dispatch import QuietMode
 from memkit.recording.effects import (
     record_batch_norm,
     record_in_place,
@@ -28,10 +29,10 @@ from memkit.recording.effects import (
 )
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
-    Call,
     CallNotes,
+    OpCall,
     OpClass,
-    OpKind,
+    OpTraits,
     Source,
     cost_key,
     crosses,
@@ -43,7 +44,55 @@ from memkit.recording.recorded import (
 )
 from memkit.recording.recording import Recording
 from memkit.storages import byte_view
-from memkit.torch_state import hide_mode, in_dual_level
+from memkit.torch_state import hide_mode, in_dual_level, in_higher_order_op, leave_untraced
+
+_IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
+"""Whether Dynamo asks each active mode whether it may compile a frame. Older versions read a process-wide flag that is set when
+a mode is entered."""
+
+
+def _may_compile() -> bool:
+    may = in_higher_order_op()
+    if not may:
+        note_asked()
+    return may
+
+
+class _OutsideOfHigherOrderOps:
+    """Stands for a process-wide flag that would be read too early."""
+
+    def __bool__(self) -> bool:
+        return not _may_compile()
+
+
+class QuietMode(Mode):
+    """A dispatch mode that Dynamo ignores when a higher-order op compiles its function. The op is compiled as without the mode,
+    which sees the higher-order op. What the program itself compiles runs op by op, as under any mode."""
+
+    supports_higher_order_operators = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # torch's
+        leave_untraced(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each op would pass through Dynamo
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell Dynamo whether it may compile as if the mode were not there."""
+        return _may_compile()
+
+    def __enter__(self) -> Any:
+        is_in_other = torch_private.shows_to_compiler()
+        super().__enter__()
+        if not is_in_other:
+            torch_private.set_shows_to_compiler(False if _IS_ASKED_OF_MODES else _OutsideOfHigherOrderOps())
+            # What was compiled without the mode is good with it, and the other way round.
+            torch_private.set_shows_to_guards(False)
+        return self
+
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
@@ -183,7 +232,7 @@ class Recorder(QuietMode):
         if len(calls) >= len(recording.known_s):
             recording.seconds[len(calls)] = self.estimate_s(func, args, results)
         recording.num_values = value + 1  # first, as in `Recording.add_root`
-        calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
+        calls.append(_new_tuple(OpCall, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
         current[address] = (weakref.ref(storage), value)
         if value in recording.retained:
             recording.hold_made(value, results)
@@ -195,7 +244,7 @@ class Recorder(QuietMode):
         self._paths[func] = self._path_of(self.kind_of(func))
         return results
 
-    def _path_of(self, kind: OpKind) -> Any:
+    def _path_of(self, kind: OpTraits) -> Any:
         """Return how ops of a kind are recorded from their second time on."""
         if kind.op_class is OpClass.VIEW:
             return _VIEW
@@ -305,7 +354,7 @@ class Recorder(QuietMode):
         args: tuple[Any, ...],
         results: Any,
         *,
-        kind: OpKind | None = None,
+        kind: OpTraits | None = None,
         written: dict[int, Tensor] | None = None,
         is_whole: bool = False,
         generator: torch.Generator | None = None,
@@ -337,7 +386,7 @@ class Recorder(QuietMode):
             CallNotes, (kind or self.kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
         )
         outs_bytes = tuple([storage.nbytes() for storage in storages])
-        values = recording.add_call(_new_tuple(Call, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
+        values = recording.add_call(_new_tuple(OpCall, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
         if not recording.retained.isdisjoint(values):
             for value, tensor in zip(values, made, strict=True):
                 if value in recording.retained:

@@ -1,15 +1,19 @@
 """`Recording`: what is remembered of a forward so that its values can be recomputed: calls, and the roots that they start from.
 
-A recording holds no tensor of the forward but the roots of dropped values. `recorder.py` writes it.
+A recording holds no tensor of the forward but the roots of dropped values. `recorder.py` writes it; `step_of` turns it into the
+numbers that `plan/` works on.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,14 +21,231 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
-from memkit.plan import GrowingLineage
-from memkit.recording.recorded import Call, CostKey, tensors_in
-from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, may_be_statistics, recordings_over, written_error
-from memkit.recording.settings import current_settings
+from memkit.owners import owner_of
+from memkit.plan import NO_OP, Action, GrowingLineage, Step, ends_of
+from memkit.recording.recorded import CostKey, OpCall, tensors_in
 from memkit.storages import Geometry, byte_view, is_range_of_bytes
+from memkit.torch_state import sharing_counters
 
 if TYPE_CHECKING:
     from memkit.recording.expected import Expected
+
+Setting = tuple[Callable[[], Any], Callable[[Any], None]]
+"""A function that reads the setting, which runs often and so is not Python, and one that sets it."""
+
+
+def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
+    return partial(torch_private.fp32_precision_of, backend, op), partial(setattr, place, "fp32_precision")
+
+
+@functools.cache
+def _settings() -> tuple[Setting, ...]:
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    return (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (torch_private.get_mkldnn_enabled, torch_private.set_mkldnn_enabled),
+        (torch_private.get_cudnn_enabled, torch_private.set_cudnn_enabled),
+        (torch_private.get_cudnn_benchmark, torch_private.set_cudnn_benchmark),
+        (torch_private.get_cudnn_deterministic, torch_private.set_cudnn_deterministic),
+        (
+            torch_private.get_cublas_allow_fp16_reduced_precision_reduction,
+            partial(setattr, matmul, "allow_fp16_reduced_precision_reduction"),
+        ),
+        (
+            torch_private.get_cublas_allow_bf16_reduced_precision_reduction,
+            partial(setattr, matmul, "allow_bf16_reduced_precision_reduction"),
+        ),
+        _fp32_precision("cuda", "matmul", matmul),
+        *(_fp32_precision("cuda", op, getattr(cudnn, op)) for op in ("conv", "rnn")),
+        *(_fp32_precision("mkldnn", op, getattr(mkldnn, op)) for op in ("matmul", "conv")),
+        (torch_private.get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        (torch_private.get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        (torch_private.get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        (torch_private.get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    )
+
+
+Settings = tuple[Any, ...]
+
+
+@functools.cache
+def setting_getters() -> tuple[partial[Any], ...]:
+    """Return the functions that read the settings."""
+    return tuple(partial(get) for get, _ in _settings())
+
+
+def current_settings() -> Settings:
+    """Return the current settings."""
+    return tuple(map(partial.__call__, setting_getters()))
+
+
+@contextmanager
+def with_settings(wanted: Settings) -> Iterator[None]:
+    """Return a context with these settings."""
+    found = current_settings()
+    try:
+        try:
+            change_settings(found, wanted)
+            yield
+        finally:
+            change_settings(wanted, found)
+    finally:
+        change_settings(current_settings(), found)  # again, where an interrupt came in between
+
+
+def change_settings(found: Settings, wanted: Settings) -> None:
+    """Set the wanted settings, where they differ from those found; may be called again."""
+    for (_, change), before, after in zip(_settings(), found, wanted, strict=True):
+        if before != after:
+            change(after)
+
+
+_MOST_STATISTICS = 2**16
+"""Statistics have at most this many channels."""
+
+recordings_over: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
+"""By their ids, recordings of forwards that are over and whose graphs live: they copy what a later forward writes to."""
+
+
+class Root:
+    """A value that nothing here makes: referred to weakly until something is to be recomputed from it, held from then on."""
+
+    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "seen", "storage", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
+        owner = owner_of(storage)
+        self.lent = None if owner is None else owner.lend(tensor)
+        """Returns the tensor again, if its storage has other contents at times."""
+        self.tensor = weakref.ref(tensor)
+        self.storage = weakref.ref(storage)
+        self.num_bytes = storage.nbytes()
+        self.version = version
+        """The tensor's version when it was seen; None between a write and the next op, and if the tensor counts no writes."""
+        self.seen: int | None = None
+        """The same, once a copy is held: `version` is the copy's then."""
+        self.is_inside = is_inside
+        """Whether it was made here by an op that can't run again, so that nothing else may hold it."""
+        self.is_lost = False
+        """Whether it was overwritten, or may have been."""
+        self.alias: Tensor | None = None
+
+    def living(self) -> Tensor | None:
+        """Return the tensor, or the alias that is held, if it has the same storage and contents; else None."""
+        tensor = self.tensor() if self.alias is None else self.alias
+        if tensor is None or (self.alias is None and tensor.untyped_storage() is not self.storage()):
+            return None
+        is_as_seen = not self.is_lost and (self.version is None or torch_private.version_of(tensor) == self.version)
+        return tensor if is_as_seen else None
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the tensor is alive and was written to since it was seen. Parameters don't count: they may be stepped within
+        the backward, behind their last use, and autograd itself refuses earlier writes."""
+        tensor, version = self.tensor(), self.version if self.seen is None else self.seen
+        if tensor is None or version is None or tensor.requires_grad:
+            return False
+        return torch_private.version_of(tensor) != version
+
+    def held_storage(self) -> torch.UntypedStorage:
+        """Return the storage of a root that is held, after checking that it is unchanged.
+
+        Raises:
+            RuntimeError: it was written to, or resized, without the recorder seeing it.
+        """
+        if self.lent is not None:
+            return self.lent().untyped_storage()
+        alias = self.alias
+        assert alias is not None, "a root that is needed for a replay is not held"
+        version = None if self.version is None else torch_private.version_of(alias)
+        if version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{alias.type()} {list(alias.size())}], from which Rematerialize makes saved tensors again, is at version "
+                f"{version}; expected version {self.version} instead. Hint: write to it after the backward, or mark "
+                "with memkit.keep what is computed from it."
+            )
+        if self.is_lost:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation: [{alias.type()} {list(alias.size())}], from which "
+                "Rematerialize makes saved tensors again, belongs to an op that has returned it again since, and may have "
+                "written to it. Hint: let the op return a copy, or mark with memkit.keep what is computed from what it returns."
+            )
+        storage = alias.untyped_storage()
+        if storage.nbytes() < self.num_bytes:
+            raise RuntimeError(
+                f"a tensor of {self.num_bytes} bytes, from which Rematerialize makes saved tensors again, has only "
+                f"{storage.nbytes()} bytes now: was it resharded since, in the midst of a forward or a backward? Mark with "
+                "memkit.keep what is computed from it."
+            )
+        return storage
+
+
+class Held(Protocol):
+    """A value that is held so that others can be recomputed from it."""
+
+    version: Any
+    """The version when it was held, None while an op is writing to it."""
+
+    @property
+    def alias(self) -> Any:
+        """A tensor that shares its bytes and its version counter."""
+
+
+class RootHolder(Protocol):
+    """Holds *anchors*: values made in the forward that a plan needs. It is called from within an op."""
+
+    def hold(self, value: int, tensor: Tensor) -> Held:
+        """Hold a value from now on."""
+
+    def copy(self, value: int) -> None:
+        """Called before an op overwrites a value: hold a copy instead, if the value is held."""
+
+    def release(self, value: int) -> None:
+        """Stop holding a value, if it is held."""
+
+
+def alias_in_dispatch(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor that shares its version counter, although autograd's layers are off inside a dispatch
+    mode."""
+    with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
+        return tensor.detach()
+
+
+def written_error() -> RuntimeError:
+    """Return the error to raise if a saved tensor was written to that others are recomputed from and that can't be
+    recomputed."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
+        "which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
+    )
+
+
+def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
+    """Return the bytes of the roots that are gone unless they are held.
+
+    These are roots made here, overwritten, or gone by now. If the storage is the caller's, holding them takes no bytes.
+    """
+    found = {}
+    for value, root in roots.items():
+        if root.is_inside or root.is_lost:
+            found[value] = root.num_bytes
+        elif root.alias is None and root.lent is None and root.living() is None:
+            found[value] = 0 if root.storage() is not None else root.num_bytes
+    return found
+
+
+def rewritten_bytes(roots: Mapping[int, Root], overwritten: Container[int]) -> dict[int, int]:
+    """Return the bytes of the roots that were written to since they were seen, but for those `overwritten` by recorded ops."""
+    return {value: root.num_bytes for value, root in roots.items() if root.is_rewritten and value not in overwritten}
+
+
+def may_be_statistics(tensor: Tensor) -> bool:
+    """Tell whether a tensor from before the forward may be statistics of a norm, whose writes raise no version counter."""
+    is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
+    return is_vector and tensor.is_floating_point() and not tensor.requires_grad
 
 
 class Recording:
@@ -62,7 +283,7 @@ class Recording:
         self.originals: dict[int, Tensor] | None = {} if is_verified else None
         """The contents of each value, in host memory."""
         self.settings = current_settings()
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
         self.funcs: list[Any] = []
         """Every op that was seen, recomputed or not: the sequence that distinguishes forwards."""
         self.roots: dict[int, Root] = {}
@@ -70,7 +291,7 @@ class Recording:
         """Whether parameters are being gathered, during which nothing is recorded."""
         self.is_over = False
         """Whether nothing more is recorded, so that not all writes are seen."""
-        self.holder: Holder | None = None
+        self.holder: RootHolder | None = None
         """Holds values made here that a plan needs and that autograd did not save."""
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that can't be recomputed, and from which others are."""
@@ -203,7 +424,7 @@ class Recording:
         elif value in self.roots:
             self.hidden.add(value)
 
-    def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
+    def add_call(self, call: OpCall, storages: Sequence[torch.UntypedStorage]) -> range:
         """Return the values that a call has made, which are in these storages from now on."""
         current = self.current
         self.num_values = call.first + len(storages)  # first, as in `add_root`
@@ -397,3 +618,39 @@ class Recording:
         self.is_over = True
         self.lent.clear()
         recordings_over[id(self)] = self
+
+
+def step_of(
+    recording: Recording, saves: Sequence[int], nodes: Sequence[int], marks: Mapping[int, Action | None] | None = None
+) -> Step:
+    """Return the step of a finished forward. Until a backward was seen, requests are assumed to come in reverse order.
+
+    Args:
+        recording: the recording of its ops.
+        saves: the value of each save that counts, in order.
+        nodes: the sequence number of the graph node of each save.
+        marks: the user's mark on each marked value.
+    """
+    recording.sync()
+    lineage = recording.lineage.frozen()
+    asked = {} if marks is None else marks
+    unmade = frozenset(value for value in saves if lineage.maker[value] == NO_OP)
+    return Step(
+        lineage=lineage,
+        saves=tuple(saves),
+        uses=tuple(reversed(saves)),
+        use_ends=ends_of(nodes[::-1]),
+        fixed=unmade | {value for value, mark in asked.items() if mark is Action.KEEP},
+        dropped=frozenset(value for value, mark in asked.items() if mark is Action.RECOMPUTE),
+        moved=frozenset(value for value, mark in asked.items() if mark is Action.OFFLOAD),
+        retained_bytes=retained_bytes(recording.roots),
+        why_kept=recording.why_kept,
+    )
+
+
+def names_of(recording: Recording, values: Iterable[int]) -> dict[int, tuple[str, str]]:
+    """Return the names of the op and the module that made each value, for values made by an op."""
+    recording.sync()
+    maker, calls, modules = recording.lineage.maker, recording.calls, recording.modules
+    made = ((value, maker[value]) for value in values if maker[value] != NO_OP)
+    return {value: (str(calls[op].func), modules.get(op, "")) for value, op in made}

@@ -18,9 +18,8 @@ from memkit import torch_private
 from memkit.errors import ReplayMismatchError
 from memkit.labels import label
 from memkit.plan import NO_OP
-from memkit.recording.recorded import Call, tensor_of, tensors_in
-from memkit.recording.recording import Recording
-from memkit.recording.settings import current_settings, with_settings
+from memkit.recording.recorded import OpCall, tensor_of, tensors_in
+from memkit.recording.recording import Recording, current_settings, with_settings
 from memkit.storages import byte_view
 
 StorageOf = Callable[[int], torch.UntypedStorage]
@@ -51,7 +50,7 @@ class Replay:
         self._has_other_settings = current_settings() != self.recording.settings
 
     def below_all(self, work: Callable[[int], None], value: int) -> None:
-        """Call `work(value)` where ops run as they were recorded: below autograd, autocast, transforms, modes and hooks."""
+        """OpCall `work(value)` where ops run as they were recorded: below autograd, autocast, transforms, modes and hooks."""
         settings = with_settings(self.recording.settings) if self._has_other_settings else nullcontext()
         with (
             torch_private.without_functions(),
@@ -78,7 +77,7 @@ class Replay:
         if self.recording.originals is not None:
             self._verify(op)
 
-    def _repeat(self, call: Call, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
+    def _repeat(self, call: OpCall, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
         """Run a call, and put its values into `made`."""
         notes = call.notes
         over = self._to_be_written(call, in_place, storage_of) if notes is not None and notes.written else {}
@@ -107,7 +106,7 @@ class Replay:
                 made.pop(written, None)
             made[value] = over[written]
 
-    def _note_made(self, call: Call, value: int, storage: torch.UntypedStorage) -> None:
+    def _note_made(self, call: OpCall, value: int, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() != call.outs_bytes[value - call.first]:
             raise ReplayMismatchError(
                 f"{self.name_of(value)} has made {call.outs_bytes[value - call.first]} bytes in the forward, and "
@@ -115,7 +114,7 @@ class Replay:
             )
         self.made[value] = storage
 
-    def _to_be_written(self, call: Call, in_place: Collection[int], storage_of: StorageOf) -> dict[int, torch.UntypedStorage]:
+    def _to_be_written(self, call: OpCall, in_place: Collection[int], storage_of: StorageOf) -> dict[int, torch.UntypedStorage]:
         """Return the storages that a call writes to: existing ones that may be overwritten, copies, or new ones."""
         notes = call.notes
         assert notes is not None
@@ -157,7 +156,7 @@ def _copied(argument: Any) -> Any:
     return list(argument) if type(argument) is list else argument
 
 
-def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _draw(call: OpCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a random op with the generator's state of the forward, and restore its current state."""
     notes = call.notes
     assert notes is not None

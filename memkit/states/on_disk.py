@@ -16,11 +16,12 @@ from memkit.errors import DiskError
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
-from memkit.plan.state_places import NUM_BUFFERS
-from memkit.sizes import rounded
+from memkit.plan.states import NUM_BUFFERS
+from memkit.sizes import HOST_PAGE_BYTES, rounded
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
+from memkit.transfer.host_memory import Span, refusal_of
 
 if TYPE_CHECKING:
     from memkit.states.memory import HostStates

@@ -19,11 +19,12 @@ Disk:
 - `reference_disk`: `ReferenceDisk`: a stand-in for tests, on which every missing wait shows
 """
 
+from memkit.plan.gpu import Link
 from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer, lanes_of
-from memkit.transfer.link import Link, measure_link
+from memkit.transfer.link import measure_link
 from memkit.transfer.reference_disk import ReferenceDisk
 
 __all__ = [

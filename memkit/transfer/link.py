@@ -5,36 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from memkit.device.base import Device
+from memkit.plan.gpu import Link
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 
 _SMALL_BYTES = 4096
 _NUM_SMALL = 32
 _MOST_ACTS = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """Speed of the link in each direction, while the other is idle: both at once are slower.
-
-    A copy of n bytes takes about `latency_s + n / bytes_per_s`.
-    """
-
-    d2h_bytes_per_s: float
-    """Bandwidth from the device to the host."""
-    h2d_bytes_per_s: float
-    """Bandwidth from the host to the device."""
-    latency_s: float = 0.0
-    """Seconds of a copy of no bytes."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.d2h_bytes_per_s / 1e9:.1f} GB/s to the host, {self.h2d_bytes_per_s / 1e9:.1f} GB/s back, "
-            f"{self.latency_s * 1e6:.0f} us each"
-        )
 
 
 def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> Link:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from memkit.plan.actions import limit_of
+from memkit.plan.plans import limit_of
 
 UNIT_NUMEL = 256
 UNIT_BYTES = 4 * UNIT_NUMEL

@@ -10,7 +10,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.recording.dispatch import QuietMode
+from memkit.recording.recorder import QuietMode
 from memkit.torch_state import leave_mode
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.interrupts import hooks_around, interrupts

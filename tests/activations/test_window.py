@@ -15,7 +15,7 @@ import memkit
 from memkit.activations.saved.records import Record, SavedResidency
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
-from memkit.plan.actions import limit_of
+from memkit.plan.plans import limit_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards, units_that_stay
 from tests.activations.conftest import Offload

@@ -14,8 +14,7 @@ from memkit.bench.host import REHEARSAL, HostUpdates, _Block, update_threads
 from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import CudaDevice, ReferenceDevice
 from memkit.errors import ReportFormatError
-from memkit.plan.gpu import GpuSpec
-from memkit.plan.gpus import GPUS
+from memkit.plan.gpu import GPUS, GpuSpec
 from memkit.transfer import link
 from tests.bench.cases import assert_fails, run_command
 

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.plan import StatePlan, state_pieces
+from memkit.plan import StatePlan
+from memkit.plan import states as state_pieces
 from memkit.states import StateStats, trial
 from tests.distributed.cases import Model, assert_same, by_hand, local, make, step
 from tests.distributed.groups import Work

@@ -1,4 +1,4 @@
-"""What `memkit.plan.simulation.simulate` promises, told again in the plainest way, and random steps to compare the two on.
+"""What `memkit.plan.remat.simulate` promises, told again in the plainest way, and random steps to compare the two on.
 
 Every choice looks at everything, and every byte is counted where it lies, anew each time.
 """

@@ -13,8 +13,8 @@ import memkit
 from memkit.errors import BudgetInfeasible, ReportFormatError
 from memkit.plan import MemoryPlan
 from memkit.plan.asked import budget_bytes_of, problem_of
-from memkit.plan.gpus import find_gpu
-from memkit.plan.step_trace import StepTrace
+from memkit.plan.gpu import find_gpu
+from memkit.plan.step import StepTrace
 from tests.plan.budget.steps import MIB, gpu, layers
 
 GPU = gpu()

@@ -1,4 +1,4 @@
-"""`memkit.plan.costs`: seconds of copies, worked by hand, and what holds for any step."""
+"""`memkit.plan.ratio`: seconds of copies, worked by hand, and what holds for any step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit
-from memkit.plan import Action, TimedSave, auto_ratio, costs, plan_ratio, roofline_s, simulate_lanes
-from memkit.plan.costs import StepTime
+from memkit.plan import Action, TimedSave, auto_ratio, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan import ratio as costs
+from memkit.plan.ratio import StepTime
 from memkit.profile import MemoryReport, SavedCategory, timed_saves
 from memkit.transfer import Link
 from tests.drawn import examples

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.device import ReferenceDevice
-from memkit.plan.disk import disk_bytes, disk_step_s, terabytes_written
+from memkit.plan.states import disk_bytes, disk_step_s, terabytes_written
 from memkit.transfer import Arena, ReferenceDisk
 from tests.drawn import examples
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from memkit.errors import ReportFormatError
-from memkit.plan.gpu import GpuSpec
-from memkit.plan.gpus import GPUS, find_gpu
-from memkit.plan.step_trace import OpKind, OpWork
+from memkit.plan.gpu import GPUS, GpuSpec, find_gpu
+from memkit.plan.step import OpKind, OpWork
 
 SPEC = GpuSpec(
     name="one",

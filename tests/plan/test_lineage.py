@@ -1,4 +1,4 @@
-"""`memkit.plan.lineage`: how ops and values are numbered, and what is known of them."""
+"""`memkit.plan.step`: how ops and values are numbered, and what is known of them."""
 
 from __future__ import annotations
 

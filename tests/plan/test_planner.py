@@ -1,4 +1,4 @@
-"""`memkit.plan.planner`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
+"""`memkit.plan.remat`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
-from memkit.plan.drop_order import drop_order
-from memkit.plan.simulation import Outcome, simulate
+from memkit.plan.remat import Outcome, drop_order, simulate
 from tests.drawn import examples
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
@@ -479,12 +478,12 @@ def test_explain_prints_small_sizes() -> None:
 
 
 EXPLAINED = """\
-module    op         action       values       size    cost (ms)  why
---------  ---------  ---------  --------  ---------  -----------  ----------------------
--         -          keep              1   4.00 MiB        0.000  no op can recompute it
-layers.0  aten.mm    recompute         1   8.00 MiB        2.000  asked for
--         aten.relu  keep              2  32.00 MiB        3.500  fits the budget
-head      aten.sum   keep              1   2.00 MiB        4.000  asked for
+module    op         action       values       size    again (ms)  why
+--------  ---------  ---------  --------  ---------  ------------  ----------------------
+-         -          keep              1   4.00 MiB                no op can recompute it
+layers.0  aten.mm    recompute         1   8.00 MiB         2.000  asked for
+-         aten.relu  keep              2  32.00 MiB         3.500  fits the budget
+head      aten.sum   keep              1   2.00 MiB         4.000  asked for
 saved: 46.00 MiB
 kept: 38.00 MiB
 budget: 40.00 MiB, predicted peak 38.00 MiB

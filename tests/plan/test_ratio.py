@@ -1,4 +1,4 @@
-"""`memkit.plan.ratio` and `memkit.plan.actions`: which saves leave, and what a plan says of itself."""
+"""`memkit.plan.ratio` and `memkit.plan.plans`: which saves leave, and what a plan says of itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.plan import Action, Plan, RatioSoFar, check_ratio, plan_ratio
-from memkit.plan.actions import limit_of
+from memkit.plan.plans import limit_of
 from tests.drawn import examples
 
 MIB = 2**20

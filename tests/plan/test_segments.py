@@ -1,4 +1,4 @@
-"""`memkit.plan.segments`: the narrow places of a step are found, and what they hold suffices to make the rest."""
+"""`memkit.plan.remat`: the narrow places of a step are found, and what they hold suffices to make the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.plan import NO_OP, GrowingLineage, Lineage, Step
-from memkit.plan.segments import Segments
+from memkit.plan.remat import CutPlaces
 from tests.plan.reference import chain, steps, transformer
 
 
@@ -32,7 +32,7 @@ def streams(step: Step) -> set[int]:
 def test_fine_cuts_of_a_transformer_hold_its_residual_stream(num_layers: int) -> None:
     step = transformer(num_layers)
 
-    segments, target_bytes = Segments(step), step.saved_bytes / num_layers
+    segments, target_bytes = CutPlaces(step), step.saved_bytes / num_layers
     cuts, anchors = segments.cuts(target_bytes), segments.skeleton(target_bytes)
 
     assert num_layers - 1 <= len(cuts) <= num_layers + 1
@@ -44,7 +44,7 @@ def test_coarse_cuts_are_as_far_apart_as_asked() -> None:
     step = transformer(32)
     lineage = step.lineage
 
-    cuts = Segments(step).cuts(step.saved_bytes / 4)
+    cuts = CutPlaces(step).cuts(step.saved_bytes / 4)
 
     assert len(cuts) in (3, 4)
     places = [-1, *cuts, len(lineage.ins)]
@@ -66,21 +66,21 @@ def test_ops_in_place_move_the_cut_behind_them() -> None:
         sums.append(value)
     step = Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
 
-    anchors = Segments(step).skeleton(400)
+    anchors = CutPlaces(step).skeleton(400)
 
     assert anchors
     assert anchors <= set(sums)
 
 
 def test_chain_of_equals_has_no_narrow_place() -> None:
-    assert Segments(chain(50)).cuts(5000) == []
+    assert CutPlaces(chain(50)).cuts(5000) == []
 
 
 @given(step=steps(25), target=st.floats(1, 100))
 def test_anchors_are_all_that_crosses_a_cut(step: Step, target: float) -> None:
     lineage = step.lineage
 
-    cuts, anchors = Segments(step).cuts(target), Segments(step).skeleton(target)
+    cuts, anchors = CutPlaces(step).cuts(target), CutPlaces(step).skeleton(target)
 
     assert anchors == {value for cut in cuts for value in frontier(lineage, cut)}
     assert cuts == sorted(set(cuts))

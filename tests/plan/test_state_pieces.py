@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan import WINDOW_NUMEL, ParameterCosts, Update, aligned, plan_states
-from memkit.plan.state_pieces import PIECE_BYTES
+from memkit.plan.states import PIECE_BYTES
 
 
 def _costs(sizes: list[int]) -> list[ParameterCosts]:

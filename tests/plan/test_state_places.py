@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import HostMemoryError
 from memkit.plan import ParameterCosts, StatePlan, plan_states
-from memkit.plan.state_places import BLOCK_BYTES, NUM_BUFFERS, held_bytes, interleaved, side_by_side
+from memkit.plan.states import BLOCK_BYTES, NUM_BUFFERS, held_bytes, interleaved, side_by_side
 from memkit.sizes import HOST_PAGE_BYTES
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""`memkit.plan.streaming`: the sizes of the slots, and how long a step takes, told again in the plainest way."""
+"""`memkit.plan.residency`: the sizes of the slots, and how long a step takes, told again in the plainest way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.plan import LayerCosts, slot_size_of, slot_sizes
-from memkit.plan.streaming import predict_step
+from memkit.plan.residency import predict_step
 from tests.drawn import examples
 
 MIB = 2**20

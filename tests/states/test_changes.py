@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import StatePiece, Update, state_pieces
+from memkit.plan import StatePiece, Update
+from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.windows import CutPiece
 from memkit.torch_state import num_users

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, StateOffloadError
-from memkit.plan import state_pieces, state_places
+from memkit.plan import states as states
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.memory import StateSlots
 from memkit.states.on_disk import DiskRing
@@ -330,7 +330,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
 
 
 def test_no_more_parts_are_on_their_way_than_there_are_buffers() -> None:
-    assert state_pieces._NUM_SLOTS <= state_places.NUM_BUFFERS
+    assert states._NUM_SLOTS <= states.NUM_BUFFERS
 
 
 def test_gradients_are_let_go_within_the_backward(device: Device) -> None:

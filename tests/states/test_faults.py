@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples

@@ -16,7 +16,7 @@ from torch import nn
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from tests.states.cases import offload
 
 PACKAGE = str(Path(memkit.__file__).parent)

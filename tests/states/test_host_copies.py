@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent

@@ -20,7 +20,8 @@ from memkit import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
 from memkit.errors import LayerOffloadError, StateOffloadError
-from memkit.plan import LayerCosts, plan_streamed_ratio, state_pieces
+from memkit.plan import LayerCosts, plan_streamed_ratio
+from memkit.plan import states as state_pieces
 from memkit.states import in_backward, trial
 from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk

@@ -21,7 +21,7 @@ from torch import nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskRing

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from memkit.device import ReferenceDevice
-from memkit.plan import StatePiece, state_pieces
-from memkit.plan.state_places import with_disk
+from memkit.plan import StatePiece
+from memkit.plan import states as state_pieces
+from memkit.plan.states import with_disk
 from memkit.states import trial
 from memkit.transfer import ReferenceDisk
 from tests.states.cases import Odd, Rebinding, assert_same, offload

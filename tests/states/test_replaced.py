@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memkit.device import Device
-from memkit.plan import state_pieces
+from memkit.plan import states as state_pieces
 from tests.states.cases import EightBit, assert_same, offload
 from tests.states.test_trial import Momentum
 

@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
-from memkit.plan.streaming import predict_step
+from memkit.plan.residency import predict_step
 from memkit.weights import shares as choice_module
 from memkit.weights.host_copies import Placement
 from memkit.weights.shares import StepTimes, plan_measured

@@ -24,7 +24,7 @@ from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
-from memkit.recording.function_notes import FunctionNotes, may_be_quiet
+from memkit.recording.functions import FunctionNotes, may_be_quiet
 from memkit.recording.recorder import Recorder
 from memkit.sizes import format_bytes
 from memkit.torch_state import is_traced

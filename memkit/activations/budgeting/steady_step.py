@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from memkit.activations.saved.traces import SeenSave
     from memkit.device import Device
     from memkit.plan import Lineage, MemoryPlan
-    from memkit.plan.budget.memory_plan import PlannedValue
-    from memkit.recording.function_notes import FunctionNotes
-    from memkit.recording.functions import FunctionCall, QuietFunctions
+    from memkit.plan.plans import PlannedValue
+    from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
-    from memkit.recording.recorded import OpKind
+    from memkit.recording.recorded import OpTraits
     from memkit.recording.recording import Recording
 
 
@@ -447,7 +446,7 @@ class SteadySaves:
 
 def _skipped_writer(
     func: Any,
-    kind: OpKind,
+    kind: OpTraits,
     recording: Recording,
     op: int,
     numbers: range,
@@ -487,5 +486,5 @@ def _changes_shape(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags
 
 
-def _only_makes(kind: OpKind) -> bool:
+def _only_makes(kind: OpTraits) -> bool:
     return kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics)

@@ -14,7 +14,7 @@ from memkit.activations.saved.traces import NO_VALUE, SeenSave
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
-from memkit.plan.actions import Action
+from memkit.plan.plans import Action
 from memkit.sizes import ALIGNMENT_BYTES, rounded
 from memkit.storages import Geometry
 from memkit.transfer.host_memory import Span

@@ -26,7 +26,7 @@ from memkit.compiled import (
     runs_as_it_is,
 )
 from memkit.hooks import HookSet
-from memkit.recording.trail import ModuleTrail
+from memkit.recording.module_calls import ModuleTrail
 from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced, num_compiled
 
 if TYPE_CHECKING:

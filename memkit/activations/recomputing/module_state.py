@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device import default_generator
-from memkit.recording.settings import change_settings, setting_getters
+from memkit.recording.recording import change_settings, setting_getters
 from memkit.sequentials import SequentialSpan
 from memkit.torch_state import has_gathered
 

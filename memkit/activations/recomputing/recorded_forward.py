@@ -22,9 +22,8 @@ from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
-from memkit.recording.recording import Recording
+from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
-from memkit.recording.roots import rewritten_bytes
 from memkit.sizes import format_mib
 from memkit.storages import counted_by
 

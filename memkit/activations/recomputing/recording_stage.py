@@ -28,8 +28,8 @@ from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.expected import num_writes
+from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.recording import Recording
-from memkit.recording.trail import ModuleTrail
 from memkit.storages import is_parameter, is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 

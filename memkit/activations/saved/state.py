@@ -21,7 +21,7 @@ from memkit.errors import warn_user
 from memkit.interrupts import mended
 from memkit.plan import Plan
 from memkit.profile import MemoryReport
-from memkit.recording.costs import OpCosts
+from memkit.recording.cost import OpCosts
 from memkit.recording.ops import OpKinds, op_kinds
 from memkit.recording.recording import Recording
 

@@ -24,11 +24,8 @@ from memkit.activations.saved.records import Handle
 from memkit.kept import KeptHandle
 from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
-from memkit.recording.aftermath import Aftermath
-from memkit.recording.module_calls import NotedCall
-from memkit.recording.recording import Recording
-from memkit.recording.span_calls import SpanCall, span_calls
-from memkit.recording.steps import names_of, step_of
+from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
+from memkit.recording.recording import Recording, names_of, step_of
 from memkit.storages import Geometry
 from memkit.torch_state import is_saved_by_compiled_code
 

@@ -2,25 +2,18 @@
 
 - `problem`: `Problem`: a traced step, and what may be done with each value
 - `simulate`: seconds and bytes of a step under one action for each value
-- `simulated`: the result of that
-- `replays`: which ops run again
-- `search`: finds plans: a greedy search
-- `improve`: makes a plan better by single changes
-- `portfolio`: the best plan of several searches
+- `search`: finds plans, and makes them better by single changes
 - `bound`: a linear program: no plan is faster
-- `fitting`: what saved values may take beside regions and their copies
 - `planning`: `JointPlanner`: a budget in, a plan or an error out
-- `memory_plan`: `MemoryPlan`: the answer, frozen, as JSON and as a table
 """
 
 from memkit.plan.budget.bound import Bound, find_bound, why_no_bound
-from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions, peak_with_regions
-from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, unsure, with_action
-from memkit.plan.budget.portfolio import floor_bytes
+from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, unsure
 from memkit.plan.budget.problem import HeldValue, Problem, make_problem
-from memkit.plan.budget.simulate import simulate
-from memkit.plan.budget.simulated import Move, Replay, Simulated
+from memkit.plan.budget.search import floor_bytes
+from memkit.plan.budget.simulate import Move, Simulated, SimulatedReplay, simulate
+from memkit.plan.plans import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.regions import Moving, fit_copies, fit_regions, peak_with_regions
 
 __all__ = [
     "Bound",
@@ -33,8 +26,8 @@ __all__ = [
     "PlannedStep",
     "PlannedValue",
     "Problem",
-    "Replay",
     "Simulated",
+    "SimulatedReplay",
     "find_bound",
     "fit_copies",
     "fit_regions",
@@ -46,5 +39,4 @@ __all__ = [
     "simulate",
     "unsure",
     "why_no_bound",
-    "with_action",
 ]

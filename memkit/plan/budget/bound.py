@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from memkit.extras import how_to_install
-from memkit.plan.actions import Action
-from memkit.plan.lineage import NO_OP
+from memkit.plan.plans import Action
+from memkit.plan.step import NO_OP
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -7,18 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan.actions import Action
 from memkit.plan.budget.bound import find_bound, why_no_bound
-from memkit.plan.budget.improve import without_needless_moves
-from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.plan.budget.portfolio import BOTH, floor_bytes, search_least, search_plan
+from memkit.plan.budget.search import BOTH, floor_bytes, search_least, search_plan, without_needless_moves
 from memkit.plan.budget.simulate import simulate
+from memkit.plan.plans import Action, MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
     from memkit.plan.budget.bound import Bound
     from memkit.plan.budget.problem import HeldValue, Problem
-    from memkit.plan.budget.simulated import Move, Simulated
+    from memkit.plan.budget.simulate import Move, Simulated
 
 _OF_HANDLING = 0.2
 """So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
@@ -312,30 +310,3 @@ def plan_budget_jointly(
 def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
     """Return the least bytes that a plan was found for: one for these bytes will be found again."""
     return JointPlanner(problem, actions).least().peak_bytes
-
-
-def with_action(problem: Problem, plan: MemoryPlan, value: int, action: Action) -> MemoryPlan:
-    """Return a plan with another action for one value, simulated anew: it may take more than its budget.
-
-    Args:
-        problem: the step that the plan is for.
-        plan: the plan.
-        value: its number in the lineage.
-        action: what to do with it; to recompute an anchor is not to hold it.
-
-    Raises:
-        ValueError: the plan is for another step, or this cannot be done with the value.
-    """
-    plan.check(problem.trace)
-    index = problem.index.get(value)
-    if index is None or action not in problem.values[index].choices:
-        choices = sorted(choice.value for choice in problem.values[index].choices) if index is not None else []
-        can = f"it can be: {', '.join(choices)}" if choices else "nothing is decided on it"
-        raise ValueError(f"{action.value} is not possible for value {value}: {can}")
-    planned = {entry.value: entry.action for entry in plan.values}
-    actions = [planned.get(held.value, Action.RECOMPUTE if held.is_anchor else Action.KEEP) for held in problem.values]
-    actions[index] = action
-    found = simulate(problem, actions, plan.budget_bytes)
-    told = JointPlanner(problem).told(found, plan.budget_bytes, plan.min_budget_bytes)
-    values = tuple(replace(entry, reason="asked for") if entry.value == value else entry for entry in told.values)
-    return replace(told, values=values)

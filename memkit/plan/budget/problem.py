@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memkit.plan.actions import Action
-from memkit.plan.lineage import NO_OP, Lineage
+from memkit.plan.plans import Action
+from memkit.plan.step import NO_OP, Lineage
 from memkit.plan.timeline import Levels
 
 if TYPE_CHECKING:
     from memkit.plan.gpu import GpuSpec
-    from memkit.plan.step_trace import Lifetime, StepTrace
+    from memkit.plan.step import Lifetime, StepTrace
 
 NEVER = -1
 """The point of what does not happen."""

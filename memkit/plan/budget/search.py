@@ -1,21 +1,25 @@
-"""Searches for a plan: offload what is expensive to recompute while the link has time, then drop the cheapest per byte until it
-fits."""
+"""Searches for a plan: offload while the link has time, drop the cheapest values per byte until the step fits, start from cuts
+as checkpointing does, and improve the best of these by single changes. No single search is the best for every step."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from operator import add
 from typing import TYPE_CHECKING
 
-from memkit.plan.actions import Action
-from memkit.plan.budget.replays import ReplayCosts
-from memkit.plan.budget.simulate import simulate
-from memkit.plan.lineage import NO_OP
+from memkit.plan.budget.simulate import ReplayCosts, dropped_of, simulate
+from memkit.plan.plans import Action
+from memkit.plan.remat import CutPlaces
+from memkit.plan.step import NO_OP
+from memkit.plan.timeline import Levels
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
-    from memkit.plan.budget.simulated import Simulated
+    from memkit.plan.budget.simulate import Simulated
+
 
 _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 _NUM_ANCHORS = 3
@@ -265,3 +269,352 @@ def nearest_anchors(problem: Problem) -> list[tuple[int, ...]]:
                             anchors.add(place)
         found.append(tuple(sorted(anchors, key=lambda place: -values[place].made)[:_NUM_ANCHORS]))
     return found
+
+
+_LESS_S = 1e-9
+"""A plan is better if it takes so much less."""
+_NUM_SINGLE = 6
+"""If what fits by itself does not fit together, so many of the most expensive are tried alone."""
+_TRADED = (1.0, 0.5, 0.25)
+_NUM_PAIRED = 12
+_NUM_MOVES = 150
+_NUM_SPARED = 40
+"""So many steps are looked at to move less."""
+
+
+def is_better(found: Simulated, than: Simulated) -> bool:
+    """Tell whether a step is nearer to its budget than another, or as near and faster."""
+    return (found.excess_bytes, found.seconds) < (than.excess_bytes, than.seconds - _LESS_S)
+
+
+def keep_what_fits(search: Search, found: Simulated) -> Simulated:
+    """Return the step where dropped values stay for which there is room all along, the most expensive first."""
+    problem, values = search.problem, search.problem.values
+    limit_bytes = search.budget_bytes - problem.base_bytes
+    while not search.is_spent and not found.over_bytes:
+        actions = list(found.actions)
+        costs = ReplayCosts(problem, actions)
+        levels, back = list(found.levels), list[int]()
+        gains = [(-costs.gain(values[index].value), index) for index in dropped_of(problem, actions) if search.can_keep[index]]
+        for gain, index in sorted(gains):
+            if gain >= 0:
+                break
+            held = values[index]
+            begin = bisect_right(problem.points, held.released) - 1
+            end = problem.point_of(held.use)
+            if begin >= end or max(levels[begin:end]) + held.num_bytes <= limit_bytes:
+                levels[begin:end] = [level + held.num_bytes for level in levels[begin:end]]
+                back.append(index)
+        kept = _with(search, found, [(index, _KEEP) for index in back]) if back else found
+        if not is_better(kept, found):
+            kept = found
+            for index in back[:_NUM_SINGLE]:
+                one = _with(search, kept, [(index, _KEEP)])
+                kept = one if is_better(one, kept) else kept
+        if kept is found:
+            break
+        found = kept
+    return without_idle_anchors(search, found)
+
+
+def without_idle_anchors(search: Search, found: Simulated) -> Simulated:
+    """Return the step without anchors that nothing is made sooner from."""
+    problem, actions = search.problem, list(found.actions)
+    costs = ReplayCosts(problem, actions)
+    idle: list[tuple[int, Action]] = []
+    for index, held in enumerate(problem.values):
+        if held.is_anchor and actions[index] is not _RECOMPUTE and costs.cost(held.value) <= _LESS_S:
+            costs.drop(held.value)
+            idle.append((index, _RECOMPUTE))
+    if not idle:
+        return found
+    without = _with(search, found, idle)
+    return without if without.rank <= found.rank else found
+
+
+def refill_link(search: Search, found: Simulated) -> Simulated:
+    """Return the step where the link is filled anew, with the most expensive of what is dropped and of what leaves by now."""
+    problem, values = search.problem, search.problem.values
+    dropped = [
+        _RECOMPUTE if action is _OFFLOAD and search.can_drop[index] else _KEEP if action is _OFFLOAD else action
+        for index, action in enumerate(found.actions)
+    ]
+    costs = ReplayCosts(problem, dropped)
+    prices = [-1.0] * len(values)
+    for index, action in enumerate(dropped):
+        held = values[index]
+        if action is _RECOMPUTE and not held.is_anchor:
+            prices[index] = costs.gain(held.value) / held.num_bytes
+        elif action is _KEEP and search.can_leave[index]:
+            price = search.price(costs, index, dropped)[0] if search.can_drop[index] else 0.0
+            prices[index] = 1e-3 * price  # it need not leave: what is dropped gains more
+    filled = search.simulate(search.fill_link(dropped, prices))
+    return filled if is_better(filled, found) else found
+
+
+def trade_places(search: Search, found: Simulated) -> Simulated:
+    """Return the step where expensive dropped values take the places of cheap ones on the link."""
+    problem, values = search.problem, search.problem.values
+    for share in _TRADED:
+        if search.is_spent:
+            break
+        actions = list(found.actions)
+        costs = ReplayCosts(problem, actions)
+        expensive = sorted(
+            (-costs.gain(values[index].value) / values[index].num_bytes, index)
+            for index in dropped_of(problem, actions)
+            if search.can_leave[index]
+        )
+        leaving = [index for index, action in enumerate(actions) if action is _OFFLOAD and search.can_drop[index]]
+        cheap = sorted((search.price(costs, index, actions)[0], index) for index in leaving)
+        room, position, changes = 0, 0, list[tuple[int, Action]]()
+        for gain, index in expensive:
+            while room < values[index].num_bytes and position < len(cheap) and cheap[position][0] < -0.9 * gain:
+                room += values[cheap[position][1]].num_bytes
+                changes.append((cheap[position][1], _RECOMPUTE))
+                position += 1
+            if room < values[index].num_bytes or position > share * len(cheap):
+                break
+            room -= values[index].num_bytes
+            changes.append((index, _OFFLOAD))
+        if changes:
+            traded = _with(search, found, changes)
+            found = traded if is_better(traded, found) else found
+    return found
+
+
+def change_single_actions(search: Search, found: Simulated) -> Simulated:
+    """Return the step where single actions, and pairs, were changed as long as that helps: what promises most first."""
+    problem, values = search.problem, search.problem.values
+    while not search.is_spent:
+        actions = found.actions
+        costs = ReplayCosts(problem, actions)
+        moves: list[tuple[float, list[tuple[int, Action]]]] = []
+        expensive: list[tuple[float, tuple[int, Action]]] = []
+        for index, held in enumerate(values):
+            action = actions[index]
+            if action is _OFFLOAD and search.can_keep[index]:
+                moves.append((0.0, [(index, _KEEP)]))
+            elif action is _RECOMPUTE and (search.can_keep[index] or search.can_leave[index]):
+                gain_s = costs.gain(held.value)
+                if gain_s <= 0:
+                    continue
+                if search.can_keep[index]:
+                    moves.append((-gain_s, [(index, _KEEP)]))
+                    expensive.append((-gain_s, (index, _KEEP)))
+                if search.can_leave[index] and not held.is_anchor:
+                    moves.append((-gain_s, [(index, _OFFLOAD)]))
+                    expensive.append((-gain_s, (index, _OFFLOAD)))
+        kept = [index for index, action in enumerate(actions) if action is _KEEP and search.can_drop[index]]
+        cheap = sorted((costs.cost(values[index].value) / values[index].num_bytes, index) for index in kept)[:_NUM_PAIRED]
+        for gain, change in sorted(expensive)[:_NUM_PAIRED]:
+            for price, index in cheap:
+                if gain + price * values[index].num_bytes < 0:
+                    moves.append((gain + price * values[index].num_bytes, [change, (index, _RECOMPUTE)]))
+        moves.sort(key=lambda move: move[0])
+        better = found
+        for _, changes in moves[:_NUM_MOVES]:
+            if search.is_spent:
+                break
+            better = _with(search, found, changes)
+            if is_better(better, found):
+                break
+        if not is_better(better, found):
+            break
+        found = better
+    return found
+
+
+def _with(search: Search, found: Simulated, changes: Sequence[tuple[int, Action]]) -> Simulated:
+    actions = list(found.actions)
+    for index, action in changes:
+        actions[index] = action
+    return search.simulate(actions)
+
+
+def without_needless_moves(problem: Problem, found: Simulated, budget_bytes: int) -> Simulated:
+    """Return a step that is as fast, and moves less where it can: copies that hide behind the computation are not free, since
+    they take of the memory's speed."""
+    moved = sorted((move.index for move in found.moves), key=lambda index: -problem.values[index].num_bytes)
+    place, size = 0, len(moved)
+    for _ in range(_NUM_SPARED):
+        if place >= len(moved):
+            break
+        actions = list(found.actions)
+        for index in moved[place : place + size]:
+            actions[index] = Action.KEEP
+        tried = simulate(problem, actions, budget_bytes)
+        if tried.excess_bytes <= found.excess_bytes and tried.seconds <= found.seconds:
+            found, place, size = tried, place + size, 2 * size
+        elif size > 1:
+            size //= 2
+        else:
+            place += 1
+    return found
+
+
+BOTH = frozenset({_OFFLOAD, _RECOMPUTE})
+_SHARES = (1.0, 0.8, 1.06)
+"""How full the lane out is."""
+_MILD = 1.08
+"""Cuts are tried where the step takes longer than so many times the plain one."""
+_FINER = 1.5
+"""Into how many segments a step is cut: from two on by this factor."""
+_MOST_PARTS = 32
+_SIMULATED_ALONE = 150
+_SIMULATED = 190
+"""So many plans are simulated, about, with one mechanism and with both."""
+_LARGE = 160
+"""Of steps with more values fewer plans are simulated, about in inverse proportion."""
+_FEWEST = 24
+_NUM_LEAST = 2
+"""From so many of the plans that take the fewest bytes on, more is let go to find the least budget."""
+
+
+def search_plan(
+    problem: Problem,
+    budget_bytes: int,
+    allowed: Collection[Action] = BOTH,
+    *,
+    starts: Iterable[Simulated] = (),
+    handling_s: float = 0.0,
+) -> Simulated:
+    """Return the best step that was found; above the budget only if none was found that is not.
+
+    Args:
+        problem: the step.
+        budget_bytes: what it may take.
+        allowed: what may be done with values beside keeping them.
+        starts: steps that are known to keep to the budget: what is found is no slower.
+        handling_s: see `JointPlanner.handling_s`.
+    """
+    most_simulated = _most_simulated(problem, allowed)
+    search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)
+    if not search.best.over_bytes:
+        return search.best
+    for start in starts:
+        search.consider(start)
+    if not search.allows_recompute:
+        search.offload_alone()
+        if search.best.over_bytes:
+            search.grow(search.best.actions)
+        return search.best
+    _grow_all(search)
+    if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
+        _cut(search)
+    _improve(search)
+    return search.best
+
+
+def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
+    """Return the step that takes the fewest bytes of those that a short search for it looks at.
+
+    Each begins from a plan where all goes that may, or all between some cuts, and lets more go where most is there.
+    """
+    floor = floor_bytes(problem)
+    search = Search(problem, floor, allowed, most_simulated=_SIMULATED_ALONE)
+    values = problem.values
+    moved = tuple(
+        _OFFLOAD if search.can_leave[index] and not held.is_anchor else action
+        for index, (held, action) in enumerate(zip(values, problem.plain, strict=True))
+    )
+    dropped = tuple(_RECOMPUTE if search.can_drop[index] else action for index, action in enumerate(problem.plain))
+    tried = [search.simulate(actions) for actions in dict.fromkeys((moved, dropped))]
+    if search.allows_recompute:
+        for actions in _cut_plans(search):
+            tried.append(search.simulate(actions))
+            if search.allows_offload:
+                leaving = tuple(
+                    _OFFLOAD if action is _KEEP and search.can_leave[index] else action for index, action in enumerate(actions)
+                )
+                tried.append(search.simulate(leaving))
+    for start in sorted(tried, key=lambda found: (found.peak_bytes, found.seconds))[:_NUM_LEAST]:
+        search.grow(start.actions)
+    return search.least
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Return what every plan takes at least: what is there in each slot whatever is done with values."""
+    levels = Levels(problem.num_slots)
+    for held in problem.values:
+        if held.choices == {_KEEP}:
+            levels.add(held.made, held.freed, held.num_bytes)
+        elif not held.is_anchor:
+            gone = max(held.released, held.saved)
+            levels.add(held.made, gone, held.num_bytes)
+            levels.add(max(held.use, gone), held.freed, held.num_bytes)
+    return problem.base_bytes + max(map(add, problem.working_bytes, levels.each()), default=0)
+
+
+def _most_simulated(problem: Problem, allowed: Collection[Action]) -> int:
+    """Return how many plans are simulated: fewer of a large step, of which each takes longer."""
+    most = _SIMULATED if set(allowed) >= BOTH else _SIMULATED_ALONE
+    return max(_FEWEST, min(most, most * _LARGE // max(len(problem.values), 1)))
+
+
+def _grow_all(search: Search) -> None:
+    problem, plain = search.problem, search.problem.plain
+    if not search.allows_offload:
+        search.grow(plain)
+        return
+    costs = ReplayCosts(problem, plain)
+    prices = [
+        -1.0 if held.is_anchor else price for held, price in zip(problem.values, search.prices(costs, plain), strict=True)
+    ]
+    for share in _SHARES:
+        if search.is_spent:
+            return
+        search.grow(search.fill_link(plain, prices, share=share))
+    if search.is_spent:
+        return
+    search.grow(plain)
+    anchors = [
+        index for index, held in enumerate(problem.values) if held.is_anchor and search.best.actions[index] is not _RECOMPUTE
+    ]
+    if anchors:
+        seeded = list(plain)
+        for index in anchors:
+            seeded[index] = _KEEP
+        costs = ReplayCosts(problem, seeded)
+        prices = search.prices(costs, seeded)
+        for index, held in enumerate(problem.values):
+            if held.is_anchor:
+                prices[index] = costs.cost(held.value) / held.num_bytes if seeded[index] is _KEEP else -1.0
+        search.grow(search.fill_link(seeded, prices))
+
+
+def _cut(search: Search) -> None:
+    """Start from cuts as well: what crosses them stays, and all between is dropped."""
+    tried = [search.simulate(actions) for actions in _cut_plans(search)]
+    fitting = sorted((found for found in tried if not found.over_bytes), key=lambda found: found.seconds)
+    for found in fitting[:2] or sorted(tried, key=lambda found: found.excess_bytes)[:1]:
+        if search.allows_offload:
+            found = refill_link(search, found)
+        found = keep_what_fits(search, found)
+        if search.allows_offload:
+            keep_what_fits(search, refill_link(search, found))
+
+
+def _improve(search: Search) -> None:
+    found = keep_what_fits(search, search.best)
+    if search.allows_offload:
+        found = keep_what_fits(search, trade_places(search, found))
+    change_single_actions(search, search.best)
+
+
+def _cut_plans(search: Search) -> list[tuple[Action, ...]]:
+    """Return the plans where what crosses some cuts stays, and all between is dropped, for ever more cuts."""
+    problem = search.problem
+    segments = CutPlaces(problem.trace.step)
+    saved = [held for held in problem.values if not held.is_anchor]
+    total, parts, plans = sum(held.num_bytes for held in saved), 2.0, dict[tuple[Action, ...], None]()
+    while parts <= max(_MOST_PARTS, len(saved) // 5):
+        stays = segments.skeleton(total / parts)
+        parts *= _FINER
+        plans[
+            tuple(
+                _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
+                for index, held in enumerate(problem.values)
+            )
+        ] = None
+    return list(plans)

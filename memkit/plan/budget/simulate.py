@@ -1,8 +1,7 @@
-"""One step under an action for each value: when copies begin, are let go and fetched, what runs again, bytes, seconds.
+"""The seconds and bytes of a step under one action for each value, with the moments of its copies and its replays.
 
-What is on the device follows from saves and requests alone: clocks decide which of them a copy is let go at as the plan is
-made, and from then on compute waits there for the copy. So a lane that is slower than it was thought to be costs time, never
-bytes.
+The bytes on the device follow from saves and requests alone: clocks decide at which of them a copy is let go as the plan is
+made, and from then on compute waits there for the copy. So a link that is slower than expected costs time, never bytes.
 """
 
 from __future__ import annotations
@@ -10,19 +9,262 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import add
 from typing import TYPE_CHECKING
 
-from memkit.plan.actions import Action
-from memkit.plan.budget.replays import first_and_last_reads, replay_peak_bytes
-from memkit.plan.budget.simulated import Move, Replay, Simulated
-from memkit.plan.lineage import NO_OP
+from memkit.plan.plans import Action
+from memkit.plan.step import NO_OP, Lineage
 from memkit.plan.timeline import Lane, Levels, Timeline
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
+    from memkit.plan.plans import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One value that leaves and comes back. All its moments are points of the problem."""
+
+    index: int
+    """Its place in `Problem.values`."""
+    copy: int
+    """When its copy to the host is put on the lane."""
+    let_go: int
+    """When compute waits for that copy, and the device forgets the value."""
+    fetch: int
+    """When its copy back is put on the lane."""
+    need: int
+    """When compute waits for that one: its first request, or the first replay that reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedReplay:
+    """What one request lets run again."""
+
+    index: int
+    """The value that is asked for, by its place in `Problem.values`."""
+    point: int
+    """The slot of the request."""
+    ops: tuple[int, ...]
+    """The ops that run, in order."""
+    stays: tuple[int, ...]
+    """Other dropped values that are made on the way and stay until they are freed, by their places in `Problem.values`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What a step takes."""
+
+    actions: tuple[Action, ...]
+    """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
+    seconds: float
+    """Seconds of the step."""
+    peak_bytes: int
+    """The most bytes at once, with the base."""
+    over_bytes: int
+    """Bytes above the budget at the worst slot; 0 if it fits."""
+    excess_bytes: int
+    """The same, summed over all points."""
+    worst_slot: int
+    """The slot with the most bytes."""
+    replayed_s: float
+    """Seconds of ops that run again."""
+    stall_s: float
+    """What compute waits for copies, either way."""
+    moved_bytes: int
+    """Bytes that leave; as many come back."""
+    moves: tuple[Move, ...]
+    """The copies to the host and back, one entry for each value."""
+    replays: tuple[SimulatedReplay, ...]
+    """What runs again, in the order of requests."""
+    held_until: dict[int, int]
+    """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
+    levels: tuple[int, ...]
+    """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
+
+    @property
+    def num_handled(self) -> int:
+        """How often the host has to see to a value that moves, or to an op that runs again."""
+        return len(self.moves) + sum(len(replay.ops) for replay in self.replays)
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Of two steps the lower one is better: that which fits, or comes nearer to it, then the faster, then that which moves
+        less."""
+        return self.excess_bytes, self.seconds, self.moved_bytes
+
+
+class ReplayCosts:
+    """The ops that make all dropped values from what is there, each op counted once.
+
+    An op runs again if something that it makes is not there and is wanted: by a request, or by an op that runs again.
+    """
+
+    __slots__ = ("_anchors", "_ins", "_is_there", "_maker", "_num_wanted", "_op_s", "_wanting", "seconds")
+
+    def __init__(self, problem: Problem, actions: Sequence[Action]) -> None:
+        lineage = problem.lineage
+        self._maker, self._ins, self._op_s = lineage.maker, lineage.ins, problem.op_s
+        self._anchors = frozenset(held.value for held in problem.values if held.is_anchor)
+        self._is_there = bytearray(len(lineage.maker))
+        self._wanting = [0] * len(lineage.maker)
+        """How many ops that run again, and requests, want each value that is not there, or would if it were not."""
+        self._num_wanted = [0] * len(lineage.ins)
+        """How many of its results make each op run again."""
+        self.seconds = 0.0
+        """What all of them take."""
+        for held, action in zip(problem.values, actions, strict=True):
+            self._is_there[held.value] = action is not Action.RECOMPUTE or not held.is_anchor
+        for held, action in zip(problem.values, actions, strict=True):
+            if action is Action.RECOMPUTE and not held.is_anchor:
+                self.drop(held.value)
+
+    def drop(self, value: int) -> float:
+        """Let a value that was there be gone; return the seconds that it takes more."""
+        before_s = self.seconds
+        self._is_there[value] = 0
+        if value not in self._anchors:
+            self._wanting[value] += 1
+        if self._wanting[value]:
+            self._want(value)
+        return self.seconds - before_s
+
+    def drop_telling(self, value: int) -> list[int]:
+        """Let a value that was there be gone; return the ops that run again because of that, and did not before."""
+        self._is_there[value] = 0
+        if value not in self._anchors:
+            self._wanting[value] += 1
+        return self._want(value) if self._wanting[value] else []
+
+    def hold(self, value: int) -> float:
+        """Let a value that was gone be there; return the seconds that it takes less."""
+        before_s = self.seconds
+        if self._wanting[value]:
+            self._leave(value)
+        if value not in self._anchors:
+            self._wanting[value] -= 1
+        self._is_there[value] = 1
+        return before_s - self.seconds
+
+    def cost(self, value: int) -> float:
+        """Return the seconds that it takes more without a value that is there."""
+        cost_s = self.drop(value)
+        self.hold(value)
+        return cost_s
+
+    def gain(self, value: int) -> float:
+        """Return the seconds that it takes less with a value that is gone."""
+        gain_s = self.hold(value)
+        self.drop(value)
+        return gain_s
+
+    def cost_beside(self, value: int, anchor: int) -> float:
+        """Return the seconds that it takes more without a value, if an anchor that is not held is held for it."""
+        gain_s = self.hold(anchor)
+        cost_s = self.drop(value)
+        self.hold(value)
+        self.drop(anchor)
+        return cost_s - gain_s
+
+    def _want(self, value: int) -> list[int]:
+        maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
+        pending, added = [value], list[int]()
+        while pending:
+            op = maker[pending.pop()]
+            if op == NO_OP:
+                continue
+            num_wanted[op] += 1
+            if num_wanted[op] == 1:
+                added.append(op)
+                self.seconds += self._op_s[op]
+                for source in ins[op]:
+                    wanting[source] += 1
+                    if wanting[source] == 1 and not is_there[source]:
+                        pending.append(source)
+        return added
+
+    def _leave(self, value: int) -> None:
+        maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
+        pending = [value]
+        while pending:
+            op = maker[pending.pop()]
+            if op == NO_OP:
+                continue
+            num_wanted[op] -= 1
+            if num_wanted[op] == 0:
+                self.seconds -= self._op_s[op]
+                for source in ins[op]:
+                    wanting[source] -= 1
+                    if wanting[source] == 0 and not is_there[source]:
+                        pending.append(source)
+
+
+def first_and_last_reads(
+    problem: Problem, dropped: Sequence[int], is_there: bytearray
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return at which slots values that are there, and retained roots, are read first and last by what makes dropped ones
+    again, if nothing that is made on the way stays.
+
+    Args:
+        problem: the step.
+        dropped: the dropped values, in the order of their requests, as places in `Problem.values`.
+        is_there: for each value of the lineage, whether it stays or comes back.
+    """
+    return _reads(problem, dropped, is_there), _reads(problem, reversed(dropped), is_there)
+
+
+def _reads(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
+    maker, ins, values, retained = problem.lineage.maker, problem.lineage.ins, problem.values, problem.retained
+    found, seen = dict[int, int](), set[int]()
+    for index in dropped:
+        slot, pending = values[index].use, [maker[values[index].value]]
+        while pending:
+            op = pending.pop()
+            if op in seen or op == NO_OP:
+                continue
+            seen.add(op)
+            for source in ins[op]:
+                if is_there[source] or source in retained:
+                    found.setdefault(source, slot)
+                else:
+                    pending.append(maker[source])
+    return found
+
+
+def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[int]) -> int:
+    """Return the most bytes that ops have made and still hold: what no later one of them reads goes, but for what stays.
+
+    Args:
+        lineage: what the ops read and make.
+        ops: in the order in which they run.
+        stays: values that are held to the end.
+    """
+    ins, outs, sizes, taken = lineage.ins, lineage.outs, lineage.num_bytes, lineage.taken
+    last = {source: op for op in ops for source in ins[op]}
+    made = set[int]()
+    held_bytes = peak_bytes = 0
+    for op in ops:
+        for over, _ in taken.get(op, ()):
+            if over in made and last[over] == op and over not in stays:
+                made.discard(over)
+                held_bytes -= sizes[over]
+        for value in outs[op]:
+            made.add(value)
+            held_bytes += sizes[value]
+        peak_bytes = max(peak_bytes, held_bytes)
+        for value in (*ins[op], *outs[op]):
+            if value in made and last.get(value, NO_OP) <= op and value not in stays:
+                made.discard(value)
+                held_bytes -= sizes[value]
+    return peak_bytes
+
+
+def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
+    """Return the saved values that are recomputed, as places in `Problem.values`."""
+    return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]
 
 
 _EVERYTHING = 2**62
@@ -68,7 +310,7 @@ class _Run:
         self.most_replayed_s = math.inf
         """What replays may still take; below 0 the walk was given up."""
         self.moves: list[Move] = []
-        self.replays: list[Replay] = []
+        self.replays: list[SimulatedReplay] = []
         self.let_go: dict[int, int] = {}
         self._is_there = bytearray(len(problem.lineage.maker))
         dropped: list[int] = []
@@ -222,7 +464,7 @@ class _Run:
             peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
             until.update((values[index].value, values[index].freed) for index in stays)
             peaks[point] = max(peaks.get(point, 0), peak)
-            self.replays.append(Replay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
+            self.replays.append(SimulatedReplay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
         for point, peak in peaks.items():
             levels[point] = max(levels[point], peak)
         self.replay_peaks = peaks

@@ -22,7 +22,7 @@ from memkit import torch_private
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action
-from memkit.recording import function_notes
+from memkit.recording import functions as function_notes
 from memkit.recording.recorder import Recorder
 from tests.activations.budgeting.plans import plan_of_some, planner_of
 from tests.activations.cases import assert_same_bits

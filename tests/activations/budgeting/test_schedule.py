@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memkit.activations.budgeting.learned import schedule_of
 from memkit.plan import Action, GrowingLineage, Lineage, MemoryPlan
-from memkit.plan.budget.memory_plan import PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.plans import PlannedReplay, PlannedStep, PlannedValue
 
 
 def _lineage() -> Lineage:

@@ -13,8 +13,8 @@ import torch
 import memkit
 from memkit.activations.recomputing import region_plan, settling
 from memkit.device import CpuDevice, Device
-from memkit.plan import planner
-from memkit.recording.costs import OpCosts
+from memkit.plan import remat as planner
+from memkit.recording.cost import OpCosts
 from memkit.recording.recorded import CostKey
 from memkit.recording.recording import Recording
 from tests.activations.conftest import open_test_device

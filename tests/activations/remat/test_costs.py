@@ -8,7 +8,7 @@ from torch import nn
 
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.state import remat_states
-from memkit.recording import costs
+from memkit.recording import cost as costs
 from tests.activations.chains import chain
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from memkit.plan import NO_OP, Action
 from memkit.plan.budget.problem import Problem
-from memkit.plan.budget.simulated import Simulated
+from memkit.plan.budget.simulate import Simulated
 
 
 def held_in(problem: Problem, simulated: Simulated, index: int, slot: int) -> bool:

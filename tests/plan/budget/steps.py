@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memkit.plan import GrowingLineage, Step
 from memkit.plan.gpu import GpuSpec
-from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
+from memkit.plan.step import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memkit.plan import Action, Moving, Problem, RegionNeeds, fit_copies, fit_regions
-from memkit.plan.region_step import RegionBytes
+from memkit.plan.regions import RegionBytes
 
 # Two blocks, of 30 and 40 bytes inside and inputs of 10 bytes, and a loss: saved in the slots 0 to 4, asked for in 5 to 9.
 _SIZES = {0: (10, 0, 9), 1: (30, 1, 8), 2: (10, 2, 7), 3: (40, 3, 6), 4: (20, 4, 5)}

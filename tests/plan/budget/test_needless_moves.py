@@ -6,7 +6,7 @@ import pytest
 
 from memkit.plan import Action
 from memkit.plan.budget import Problem, make_problem, simulate
-from memkit.plan.budget.improve import without_needless_moves
+from memkit.plan.budget.search import without_needless_moves
 from tests.plan.budget.steps import gpu, layers, random_trace
 
 SHARES = (1.0, 0.9, 0.7)

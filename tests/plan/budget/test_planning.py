@@ -31,7 +31,6 @@ from memkit.plan.budget import (
     planning,
     simulate,
     why_no_bound,
-    with_action,
 )
 from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
 
@@ -487,18 +486,6 @@ def test_plan_of_a_step_whose_ops_make_other_values_is_refused() -> None:
 
     with pytest.raises(ValueError, match="for another step: its ops read or make other values"):
         plan.check(replace(trace, step=replace(trace.step, lineage=lineage)))
-
-
-def test_changed_action_is_simulated_anew() -> None:
-    problem = make_problem(layers(4), gpu())
-    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
-
-    changed = with_action(problem, plan, 2, RECOMPUTE)
-
-    assert changed.replayed_s == pytest.approx(400e-6)
-    assert changed.predicted_s == pytest.approx(plan.plain_s + changed.replayed_s)
-    with pytest.raises(ValueError, match="offload is not possible for value 99: nothing is decided on it"):
-        with_action(problem, plan, 99, OFFLOAD)
 
 
 def test_explains_by_module() -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from memkit.plan import Action
 from memkit.plan.budget.problem import Problem, make_problem
-from memkit.plan.budget.simulate import simulate
-from memkit.plan.budget.simulated import Simulated
+from memkit.plan.budget.simulate import Simulated, simulate
 from tests.plan.budget import reference
 from tests.plan.budget.steps import MIB, gpu, make_trace, random_trace
 

@@ -1,54 +1,94 @@
-"""What is to happen to each value of a step under a budget of the whole device, and what the step then takes: frozen, as JSON,
-and as a table."""
+"""Plans: what happens to each saved value of a step. A plan is frozen, can be read as a table, and followed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from memkit.errors import PlanFormatError
-from memkit.plan.actions import Action
+from memkit.errors import BudgetInfeasible, PlanFormatError
 from memkit.schemas import read_json
-from memkit.sizes import format_bytes
+from memkit.sizes import format_bytes, format_mib
 
 if TYPE_CHECKING:
-    from memkit.plan.lineage import Step
-    from memkit.plan.step_trace import StepTrace
+    from memkit.plan.step import Step, StepTrace
 
 SCHEMA = "memkit.MemoryPlan"
 SCHEMA_VERSION = 1
 NEVER = -1
 
 
+class Action(str, Enum):
+    """What to do with one saved storage."""
+
+    KEEP = "keep"
+    """Leave it on the device."""
+    OFFLOAD = "offload"
+    """Copy it to host memory, let go of it, and have it back for the backward."""
+    RECOMPUTE = "recompute"
+    """Let go of it, and run the ops that made it again for the backward."""
+
+
+def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
+    """Return the most bytes of saved tensors that the device may hold: what the ratio keeps, and beside it so much that the
+    last copies of a forward need not be over when it ends. That is a quarter of the window, or as much more of it as is within
+    a 64th of what is saved. Or the whole window, if that is more."""
+    beside_bytes = max(window_bytes // 4, min(window_bytes, seen_bytes // 64))
+    return max(round((1 - ratio) * seen_bytes) + beside_bytes, window_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedValue:
-    """What is to happen to one value.
+class PlannedAction:
+    """What happens to one value, and why."""
+
+    num_bytes: int
+    """Bytes of its storage."""
+    action: Action
+    """To recompute an anchor is not to hold it: such anchors are in no plan."""
+    value: int = -1
+    """Its number in the lineage of the step; -1 where no ops were recorded."""
+    cost_s: float = 0.0
+    """Seconds to run its op again, with the ops between it and what is kept; 0 where it is not recomputed for certain."""
+    link_s: float = 0.0
+    """Seconds of its copies, out and back; compute goes on meanwhile."""
+    op: str = ""
+    """The op that makes it, "" where none is known that can."""
+    module: str = ""
+    """The module in which that ran, "" where it is not known."""
+    reason: str = ""
+    """Why, for people."""
+    is_anchor: bool = False
+    """Whether autograd does not save it: it is held since values are recomputed from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave(PlannedAction):
+    """What is to happen to one saved storage."""
+
+    index: int
+    """Its place among the distinct ones, in the order of first saves."""
+    is_held: bool = False
+    """Whether something else keeps it alive: to move it would free nothing, and no total counts it."""
+
+    def __str__(self) -> str:
+        return f"{self.action.value} {self.op or f'save {self.index}'}: {format_bytes(self.num_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedValue(PlannedAction):
+    """What is to happen to one value under a budget of the device.
 
     Its moments are ordinals, of saves in the forward and of requests in the backward: of several saves with no op between them
     the last, of several such requests the first.
     """
 
-    value: int
-    """Its number in the lineage of the step."""
-    action: Action
-    """To recompute an anchor is not to hold it: such anchors are in no plan."""
-    num_bytes: int
-    """Bytes of its storage."""
-    cost_s: float = 0.0
-    """What its replay takes, with what is made on the way; 0 for what is kept or leaves."""
-    link_s: float = 0.0
-    """What its copies take, out and back; compute goes on meanwhile."""
-    module: str = ""
-    op: str = ""
-    """The op that makes it, and the module in which that ran; "" where they are not known."""
-    reason: str = ""
-    """Why, for people."""
     copy_at: int = NEVER
     """The save at which its copy to the host begins."""
     let_go_at: int = NEVER
@@ -60,8 +100,176 @@ class PlannedValue:
     """The request at which compute waits for that one: its own, or that of the first replay that reads it."""
     held_until: int = NEVER
     """The last request whose replay reads it, if there is one: until then it stays, also if autograd frees it before."""
-    is_anchor: bool = False
-    """Whether autograd does not save it: it is held since values are recomputed from it."""
+
+
+class _ActionBytes:
+    """Bytes of a plan's saved values by action."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _bytes_of(self, action: Action) -> int: ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of saved values that stay on the device."""
+        return self._bytes_of(Action.KEEP)
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of saved values that leave for host memory."""
+        return self._bytes_of(Action.OFFLOAD)
+
+    @property
+    def recompute_bytes(self) -> int:
+        """Bytes of saved values that are recomputed."""
+        return self._bytes_of(Action.RECOMPUTE)
+
+
+def _table_of(values: Sequence[PlannedAction], depth: int | None) -> str:
+    """Return a table of values by module, op, action and reason; see `MemoryPlan.explain`."""
+    groups: dict[tuple[str, ...], list[PlannedAction]] = {}
+    for value in values:
+        module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
+        op = () if depth is not None else (value.op,)
+        action = f"hold, {value.action.value}" if value.is_anchor else value.action.value
+        groups.setdefault((module, *op, action, value.reason), []).append(value)
+    columns: dict[str, list[object]] = {}
+    for (*names, action, reason), group in groups.items():
+        row = dict(zip(("module", "op"), (name or "-" for name in names), strict=False))
+        cells = {
+            **row,
+            "action": action,
+            "values": len(group),
+            "size": format_bytes(sum(value.num_bytes for value in group)),
+            "again (ms)": _milliseconds(sum(value.cost_s for value in group)),
+            "link (ms)": _milliseconds(sum(value.link_s for value in group)),
+            "why": reason,
+        }
+        for name, cell in cells.items():
+            columns.setdefault(name, []).append(cell)
+    if not any(columns.get("link (ms)", ())):
+        columns.pop("link (ms)", None)
+    aligned = ["right" if name in ("values", "size", "again (ms)", "link (ms)") else "left" for name in columns]
+    return tabulate(columns, headers="keys", colalign=aligned, disable_numparse=True)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}" if seconds else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(_ActionBytes):
+    """One action for each storage that a forward saves: `CPUOffload.plan` and `Rematerialize.plan`.
+
+    It can be edited (`with_action`) and given to `Rematerialize` as `plan=`. It is for the step that it was made from: a step
+    that saves anything else does not follow it.
+    """
+
+    saves: tuple[PlannedSave, ...]
+    """The distinct saved storages, in the order of first saves."""
+    ratio: float | None = None
+    """The share of the bytes that was asked to leave; None where a budget was asked for."""
+    budget_bytes: int | None = None
+    """The bytes that were asked to be enough; None where a ratio was asked for."""
+    limit_bytes: float
+    """The most bytes of these storages that the device holds at once, and what replays keep to."""
+    window_bytes: int = 0
+    """Of these, bytes that the device may hold in any case, so that copies need not be waited for."""
+    predicted_peak_bytes: int
+    """The most bytes of saved storages and replay temporaries at once."""
+    predicted_replay_s: float = 0.0
+    """Seconds that the ops that run again are expected to take."""
+    num_replayed_ops: int = 0
+    """Ops that run again in the backward."""
+    retained: frozenset[int] = frozenset()
+    """Values that are held on purpose, because something is made from them: roots, and others that autograd did not save."""
+    _bytes: Mapping[Action, int] = field(init=False, repr=False, compare=False)
+    """Bytes of the saves by action, but for those that something else keeps alive: summed up once, as each forward asks."""
+
+    def __post_init__(self) -> None:
+        totals = dict.fromkeys(Action, 0)
+        for save in self.saves:
+            if not save.is_held:
+                totals[save.action] += save.num_bytes
+        object.__setattr__(self, "_bytes", totals)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What is done with each save."""
+        return tuple(save.action for save in self.saves)
+
+    @property
+    def dropped(self) -> frozenset[int]:
+        """The values that are recomputed."""
+        return frozenset(save.value for save in self.saves if save.action is Action.RECOMPUTE)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all saves, but for those that something else keeps alive."""
+        return sum(self._bytes.values())
+
+    def _bytes_of(self, action: Action) -> int:
+        return self._bytes[action]
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether it is known which ops make the saves."""
+        return self.budget_bytes is not None
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{action.value} {format_bytes(total)}" for action, total in self._bytes.items() if total)
+        text = f"{shares or 'nothing'} of {format_bytes(self.saved_bytes)}, in {len(self.saves)} storages"
+        if not self._is_recorded:
+            return text
+        peak = format_bytes(self.predicted_peak_bytes)
+        return f"{text}; predicted peak {peak}, replays {1e3 * self.predicted_replay_s:.2f} ms"
+
+    def with_action(self, index: int, action: Action) -> Plan:
+        """Return the plan with another action for one of its saves. What it predicts is not computed anew.
+
+        Raises:
+            ValueError: nothing can make the save again.
+            IndexError: there is no such save.
+        """
+        save = self.saves[index]
+        if action is Action.RECOMPUTE and not save.op:
+            raise ValueError(f"save {index} cannot be recomputed: {save.reason if self._is_recorded else 'no op was recorded'}")
+        saves = list(self.saves)
+        saves[index] = replace(save, action=action, reason="asked for")
+        return replace(self, saves=tuple(saves))
+
+    def with_moved(self, moved: Collection[int]) -> Plan:
+        """Return the plan where some of the values that stay are moved by a context outside."""
+        moves = [save.action is Action.KEEP and save.value in moved for save in self.saves]
+        if not any(moves):
+            return self
+        why = "the context outside moves it"
+        saves = zip(self.saves, moves, strict=True)
+        return replace(
+            self,
+            saves=tuple(replace(save, action=Action.OFFLOAD, reason=why) if is_moved else save for save, is_moved in saves),
+        )
+
+    def explain(self, depth: int | None = None) -> str:
+        """Return the plan as a table, with the totals below: a line for each save, or, where ops were recorded, what
+        `MemoryPlan.explain` tells by module and op."""
+        lines = [
+            _table_of(self.saves, depth) if self._is_recorded else self._table_of_saves(),
+            f"saved: {format_bytes(self.saved_bytes)}",
+            f"kept: {format_bytes(self.kept_bytes)}",
+        ]
+        if self.offload_bytes or not self._is_recorded:
+            lines.append(f"offloaded: {format_bytes(self.offload_bytes)}")
+        if self.budget_bytes is not None:
+            peak = format_bytes(self.predicted_peak_bytes)
+            lines.append(f"budget: {format_bytes(self.budget_bytes)}, predicted peak {peak}")
+            lines.append(f"predicted replays: {self.num_replayed_ops} ops, {1e3 * self.predicted_replay_s:.2f} ms")
+        return "\n".join(lines)
+
+    def _table_of_saves(self) -> str:
+        rows = [(save.index, format_mib(save.num_bytes), "held" if save.is_held else save.action.value) for save in self.saves]
+        return tabulate(rows, headers=("save", "size", "action"), colalign=("right", "right", "left"), disable_numparse=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +365,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(_ActionBytes):
     """One action for each value of a step, the moments at which it happens, and what the step takes.
 
     All bytes are what this process allocates on the device at once, with parameters, gradients and what else was counted.
@@ -198,21 +406,6 @@ class MemoryPlan:
     """What to know about the predictions: modules whose figures are guesses, for one."""
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of saved values that stay on the device."""
-        return self._bytes(Action.KEEP)
-
-    @property
-    def offload_bytes(self) -> int:
-        """Bytes of saved values that leave for host memory."""
-        return self._bytes(Action.OFFLOAD)
-
-    @property
-    def recompute_bytes(self) -> int:
-        """Bytes of saved values that are recomputed."""
-        return self._bytes(Action.RECOMPUTE)
-
-    @property
     def anchor_bytes(self) -> int:
         """Bytes of values that autograd does not save and that are held, here or in host memory, since others are made from
         them."""
@@ -223,7 +416,7 @@ class MemoryPlan:
         """Whether nothing is to be done: all stays."""
         return all(value.action is Action.KEEP for value in self.values)
 
-    def _bytes(self, action: Action) -> int:
+    def _bytes_of(self, action: Action) -> int:
         return sum(value.num_bytes for value in self.values if value.action is action and not value.is_anchor)
 
     def check(self, trace: StepTrace) -> None:
@@ -250,31 +443,7 @@ class MemoryPlan:
         Args:
             depth: so many parts of the names of modules are told apart, by default all, 0 for none.
         """
-        groups: dict[tuple[str, str, str, str], list[PlannedValue]] = {}
-        for value in self.values:
-            module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
-            op = value.op if depth is None else ""
-            action = f"hold, {value.action.value}" if value.is_anchor else value.action.value
-            groups.setdefault((module, op, action, value.reason), []).append(value)
-        rows: list[tuple[object, ...]] = [
-            (
-                module or "-",
-                op or "-",
-                action,
-                len(group),
-                format_bytes(sum(value.num_bytes for value in group)),
-                _milliseconds(sum(value.cost_s for value in group)),
-                _milliseconds(sum(value.link_s for value in group)),
-                reason,
-            )
-            for (module, op, action, reason), group in groups.items()
-        ]
-        if depth is not None:
-            rows = [(row[0], *row[2:]) for row in rows]
-        names = ("module", "op", "action", "values", "size", "again (ms)", "link (ms)", "why")
-        headers = names if depth is None else (names[0], *names[2:])
-        aligned = ["left"] * (len(headers) - 5) + ["right"] * 4 + ["left"]
-        return "\n".join([tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True), *self._totals()])
+        return "\n".join([_table_of(self.values, depth), *self._totals()])
 
     def _totals(self) -> Iterable[str]:
         share = self.predicted_s / (self.plain_s or 1)
@@ -318,10 +487,6 @@ class MemoryPlan:
             raise PlanFormatError(f"{where} is not a whole memkit plan: {type(error).__name__}: {error}") from error
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f}" if seconds else ""
-
-
 def _plan_from(content: dict[str, Any]) -> MemoryPlan:
     """Return the plan that JSON tells. Any: JSON."""
     known = {entry.name for entry in fields(MemoryPlan)}
@@ -343,4 +508,26 @@ def _plan_from(content: dict[str, Any]) -> MemoryPlan:
             for replay in content["replays"]
         ),
         notes=tuple(content["notes"]),
+    )
+
+
+_MOST_TOLD = 3
+
+
+def tell_kept(kept_bytes: Mapping[str, int]) -> str:
+    """Return the end of a sentence about a budget that is not kept to: what stays whatever the plan, in bytes by reason."""
+    told = sorted(kept_bytes, key=lambda why: -kept_bytes[why])[:_MOST_TOLD]
+    return "".join(f"; {format_bytes(kept_bytes[why])} stay, since {why}" for why in told)
+
+
+def infeasible(budget_bytes: int, smallest_bytes: int, kept: str = "") -> BudgetInfeasible:
+    """Return what to raise where no plan keeps to a budget.
+
+    Args:
+        smallest_bytes: the least that was found.
+        kept: what stays whatever the plan, as `tell_kept` says it.
+    """
+    return BudgetInfeasible(
+        f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest_bytes)}{kept}",
+        smallest_bytes,
     )

@@ -1,0 +1,546 @@
+"""What `memkit plan` shows: step time against peak memory, for each of several budgets, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memkit._version import __version__
+from memkit.errors import BudgetInfeasible
+from memkit.extras import library
+from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, unsure
+from memkit.plan.budget.simulate import simulate
+from memkit.plan.plans import Action
+from memkit.plan.shards import ShardPlan
+from memkit.plan.step import NO_OP, ModuleOps, StepTrace
+from memkit.sizes import format_gib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+SCHEMA = "memkit.Front"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointedBlocks:
+    """The step with some of a model's blocks checkpointed."""
+
+    num_blocks: int
+    """How many blocks are checkpointed."""
+    peak_bytes: int
+    """Peak of the step on the device."""
+    step_s: float
+    """Seconds of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontRow:
+    """One budget. What does not fit in it is None; of a row without `step_s`, nothing does."""
+
+    budget_bytes: int
+    """The budget for the whole device."""
+    peak_bytes: int | None = None
+    """Predicted peak of the step with the plan."""
+    step_s: float | None = None
+    """Predicted seconds of the step with the plan."""
+    bound_s: float | None = None
+    """No plan of the budget takes less; None without scipy as well."""
+    replayed_s: float = 0.0
+    """Of these, seconds of ops that run again."""
+    moved_bytes: int = 0
+    """To the host, and as many back."""
+    num_kept: int = 0
+    """Saved values that stay on the device."""
+    num_moved: int = 0
+    """Saved values that move to the host."""
+    num_again: int = 0
+    """Saved values that are recomputed."""
+    offload_s: float | None = None
+    """The step with the best plan that recomputes nothing."""
+    recompute_s: float | None = None
+    """With the best that moves nothing."""
+    checkpoint: CheckpointedBlocks | None = None
+    """With the fewest blocks checkpointed, of blocks at even distances; None where the model has no repeated blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The most samples in a step that fit in a budget. One more does not, unless the search stopped before."""
+
+    budget_bytes: int
+    """The budget for the whole device."""
+    num_plain: int
+    """Samples of the plain step."""
+    num_planned: int
+    """Samples with a plan."""
+    is_plain_found: bool = True
+    """False where the search stopped: more may fit."""
+    is_planned_found: bool = True
+    """False where the search stopped: more may fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Time against peak memory of one step on one GPU, as planned."""
+
+    model: str
+    """The class of the model."""
+    inputs: str
+    """The shapes of its inputs, as text."""
+    gpu: str
+    """The GPU that the step is planned for."""
+    is_measured: bool
+    """Whether predictions for the GPU were compared with steps on it."""
+    optimizer: str | None
+    """The class of the optimizer whose states are counted; None for none."""
+    plain_s: float
+    """Predicted seconds of the plain step."""
+    plain_peak_bytes: int
+    """Predicted peak of the plain step."""
+    least_bytes: int
+    """The smallest budget that a plan was found for."""
+    least_module: str
+    """The module that sets it; "" is none or the whole model."""
+    least_op: str
+    """The op there at which most is needed; "" if that is not known."""
+    rows: tuple[FrontRow, ...]
+    """One row for each budget."""
+    batch: LargestBatch | None = None
+    """The largest batch, if that was asked for."""
+    ranks: ShardPlan | None = None
+    """Where the model is split: what each rank takes, which is in all peaks."""
+    notes: tuple[str, ...] = ()
+    """What makes the figures unsure."""
+
+    def to_json(self, plans: Mapping[int, Any]) -> str:
+        """Return all figures, and plans by their budgets in bytes, as JSON."""
+        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "memkit": __version__, **asdict(self)}
+        return json.dumps({**content, "plans": {str(budget): plan for budget, plan in plans.items()}}, indent=1)
+
+
+def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
+    """Return the largest batch that fits in a budget, and whether one more was found not to.
+
+    Bytes rise with the batch, and almost in proportion: batches are guessed by a line through two that were tried, those that
+    enclose the answer if there are such, and halved where that does not help. Where the first does not fit, smaller ones are
+    tried, down to none.
+
+    Args:
+        num_bytes: what a batch of so many samples takes.
+        budget_bytes: what it may take.
+        begin: the batch to try first, 1 or more.
+        most: how many batches may be tried.
+
+    Example:
+        >>> largest(lambda batch: 10 + 3 * batch, 100, begin=4, most=10)
+        (30, True)
+    """
+    tried = {0: 0}
+
+    def fits(batch: int) -> bool:
+        if batch not in tried:
+            tried[batch] = num_bytes(batch)
+        return tried[batch] <= budget_bytes
+
+    low, high = (begin, None) if fits(begin) else (0, begin)
+    while len(tried) <= most and (high is None or high - low > 1):
+        guess = _guess(low, high, tried, budget_bytes)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+    return low, high is not None and high - low <= 1
+
+
+def _guess(low: int, high: int | None, tried: dict[int, int], budget_bytes: int) -> int:
+    known = sorted(tried)
+    if high is None:
+        if len(known) == 2:  # none, and the first
+            return 2 * low
+        return max(low + 1, min(_on_line(known[-2], known[-1], tried, budget_bytes), 16 * low))
+    if low > 0 and len(tried) % 4 == 0:
+        return (low + high) // 2
+    # Through the least two that don't fit, where none is known to; and in proportion to the only one.
+    first, second = (low, high) if low > 0 or len(known) == 2 else (known[1], known[2])
+    guess = _on_line(first, second, tried, budget_bytes)
+    return max(low + 1, min(guess, high - 1))
+
+
+def _on_line(first: int, second: int, tried: dict[int, int], budget_bytes: int) -> int:
+    rise = max((tried[second] - tried[first]) / (second - first), 1e-9)
+    return int(min(first + (budget_bytes - tried[first]) / rise, 2**40))
+
+
+_NO_LIMIT = 2**62
+_SAVES_ITS_RESULT = re.compile(r"aten\.(relu|sigmoid|tanh|_?softmax|exp)_?\.")
+"""Ops that autograd saves the result of. Source: PyTorch's derivatives.yaml."""
+
+
+def blocks_of(trace: StepTrace) -> list[ModuleOps]:
+    """Return the calls of a model's repeated blocks: members of lists whose members are all of one class and have modules in
+    them. Blocks inside of blocks are none."""
+    members, parents = defaultdict[str, list[ModuleOps]](list), set[str]()
+    for call in trace.modules:
+        parts = call.module.split(".")
+        parents.update(".".join(parts[:end]) for end in range(1, len(parts)))
+        if parts[-1].isdecimal():
+            members[".".join(parts[:-1])].append(call)
+    blocks: list[ModuleOps] = []
+    for calls in members.values():
+        is_list = len({call.kind for call in calls}) == 1 and all(call.module in parents for call in calls)
+        if is_list:
+            blocks += calls
+    names = {block.module for block in blocks}
+    outer = [block for block in blocks if not any(block.module.startswith(f"{name}.") for name in names)]
+    return sorted((block for block in outer if block.end > block.begin), key=lambda block: block.begin)
+
+
+def evenly(num_chosen: int, num_all: int) -> list[int]:
+    """Return so many places of all, at even distances.
+
+    Example:
+        >>> evenly(2, 6)
+        [2, 5]
+    """
+    return [place for place in range(num_all) if (place + 1) * num_chosen // num_all != place * num_chosen // num_all]
+
+
+def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Action, ...]:
+    """Return for each value of a problem what is done with it if some blocks are checkpointed and the rest is plain."""
+    lineage, actions = problem.lineage, list(problem.plain)
+    block_of = dict[int, int]()
+    for number, block in enumerate(blocks):
+        block_of.update(dict.fromkeys(range(block.begin, block.end), number))
+    readers = defaultdict[int, set[int]](set)
+    for op, ins in enumerate(lineage.ins):
+        for value in ins:
+            readers[value].add(block_of.get(op, -1))
+    for place, held in enumerate(problem.values):
+        maker = lineage.maker[held.value]
+        made_in = block_of.get(maker, -1) if maker != NO_OP else -1
+        goes_in = any(block != made_in and block >= 0 for block in readers[held.value])
+        stays_in = made_in >= 0 and readers[held.value] <= {made_in}
+        if held.is_anchor:
+            actions[place] = Action.KEEP if goes_in else Action.RECOMPUTE
+        elif stays_in and Action.RECOMPUTE in held.choices:
+            actions[place] = Action.RECOMPUTE
+    return tuple(actions)
+
+
+def checkpoint_curve(problem: Problem, *, most: int = 12) -> list[CheckpointedBlocks]:
+    """Return what the step takes with blocks at even distances checkpointed: few of them first, all of them last.
+
+    Args:
+        most: for how many numbers of blocks at most. Of more blocks some numbers are left out.
+    """
+    blocks = blocks_of(problem.trace)
+    if not blocks:
+        return []
+    counts = sorted({-(-len(blocks) * step // most) for step in range(1, most + 1)})
+    return [_checkpointed(problem, [blocks[place] for place in evenly(count, len(blocks))]) for count in counts]
+
+
+def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> CheckpointedBlocks:
+    actions = with_checkpoints(problem, blocks)
+    found = simulate(problem, actions, _NO_LIMIT)
+    run_again = {op for replay in found.replays for op in replay.ops}
+    more_s, twice_bytes = 0.0, 0
+    for block in blocks:
+        last, num_bytes = _saved_last(problem, actions, block)
+        more_s += sum(problem.op_s[op] for op in range(block.begin, last + 1) if op not in run_again)
+        twice_bytes = max(twice_bytes, num_bytes)
+    turn = problem.num_forward_points
+    forward_bytes, backward_bytes = (max(part, default=0) for part in (found.levels[:turn], found.levels[turn:]))
+    return CheckpointedBlocks(
+        num_blocks=len(blocks),
+        peak_bytes=problem.base_bytes + max(forward_bytes, backward_bytes + twice_bytes),
+        step_s=found.seconds + more_s,
+    )
+
+
+def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
+    """Return the last op of a block whose result is saved in it, and the bytes of values saved in it that stay because they are
+    read after the block: there are two copies of these while the block runs again."""
+    lineage, trace = problem.lineage, problem.trace
+    last, num_bytes = block.begin - 1, 0
+    for held, action in zip(problem.values, actions, strict=True):
+        maker = lineage.maker[held.value]
+        if held.is_anchor or maker == NO_OP or not block.begin <= maker < block.end:
+            continue
+        if action is Action.RECOMPUTE:
+            last = max(last, maker)
+        elif _SAVES_ITS_RESULT.search(trace.ops[trace.op_places[maker]].name):
+            last = max(last, maker)
+            num_bytes += held.num_bytes
+    return last, num_bytes
+
+
+def fewest_that_fit(
+    curve: Sequence[CheckpointedBlocks], budget_bytes: int, plain: CheckpointedBlocks
+) -> CheckpointedBlocks | None:
+    """Return the step with the fewest blocks checkpointed that keeps to a budget, none at all (`plain`) where that does; None
+    where it never does, or there are no blocks."""
+    if not curve:
+        return None
+    return next((found for found in (plain, *curve) if found.peak_bytes <= budget_bytes), None)
+
+
+def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list[int]:
+    """Return budgets at even distances, the most first and the least last.
+
+    Example:
+        >>> budgets_between(10, 4, 3)
+        [10, 7, 4]
+    """
+    if num_budgets == 1 or most_bytes <= least_bytes:
+        return [max(most_bytes, least_bytes)]
+    step = (most_bytes - least_bytes) / (num_budgets - 1)
+    return [most_bytes - int(place * step) for place in range(num_budgets - 1)] + [least_bytes]
+
+
+def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> list[int]:
+    """Return budgets from the plain step's peak, or what the GPU has if that is less, down to the least.
+
+    Raises:
+        BudgetInfeasible: the least is more than the GPU has.
+    """
+    gpu = problem.gpu
+    if least_bytes > gpu.memory_bytes:
+        raise BudgetInfeasible(
+            f"the step needs {format_gib(least_bytes)} at the least; the {gpu.name} has {format_gib(gpu.memory_bytes)}. Make "
+            "the batch smaller, or name another GPU",
+            least_bytes,
+        )
+    return budgets_between(min(problem.plain_peak_bytes, gpu.memory_bytes), least_bytes, num_budgets)
+
+
+def make_front(
+    problem: Problem,
+    limits: Sequence[int] | None,
+    *,
+    num_budgets: int,
+    optimizer: str | None,
+    needs_plan: bool = True,
+) -> tuple[Front, dict[int, MemoryPlan]]:
+    """Return the front of a step, and its plans by their budgets in bytes.
+
+    Args:
+        limits: budgets in bytes; None for `num_budgets` from the plain step's peak down to the least.
+        optimizer: whose states are in the problem, for people.
+        needs_plan: without it, a step that keeps to no budget has rows without figures.
+
+    Raises:
+        BudgetInfeasible: no budget can be kept to, and a plan is needed.
+    """
+    planner = JointPlanner(problem)
+    least = planner.least()
+    if limits is None and least.peak_bytes > problem.gpu.memory_bytes and not needs_plan:
+        limits = [problem.gpu.memory_bytes]
+    asked = limits if limits is not None else default_budgets(problem, least.peak_bytes, num_budgets)
+    plans, refused = dict[int, MemoryPlan](), list[BudgetInfeasible]()
+    for limit in sorted(set(asked)):
+        try:
+            plans[limit] = planner.plan(limit, with_bound=True, is_steady=len(asked) == 1)
+        except BudgetInfeasible as error:
+            refused.append(error)
+    if refused and not plans and needs_plan:
+        raise refused[-1]
+    offload, recompute = (_alone(planner, only, plans) for only in (Action.OFFLOAD, Action.RECOMPUTE))
+    curve = checkpoint_curve(problem)
+    plain = CheckpointedBlocks(num_blocks=0, peak_bytes=problem.plain_peak_bytes, step_s=problem.plain_s)
+    module, op = problem.module_at(least.worst_slot)
+    trace, gpu = problem.trace, problem.gpu
+    front = Front(
+        model=trace.model,
+        inputs=trace.inputs,
+        gpu=gpu.name,
+        is_measured=gpu.is_measured,
+        optimizer=optimizer,
+        plain_s=problem.plain_s,
+        plain_peak_bytes=problem.plain_peak_bytes,
+        least_bytes=least.peak_bytes,
+        least_module=module,
+        least_op=op,
+        notes=tuple(unsure(problem)),
+        rows=tuple(
+            FrontRow(budget_bytes=limit)
+            if limit not in plans
+            else _row(plans[limit], offload.get(limit), recompute.get(limit), fewest_that_fit(curve, limit, plain))
+            for limit in dict.fromkeys(asked)
+        ),
+    )
+    return front, plans
+
+
+def _alone(joint: JointPlanner, only: Action, budgets: Iterable[int]) -> dict[int, float]:
+    """Return what the step takes under each budget with one mechanism alone, where it can be kept to."""
+    planner = joint.alone[only]
+    least_bytes = planner.least().peak_bytes
+    return {limit: planner.best(limit).seconds for limit in sorted(budgets) if limit >= least_bytes}
+
+
+def _row(
+    plan: MemoryPlan, offload_s: float | None, recompute_s: float | None, checkpoint: CheckpointedBlocks | None
+) -> FrontRow:
+    counts = Counter(value.action for value in plan.values if not value.is_anchor)
+    return FrontRow(
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.predicted_peak_bytes,
+        step_s=plan.predicted_s,
+        bound_s=plan.bound_s,
+        replayed_s=plan.replayed_s,
+        moved_bytes=plan.moved_bytes,
+        num_kept=counts[Action.KEEP],
+        num_moved=counts[Action.OFFLOAD],
+        num_again=counts[Action.RECOMPUTE],
+        offload_s=offload_s,
+        recompute_s=recompute_s,
+        checkpoint=checkpoint,
+    )
+
+
+_COLUMNS = 80
+_HEADS = (
+    ("", "budget"),
+    ("", "peak"),
+    ("step", "ms"),
+    ("/", "plain"),
+    ("bound", ">="),
+    ("again", "ms"),
+    ("moved", ""),
+    ("kept/moved/", "again"),
+    ("off-", "load"),
+    ("recom-", "pute"),
+    ("check-", "point"),
+)
+_BUDGET, _PEAK, _MOVED = 0, 1, 6
+_GO = (5, 7, 4, _MOVED, 10, 8, 9)
+"""The columns that are left out if the table is too wide, in this order."""
+
+
+def to_text(front: Front, *, width: int | None = None) -> str:
+    """Return the table, one row per budget, with what is said of the whole above and below it.
+
+    Args:
+        width: no line is longer: a table that is too wide loses columns, the least telling first. None keeps all.
+    """
+    columns = _COLUMNS if width is None else min(width, _COLUMNS)
+    unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
+    heads = [
+        (below, unit) if place in (_BUDGET, _PEAK) else ("moved", unit) if place == _MOVED else (above, below)
+        for place, (above, below) in enumerate(_HEADS)
+    ]
+    cells = [_cells(row, front.plain_s, unit_bytes) for row in front.rows]
+    above = [[head[level] for head in heads] for level in (0, 1)]
+    widths = [max(map(len, column)) for column in zip(*above, *cells, strict=True)]
+    places, may_go = list(range(len(widths))), list(_GO)
+    while width is not None and may_go and sum(widths[place] + 1 for place in places) - 1 > width:
+        places.remove(may_go.pop(0))
+
+    def line(row: Sequence[str]) -> str:
+        return " ".join(row[place].rjust(widths[place]) for place in places).rstrip()
+
+    lines = [*_headline(front, columns), "", *map(line, above), line(["-" * width for width in widths])]
+    return "\n".join([*lines, *map(line, cells), "", *_below(front, columns)])
+
+
+def _headline(front: Front, columns: int) -> list[str]:
+    states = "" if front.optimizer is None else f", with the states of {front.optimizer}"
+    how = "predicted" if front.is_measured else "predicted; not measured"
+    return textwrap.wrap(f"{front.model}, {front.inputs}{states}, on {front.gpu} ({how})", columns)
+
+
+def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
+    def size(num_bytes: int | None) -> str:
+        return "-" if num_bytes is None else f"{num_bytes / unit_bytes:.2f}"
+
+    def share(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds / plain_s:.3f}" if plain_s else "1.000"
+
+    fits = row.step_s is not None
+    return [
+        size(row.budget_bytes),
+        size(row.peak_bytes),
+        "-" if row.step_s is None else f"{row.step_s * 1e3:.1f}",
+        share(row.step_s),
+        share(row.bound_s),
+        f"{row.replayed_s * 1e3:.1f}" if fits else "-",
+        size(row.moved_bytes) if fits else "-",
+        f"{row.num_kept}/{row.num_moved}/{row.num_again}" if fits else "-",
+        share(row.offload_s),
+        share(row.recompute_s),
+        share(None if row.checkpoint is None else row.checkpoint.step_s),
+    ]
+
+
+def _below(front: Front, columns: int) -> list[str]:
+    op = front.least_op.removeprefix("aten.").partition(".")[0]
+    where = ", ".join(part for part in (front.least_module, op) if part)
+    least = f"least budget: {format_gib(front.least_bytes)}" + (f" (set by {where})" if where else "")
+    lines = [
+        *textwrap.wrap(f"plain peak: {format_gib(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms", columns),
+        *textwrap.wrap(least, columns),
+    ]
+    ranks = front.ranks
+    if ranks is not None:
+        shards = (
+            f"parameters {format_gib(ranks.param_bytes)}, gradients {format_gib(ranks.grad_bytes)}, states "
+            f"{format_gib(ranks.state_bytes)}"
+        )
+        gathered = f"gathered at a time {format_gib(ranks.gathered_bytes)}"
+        said = f"on each of {ranks.num_ranks} ranks: "
+        if ranks.is_offloaded:
+            said += f"{gathered}, on the way there {format_gib(ranks.brought_bytes)}; in host memory {shards}"
+        else:
+            said += f"{shards}, {gathered}"
+        lines += textwrap.wrap(said, columns)
+    batch = front.batch
+    if batch is not None:
+        plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"
+        planned = f"{batch.num_planned}{'' if batch.is_planned_found else ' or more'}"
+        said = f"the largest batch that fits in {format_gib(batch.budget_bytes)}: plain {plain}, planned {planned}"
+        lines += textwrap.wrap(said, columns)
+    return [*lines, *(line for note in front.notes for line in textwrap.wrap(f"note: {note}", columns))]
+
+
+_GIB = 2**30
+
+
+def draw(front: Front, path: Path) -> None:
+    """Draw step / plain against the peak, one line for each mechanism, into a file whose name says the kind of picture.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    _draw_line(axes, "o-", "best mix", [(row.peak_bytes, row.step_s) for row in front.rows], front.plain_s)
+    _draw_line(axes, "_:", "lower bound", [(row.budget_bytes, row.bound_s) for row in front.rows], front.plain_s)
+    _draw_line(axes, "s--", "offload alone", [(row.budget_bytes, row.offload_s) for row in front.rows], front.plain_s)
+    _draw_line(axes, "^--", "recompute alone", [(row.budget_bytes, row.recompute_s) for row in front.rows], front.plain_s)
+    blocks = {row.checkpoint.num_blocks: row.checkpoint for row in front.rows if row.checkpoint is not None}
+    points = [(found.peak_bytes, found.step_s) for _, found in sorted(blocks.items())]
+    _draw_line(axes, "D", "checkpointed blocks", points, front.plain_s)
+    how = "predicted" if front.is_measured else "predicted; not measured"
+    axes.set(xlabel="peak allocated (GiB)", ylabel="step / plain", title=f"{front.model} on {front.gpu} ({how})")
+    shares = [row.step_s / front.plain_s for row in front.rows if row.step_s is not None]
+    # what takes more than twice the plain step, as offload alone, would flatten all others
+    most = max([share for share in shares if share <= 2] or shares, default=1.0)
+    axes.set_ylim(0.98, max(1.3, 1.15 * most))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def _draw_line(axes: Axes, style: str, label: str, points: Sequence[tuple[int | None, float | None]], plain_s: float) -> None:
+    there = [(peak / _GIB, seconds / plain_s) for peak, seconds in points if peak is not None and seconds is not None]
+    if there:
+        axes.plot([peak for peak, _ in there], [share for _, share in there], style, label=label)

@@ -1,0 +1,698 @@
+"""From a byte budget to what is kept and what is recomputed.
+
+A trace is planned once. A greedy walk over the ledger's peaks finds one *drop order*: where the ledger is fullest, the value
+goes next whose recomputing costs least for the bytes that it frees there. Each prefix of that order is a plan,
+and so is what dynamic tensor rematerialization drops by itself. Plans are simulated by the walk that also runs them (`Walk`);
+a budget takes the cheapest that fits.
+
+Each stage of the search says what it brings: how much longer a step takes without it at the worst, in shares of the plain
+step, over the models of the benches, at 80 to 15 % of their saved bytes and near the least budget.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import accumulate, chain, combinations, islice
+
+from memkit.plan.eviction import DTRScore, Walk
+from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
+from memkit.plan.step import NO_OP, Step
+from memkit.plan.timeline import Levels, Timeline
+
+
+class CutPlaces:
+    """The narrow places of a step."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        lineage = step.lineage
+        lineage.link()
+        self._saved = dict.fromkeys(step.saves)
+        self._made_at = {value: lineage.maker[value] for value in self._saved}
+        self._last_read = [max(ops, default=NO_OP) for ops in lineage.users]
+        widths = self._widths()
+        self._num_bytes_at = widths
+        is_written_over = self._are_written_over()
+        self._narrow: list[int] = []
+        wider = widths[0]
+        for op in range(1, len(widths) - 1):  # of several ops in a row with the same width, each will do
+            if widths[op] != widths[op - 1]:
+                wider = widths[op - 1]
+            if widths[op] < wider and widths[op] <= widths[op + 1] and not is_written_over[op]:
+                self._narrow.append(op)
+
+    def skeleton(self, target_bytes: float) -> frozenset[int]:
+        """Return the anchors of cuts between which about so many bytes are saved."""
+        return self._anchors(self.cuts(target_bytes))
+
+    def cuts(self, target_bytes: float) -> list[int]:
+        """Return the ops behind which cuts are that have about so many saved bytes between them, each at the narrowest place
+        nearby."""
+        sizes, saved_after = self._step.lineage.num_bytes, [0] * (len(self._num_bytes_at) + 1)
+        for value, op in self._made_at.items():
+            saved_after[op if op != NO_OP else 0] += sizes[value]
+        reached = list(accumulate(saved_after))
+        total = reached[-1]
+        cuts: list[int] = []
+        start_bytes = 0
+        position = 0
+        while True:
+            first = bisect_left(reached, start_bytes + 0.6 * target_bytes, position)
+            last = bisect_left(reached, start_bytes + 1.2 * target_bytes, position)
+            choices = self._narrow[bisect_left(self._narrow, first) : bisect_left(self._narrow, last + 1)]
+            if not choices:
+                later = bisect_left(self._narrow, last + 1)
+                choices = self._narrow[later : later + 1]
+            if not choices or total - reached[choices[0]] < 0.3 * target_bytes:
+                break
+            cut = min(choices, key=lambda op: (self._num_bytes_at[op], -op))
+            cuts.append(cut)
+            start_bytes, position = reached[cut], cut + 1
+        return cuts
+
+    def _anchors(self, cuts: Sequence[int]) -> frozenset[int]:
+        """Return the values that are made before a cut, and read after it."""
+        found = set[int]()
+        for value, maker in enumerate(self._step.lineage.maker):
+            index = bisect_left(cuts, maker)
+            if maker != NO_OP and index < len(cuts) and cuts[index] < self._last_read[value]:
+                found.add(value)
+        return frozenset(found)
+
+    def _widths(self) -> list[int]:
+        """Return for each op the bytes of what is made up to it and read after it."""
+        lineage = self._step.lineage
+        levels = Levels(len(lineage.ins))
+        for value, maker in enumerate(lineage.maker):
+            if maker != NO_OP:
+                levels.add(maker, self._last_read[value], lineage.num_bytes[value])
+        return levels.each()
+
+    def _are_written_over(self) -> list[bool]:
+        """Tell for each op whether something that is made up to it and read after it is written over, then or later."""
+        lineage = self._step.lineage
+        counts = Levels(len(lineage.ins))
+        for pairs in lineage.taken.values():
+            for over, _ in pairs:
+                if lineage.maker[over] != NO_OP:
+                    counts.add(lineage.maker[over], self._last_read[over], 1)
+        return [number > 0 for number in counts.each()]
+
+
+_NO_END = 1 << 62
+MOST_REPLAYS = 8
+"""A step that runs each op again so often, on average, is none to plan with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a simulated step takes."""
+
+    peak_bytes: int
+    """The most bytes of saved values and replay temporaries at once."""
+    replayed_s: float
+    """Seconds of ops that run again."""
+    num_replayed_ops: int
+    """How many ops run again."""
+    dropped: frozenset[int]
+    """The values that are dropped in the forward."""
+    limit_bytes: float
+    """The limit that the replays keep to."""
+    anchors: frozenset[int] = frozenset()
+    """Values that autograd did not save, and that are held so that others can be made from them."""
+
+
+class _GiveUpError(Exception):
+    """Ops are run again too often for a plan."""
+
+
+class _Simulation(Timeline):
+    """A step without its tensors: the store of its walk. Compute is late by what is run again."""
+
+    def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
+        super().__init__()
+        self._walk = Walk(step.lineage, score, limit_bytes, self)
+        self._most_s = most_s
+        self._step = step
+        self._lineage = step.lineage
+        self._anchors = anchors
+        self._anchors_to_come = sorted(anchors, reverse=True)
+        self._anchors_held: list[int] = []
+        self._present = set[int]()
+        self._moved = set[int]()
+        self._held_roots = set[int]()
+        self._traced = set[int]()
+        self._places: dict[int, list[int]] = {}
+        for place, value in enumerate(step.uses):
+            self._places.setdefault(value, []).append(place)
+        self._saved_at: dict[int, int] = {}
+        self._now: int | None = None
+        self._num_saved = 0
+        self._most_ops = MOST_REPLAYS * len(step.lineage.ins)
+
+    def is_available(self, value: int) -> bool:
+        return value in self._present or self._lineage.maker[value] == NO_OP or value in self._moved
+
+    def is_wanted(self, value: int) -> bool:
+        places = self._places.get(value)
+        return places is not None and value in self._saved_at and places[-1] >= (self._now or 0)
+
+    def distance(self, value: int) -> int:
+        if self._now is None:
+            return self._num_saved - self._saved_at[value]
+        places = self._places.get(value, ())
+        index = bisect_left(places, self._now)
+        return places[index] - self._now + 1 if index < len(places) else len(self._step.uses)
+
+    def drop(self, value: int) -> bool:
+        self._present.discard(value)
+        self.live_bytes -= self._lineage.num_bytes[value]
+        for root in self._lineage.roots_of(value, self._traced):
+            if root not in self._held_roots:
+                self._held_roots.add(root)
+                if root not in self._present:
+                    self.live_bytes += self._step.retained_bytes.get(root, 0)
+        return True
+
+    def run(self, op: int, in_place: Collection[int]) -> None:
+        if self._walk.num_replayed_ops > self._most_ops or self.late_s > self._most_s:
+            raise _GiveUpError
+        self.late_s += self._lineage.seconds[op]
+
+    def keep(self, value: int) -> None:
+        self._present.add(value)
+        self.live_bytes += self._lineage.num_bytes[value]
+
+    def forget(self, value: int) -> None:
+        pass
+
+    def go(self, dropped: Collection[int]) -> Outcome:
+        """Simulate the step."""
+        step, lineage, walk = self._step, self._lineage, self._walk
+        for index, value in enumerate(step.saves):
+            is_new = value not in self._saved_at
+            while self._anchors_to_come and self._anchors_to_come[-1] <= value:
+                anchor = self._anchors_to_come.pop()
+                self._anchors_held.append(anchor)
+                self.keep(anchor)
+            self._saved_at[value], self._num_saved = index, index + 1
+            walk.clock += 1
+            if not is_new:
+                continue
+            if value in step.moved:
+                self._moved.add(value)
+                continue
+            if value not in self._held_roots:
+                self.keep(value)
+            if value not in step.fixed and lineage.maker[value] != NO_OP:
+                walk.admit(value)
+                if value in dropped:
+                    walk.drop(value)
+            walk.make_room(0)
+            walk.note_peak()
+        gone = self._saved_at.keys() - self._present - self._held_roots - step.moved
+        latest = sorted(self._saved_at)
+        self._backward(latest)
+        return Outcome(
+            peak_bytes=walk.peak_bytes,
+            replayed_s=self.late_s,
+            num_replayed_ops=walk.num_replayed_ops,
+            dropped=frozenset(gone),
+            limit_bytes=walk.limit_bytes,
+            anchors=self._anchors,
+        )
+
+    def _backward(self, latest: list[int]) -> None:
+        step, walk, places, given, end = self._step, self._walk, self._places, list[int](), 0
+        for place, value in enumerate(step.uses):
+            while latest and latest[-1] in places and places[latest[-1]][-1] < place:
+                latest.pop()
+            while self._anchors_held and (not latest or self._anchors_held[-1] > latest[-1]):
+                self._free(self._anchors_held.pop())  # nothing that is made from it will be asked for
+            if place >= end:  # the node before is done, and what is not asked for again goes
+                for used in given:
+                    if places[used][-1] < place and used in self._present and used not in self._held_roots:
+                        self._free(used)
+                given, end = [], step.use_end(place)
+            self._now = place
+            walk.note_request(value, end)
+            if value not in self._saved_at or value in self._held_roots or value in self._moved:
+                continue
+            if value not in self._present:
+                walk.rebuild(value)
+            if value in self._present:
+                given.append(value)
+                if places[value][-1] == place or value not in walk.num_replays:
+                    walk.evictable.pop(value, None)  # the node has it; a copy that others wait for may go
+            walk.note_peak()
+
+    def _free(self, value: int) -> None:
+        self._present.discard(value)
+        self._walk.evictable.pop(value, None)
+        self.live_bytes -= self._lineage.num_bytes[value]
+
+
+def simulate(
+    step: Step,
+    dropped: Collection[int],
+    *,
+    limit_bytes: float,
+    score: DTRScore,
+    anchors: frozenset[int] = frozenset(),
+    most_s: float = math.inf,
+) -> Outcome:
+    """Return what a step takes that drops some of its saved values.
+
+    Args:
+        step: the step.
+        dropped: the values that are dropped as soon as they are saved.
+        limit_bytes: what saved values and replays may take; where that is not enough, in the forward or later, more is dropped.
+        score: who goes then.
+        anchors: values that were not saved, and that are held for as long as anything saved later is needed.
+        most_s: a step whose replays take longer, or run each op many times, is given up: it takes for ever then.
+    """
+    try:
+        return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
+    except _GiveUpError:
+        return Outcome(
+            peak_bytes=_NO_END, replayed_s=math.inf, num_replayed_ops=_NO_END, dropped=frozenset(), limit_bytes=limit_bytes
+        )
+
+
+_MOST_LOOKS = 150_000
+"""Values are picked for the drop order one by one, or several at once where that would mean more looks at a value."""
+
+
+class _DropOrder:
+    """The greedy walk that finds the drop order of a step.
+
+    It takes a replay for what it is while room suffices: each op of a run of dropped values once, when the first of them is
+    asked for, and all that it makes stays until it is used. What is kept is on the device from its save to its last use.
+    """
+
+    def __init__(self, step: Step, anchors: Collection[int]) -> None:
+        self._step = step
+        lineage = self._lineage = step.lineage
+        first_saved: dict[int, int] = {}
+        for index, value in enumerate(step.saves):
+            first_saved.setdefault(value, index)
+        latest_saved = list(accumulate(step.saves, max))
+        num_saves = len(step.saves)
+        first_use: dict[int, int] = {}
+        last_use: dict[int, int] = {}
+        for place, value in enumerate(step.uses):
+            first_use.setdefault(value, num_saves + place)
+            last_use[value] = num_saves + step.use_end(place) - 1
+        end = num_saves + len(step.uses)
+        self._since = first_saved
+        self._until = {value: last_use.get(value, end - 1) for value in first_saved}
+        self._back = {value: first_use.get(value, end) for value in first_saved}
+        """When a dropped value is on the device again: with its first use, or with that of one made from it."""
+        self._levels = Levels(end + 1)
+        """The ledger at each save and request."""
+        for value in first_saved:
+            if value not in step.moved:
+                self._levels.add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
+        self._dropped = set[int]()
+        self._replayed = set[int]()
+        stays = step.fixed.union(step.moved, anchors)
+        self._open = dict.fromkeys(value for value in first_saved if value not in stays)
+        for anchor in anchors:
+            if anchor not in first_saved:
+                first_saved[anchor] = bisect_left(latest_saved, anchor)
+                self._levels.add(first_saved[anchor], end, lineage.num_bytes[anchor])
+        self._kept = set(first_saved)
+        self.order: list[int] = []
+        self.peaks_bytes: list[int] = [self._levels.peak_bytes]
+        """The peak before any drop, and after each: after those that were picked together, for each of them the last."""
+
+    def _new_ops(self, value: int) -> set[int]:
+        """Return the ops that making a value again adds to those that run again anyway."""
+        maker, ins, kept, replayed = self._lineage.maker, self._lineage.ins, self._kept, self._replayed
+        ops, pending = set[int](), [value]
+        while pending:
+            op = maker[pending.pop()]
+            if op == NO_OP or op in ops or op in replayed:
+                continue
+            ops.add(op)
+            for source in ins[op]:
+                if source not in kept:
+                    pending.append(source)
+        return ops
+
+    def walk(self) -> None:
+        """Find the whole order."""
+        batch = max(1, len(self._open) ** 2 // _MOST_LOOKS)
+        self._take([value for value in self._step.dropped if value in self._open])
+        while picked := self._pick(batch):
+            self._take(picked)
+        sizes, rest = self._lineage.num_bytes, {value: self._new_cost_s(value) for value in self._open}
+        self._take(sorted(rest, key=lambda value: rest[value] / (sizes[value] + 1)))
+
+    def _new_cost_s(self, value: int) -> float:
+        seconds = self._lineage.seconds
+        return sum(seconds[op] for op in self._new_ops(value))
+
+    def _pick(self, num_picked: int) -> list[int]:
+        """Return the values that lower the peak at least cost, the best first; none if nothing lowers it."""
+        level = self._levels.each()
+        peak = max(level)
+        over = peak - max(1, peak // 64)
+        counts = [0, *accumulate(bytes_here > over for bytes_here in level)]
+        num_bytes = self._lineage.num_bytes
+        found = []
+        for value in self._open:
+            covered = counts[self._back[value]] - counts[self._since[value]]
+            if covered > 0 and num_bytes[value] > 0:
+                found.append(((self._new_cost_s(value) + 1e-9) / (covered * num_bytes[value]), value))
+        return [value for _, value in nsmallest(num_picked, found)]
+
+    def _take(self, values: Sequence[int]) -> None:
+        """Drop some values."""
+        for value in values:
+            self._replayed |= self._new_ops(value)
+            del self._open[value]
+            self._dropped.add(value)
+            self._kept.discard(value)
+            # On the device again when the first is that is made from it, through values that are recomputed as well.
+            back = min((self._back[later] for later in self._made_from(value)), default=self._back[value])
+            back = min(back, self._back[value])
+            self._levels.add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])
+            self._back[value] = back
+            self._bring_forward(value, back)
+        self.order += values
+        self.peaks_bytes += [self._levels.peak_bytes] * len(values)
+
+    def _made_from(self, value: int) -> Iterator[int]:
+        """Yield the dropped values that are made from a value without a kept one between."""
+        lineage, pending, seen = self._lineage, [value], {value}
+        lineage.link()
+        while pending:
+            for op in lineage.users[pending.pop()]:
+                if op not in self._replayed:
+                    continue
+                for made in lineage.outs[op]:
+                    if made in seen:
+                        continue
+                    seen.add(made)
+                    if made in self._dropped:
+                        yield made
+                    elif made not in self._since:
+                        pending.append(made)
+
+    def _bring_forward(self, value: int, back: int) -> None:
+        """Have the dropped values that a value is made from on the device when it is made."""
+        maker, ins, pending = self._lineage.maker, self._lineage.ins, [value]
+        seen = set[int]()
+        while pending:
+            op = maker[pending.pop()]
+            if op == NO_OP or op in seen:
+                continue
+            seen.add(op)
+            for source in ins[op]:
+                if source in self._dropped:
+                    if self._back[source] > back:
+                        self._levels.add(
+                            back, min(self._back[source], self._until[source] + 1), self._lineage.num_bytes[source]
+                        )
+                        self._back[source] = back
+                        pending.append(source)
+                elif source not in self._since:
+                    pending.append(source)
+
+
+def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return in which order the saved values of a step are dropped as the budget falls, and the ledger's peak before the first
+    and after each, as far as room suffices to make each value again once."""
+    walk = _DropOrder(step, anchors)
+    walk.walk()
+    return tuple(walk.order), tuple(walk.peaks_bytes)
+
+
+_STEP_DOWN = 0.75
+_SMALL = 100
+"""In a step with no more ops, saves and requests it is looked for by exchange as well: up to 4 % fewer bytes."""
+_FORWARDS = 4_000
+"""The smallest step runs no more again than so many forwards, over the number of ops, saves and requests, or than one."""
+_MOST_WORK = 100_000
+"""It is looked for ever lower until nothing smaller is found, or so many ops, saves and requests were simulated."""
+_MOST_PARTS = 32
+_FINER = 1.4
+"""Into how many segments a step is cut: from two on by this factor, up to `_MOST_PARTS`, or a fifth of its saved values. By a
+factor of 2: up to 28 %."""
+_NUM_HELD = 3
+_HELD = 0.5
+"""Anchors are held if they take no more than this share of the limit: of these sets the largest few. Without anchors: up to
+72 %, with one set up to 11 %, with two 1.5 %."""
+_ROOMS = (1.0, 0.94)
+"""Prefixes of a drop order are looked at that should keep to these shares of the limit. Without prefixes: up to 23 %."""
+_LARGE = 4_000
+"""For a step with more ops, saves and requests, fewer plans are simulated: one takes a tenth of a second and more."""
+_MOST_EXCHANGED = 3
+"""So many values are exchanged at once: without any exchange up to 4 %, in small steps with nothing but single ones more."""
+_MOST_MOVES = 120
+_EXCHANGED = 30_000
+"""So many ops, saves and requests are simulated again to see what the exchange of single values brings."""
+
+
+class RematPlanner:
+    """The plans of one step, simulated as they are asked for.
+
+    Args:
+        step: the step.
+        score: who goes when room is short.
+        describe: the op and the module that a value is made by, both "" where that is not known.
+    """
+
+    def __init__(
+        self, step: Step, score: DTRScore, describe: Callable[[int], tuple[str, str]] = lambda value: ("", "")
+    ) -> None:
+        self.step = step
+        self.score = score
+        self._describe = describe
+        self._saved_bytes = step.saved_bytes
+        self._asked = frozenset(step.saves).intersection(step.dropped) - step.fixed - step.moved
+        self._num_events = len(step.lineage.ins) + len(step.saves) + len(step.uses)
+        self._most_s = math.inf
+        """Steps whose replays take longer are not looked at."""
+        self._work = 0
+        """Ops, saves and requests that were simulated."""
+        self._is_large = self._num_events > _LARGE
+        self._num_exchanges = 0 if self._is_large else min(_MOST_MOVES, _EXCHANGED // (self._num_events + 1))
+        self._held = self._anchor_sets()
+        self._orders: dict[frozenset[int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._explored = set[float]()
+        self._found: list[Outcome] = []
+        self._smallest: Outcome | None = None
+        self._everything = self._try(step.dropped, math.inf, frozenset())
+
+    def _anchor_sets(self) -> dict[frozenset[int], int]:
+        """Return what may be held that autograd did not save, the least first, and how many bytes that takes."""
+        segments, saved, parts = CutPlaces(self.step), frozenset(self.step.saves), 2.0
+        sizes, found = self.step.lineage.num_bytes, {frozenset[int](): 0}
+        while parts <= max(_MOST_PARTS, len(saved) // 5):
+            anchors = segments.skeleton(self._saved_bytes / parts) - self._asked
+            found[anchors] = sum(sizes[value] for value in anchors - saved)
+            parts *= _FINER
+        return found
+
+    def _try(
+        self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int], *, most_s: float = math.inf
+    ) -> Outcome:
+        """Simulate a step, and remember what it takes."""
+        found = simulate(
+            self.step,
+            dropped,
+            limit_bytes=limit_bytes,
+            score=self.score,
+            anchors=anchors.difference(self.step.saves),
+            most_s=min(most_s, self._most_s),
+        )
+        self._work += self._num_events
+        if found.replayed_s < math.inf:
+            self._work += found.num_replayed_ops
+            self._found.append(found)
+        else:
+            self._work += MOST_REPLAYS * len(self.step.lineage.ins)
+        return found
+
+    def smallest(self) -> Outcome:
+        """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at.
+
+        It is the same for each planner of the step, whatever budgets it was asked for.
+        """
+        if self._smallest is None:
+            fresh = RematPlanner(self.step, self.score)
+            forwards = max(1.0, _FORWARDS / (self._num_events + 1))
+            fresh._most_s = forwards * sum(self.step.lineage.seconds) or math.inf
+            self._smallest = fresh._search_smallest()
+            self._found.append(self._smallest)
+        return self._smallest
+
+    def least_found(self) -> Outcome:
+        """Return the step that takes the fewest bytes of all that were looked at, for whatever budget."""
+        self.smallest()
+        return self._least()
+
+    def _search_smallest(self) -> Outcome:
+        step_down = _STEP_DOWN**2 if self._is_large else _STEP_DOWN
+        limit_bytes = self._saved_bytes * step_down
+        while self._least().peak_bytes <= limit_bytes / step_down and limit_bytes >= 1:
+            for anchors in self._held_within(limit_bytes)[-2 if self._is_large else 0 :]:
+                self._try(self.step.dropped, limit_bytes, anchors)
+            limit_bytes *= step_down
+        most_work, found = self._work + _MOST_WORK, math.inf
+        search = self._search if self._num_events <= _SMALL else self._explore
+        while self._least().peak_bytes < found and self._work < most_work:  # without it the smallest takes up to 4 % more
+            found = self._least().peak_bytes
+            search(found - 1)
+        return self._least()
+
+    def _least(self) -> Outcome:
+        """Return what takes the fewest bytes of all that was found."""
+        return min(self._found, key=lambda outcome: (outcome.peak_bytes, outcome.replayed_s))
+
+    def best(self, budget_bytes: float) -> Outcome | None:
+        """Return the cheapest step that fits a budget, None if none was found.
+
+        It is the cheapest of all that were found, also for other budgets.
+        """
+        if self._everything.peak_bytes <= budget_bytes and not self._everything.replayed_s:
+            return self._everything
+        self._search(budget_bytes)
+        found = self._cheapest(budget_bytes)
+        if found is None and self.smallest().peak_bytes <= budget_bytes:
+            found = self._cheapest(budget_bytes)
+        return found
+
+    def _search(self, budget_bytes: float) -> None:
+        """Look for steps that fit a budget."""
+        if budget_bytes <= 0 or budget_bytes in self._explored:
+            return
+        self._explore(budget_bytes)
+        self._exchange(budget_bytes)
+
+    def _cheapest(self, budget_bytes: float) -> Outcome | None:
+        fitting = (outcome for outcome in self._found if outcome.peak_bytes <= budget_bytes)
+        return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
+
+    def _explore(self, limit_bytes: float) -> None:
+        """Simulate several plans that are held to a limit."""
+        if limit_bytes in self._explored:
+            return
+        self._explored.add(limit_bytes)
+        for anchors in self._held_within(limit_bytes):
+            if anchors or not self._is_large:
+                order, peaks = self._drop_order(anchors)
+                for length in self._lengths(peaks, limit_bytes):
+                    self._try_cheaper(order[:length], limit_bytes, anchors)
+            if not (anchors and self._is_large):  # without: up to 7 %
+                self._try_cheaper(self.step.dropped, limit_bytes, anchors)
+
+    def _held_within(self, limit_bytes: float) -> list[frozenset[int]]:
+        """Return the sets of anchors that leave enough room to be worth a look; the last is none at all."""
+        fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
+        return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
+
+    def _drop_order(self, anchors: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if anchors not in self._orders:
+            self._orders[anchors] = drop_order(self.step, anchors)
+        return self._orders[anchors]
+
+    def _lengths(self, peaks: Sequence[int], limit_bytes: float) -> list[int]:
+        """Return which prefixes of a drop order to try."""
+        lengths = set[int]()
+        for room in (1.0,) if self._is_large else _ROOMS:
+            fits = next((length for length, peak in enumerate(peaks) if peak <= room * limit_bytes), None)
+            lengths |= {min(range(len(peaks)), key=peaks.__getitem__), len(peaks) - 1} if fits is None else {fits}
+        return sorted({max(length, len(self._asked)) for length in lengths})
+
+    def _try_cheaper(self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int]) -> None:
+        """Simulate a step, but give up as soon as it takes longer than what was found."""
+        best = self._cheapest(limit_bytes)
+        self._try(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
+
+    def _exchange(self, limit_bytes: float) -> None:
+        """Drop a value more, or one less, or a few at once, where that helps; what takes longest to make first."""
+
+        def rank(outcome: Outcome) -> tuple[float, float]:
+            return max(outcome.peak_bytes, limit_bytes), outcome.replayed_s
+
+        lineage, fixed = self.step.lineage, self.step.fixed | self.step.moved | self._asked
+        free = [value for value in dict.fromkeys(self.step.saves) if value not in fixed]
+        free.sort(key=lambda value: -lineage.seconds[lineage.maker[value]] * lineage.num_bytes[value])
+        best = min(self._found, key=rank)
+        dropped = best.dropped
+        moves = chain.from_iterable(combinations(free, num_values) for num_values in range(1, _MOST_EXCHANGED + 1))
+        for move in islice(moves, self._num_exchanges):
+            most_s = best.replayed_s if best.peak_bytes <= limit_bytes else 2 * best.replayed_s
+            found = self._try(dropped.symmetric_difference(move), limit_bytes, best.anchors, most_s=most_s)
+            if rank(found) < rank(best):
+                best, dropped = found, dropped.symmetric_difference(move)
+
+    def plan(self, budget_bytes: int, outcome: Outcome | None = None) -> Plan:
+        """Return the plan for a budget.
+
+        Args:
+            budget_bytes: what saved values and replay temporaries may take.
+            outcome: the simulated step to follow, by default the best.
+
+        Raises:
+            BudgetInfeasible: none fits.
+        """
+        found = self.best(budget_bytes) if outcome is None else outcome
+        if found is None:
+            smallest = self.smallest().peak_bytes
+            raise infeasible(budget_bytes, smallest, tell_kept(self._kept_bytes()))
+        lineage, traced = self.step.lineage, set[int]()
+        roots = {root for value in found.dropped for root in lineage.roots_of(value, traced)}
+        kept = found.anchors.union(self.step.saves) - found.dropped
+        retained = (roots & self.step.retained_bytes.keys()) | found.anchors
+        limit_bytes = found.limit_bytes
+        if limit_bytes < math.inf:  # its walk is the same under any limit that its peak keeps to
+            limit_bytes = min(limit_bytes, max(budget_bytes, found.peak_bytes))
+        values = enumerate(dict.fromkeys(self.step.saves))
+        return Plan(
+            saves=tuple(self._planned(index, value, found.dropped, kept) for index, value in values),
+            budget_bytes=budget_bytes,
+            limit_bytes=limit_bytes,
+            predicted_peak_bytes=found.peak_bytes,
+            predicted_replay_s=found.replayed_s,
+            num_replayed_ops=found.num_replayed_ops,
+            retained=frozenset(retained),
+        )
+
+    def _kept_bytes(self) -> dict[str, int]:
+        """Return what stays that no op recomputes, by reason, where a user may wonder."""
+        step, found = self.step, dict[str, int]()
+        for value in dict.fromkeys(step.saves):
+            if value in step.why_kept:
+                found[step.why_kept[value]] = found.get(step.why_kept[value], 0) + step.lineage.num_bytes[value]
+        return found
+
+    def _planned(self, index: int, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedSave:
+        step, lineage = self.step, self.step.lineage
+        op, module = self._describe(value)
+        action = Action.RECOMPUTE if value in dropped else Action.OFFLOAD if value in step.moved else Action.KEEP
+        if value in step.moved:
+            reason = "asked for"
+        elif lineage.maker[value] == NO_OP:
+            reason = step.why_kept.get(value, "no op can recompute it")
+        elif value in step.fixed or value in step.dropped:
+            reason = "asked for"
+        else:
+            reason = "cheap for its bytes" if action is Action.RECOMPUTE else "fits the budget"
+        return PlannedSave(
+            index=index,
+            value=value,
+            num_bytes=lineage.num_bytes[value],
+            action=action,
+            op=op,
+            module=module,
+            cost_s=sum(lineage.seconds[op] for op in lineage.ops_to(value, kept)),
+            reason=reason,
+        )
