@@ -22,6 +22,7 @@ RANKS = {
     "_version": 0,
     "errors": 0,
     "extras": 0,
+    "removed": 0,
     "agreement": 1,
     "interrupts": 0,
     "forks": 1,
