@@ -1,15 +1,16 @@
 """What a profile found, as one frozen value: rows, saved storages, totals; to JSON and back.
 
-Text, CSV and HTML are made in `table.py`.
+Its text is made in `table.py`.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from memkit.errors import ReportFormatError
 from memkit.plan import GpuSpec, MemoryPlan, StepTrace, trace_from_plain, trace_to_plain
@@ -21,6 +22,7 @@ from memkit.profile.fit import Fit, fit_from, fit_step
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord, ShardInfo
 from memkit.profile.tree import OUTSIDE_NAME
 from memkit.profile.words import peak_text, peak_words
+from memkit.removed import removed
 from memkit.schemas import read_json
 
 SCHEMA = "memkit.MemoryReport"
@@ -245,9 +247,9 @@ class MemoryReport:
         """
         return compare(self, after)
 
-    def to_csv(self) -> str:
-        """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
-        return table.to_csv(self)
+    def to_csv(self) -> NoReturn:
+        """Raise `AttributeError`: it was removed."""
+        raise AttributeError(removed("MemoryReport.to_csv", "use to_json, or the fields of MemoryReport.modules"))
 
     def to_html(self, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
         """Write a page to look at: the step's timeline, its modules as boxes and as a table, and plans, before and after.
@@ -295,9 +297,7 @@ class MemoryReport:
         write_snapshot(self, path)
 
     def _repr_html_(self) -> str:
-        from memkit.page import notebook_html
-
-        return notebook_html(self, table=table.to_html(self))
+        return f"<pre>{html.escape(self.to_text())}</pre>"
 
     def to_json(self) -> str:
         """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long

@@ -1,14 +1,10 @@
-"""A report as text, CSV and HTML: chooses rows and columns; measures nothing."""
+"""A report as text: chooses rows and columns; measures nothing."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-from tabulate import tabulate
 
 from memkit.profile.records import ModuleRecord, Shapes
 from memkit.profile.tree import Mark, children_of
@@ -151,38 +147,6 @@ def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord
     if largest in shown or not largest.self_bytes:
         return []
     return [f"not shown: {len(hidden)} rows, with the largest, {largest.fqn} (self {format_mib(largest.self_bytes)})"]
-
-
-def to_html(report: MemoryReport) -> str:
-    """Return the default view as an HTML table, for notebooks."""
-    rows = _rows(report, depth=None, sort_by=None, full=False)
-    notes = tabulate([*_notes(report), *_totals(report)], tablefmt="html", disable_numparse=True)
-    columns = _with_host(report, DEFAULT_COLUMNS)
-    table = tabulate(
-        [[column.cell(row, report) for column in columns] for row in rows],
-        headers=[column.header for column in columns],
-        colalign=["right" if column.right else "left" for column in columns],
-        disable_numparse=True,
-        tablefmt="html",
-    )
-    return f"{table}\n{notes}"
-
-
-def to_csv(report: MemoryReport) -> str:
-    """See `MemoryReport.to_csv`."""
-    names = [field.name for field in fields(report.modules[0])]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for row in report.modules:
-        writer.writerow([_csv_cell(getattr(row, name)) for name in names])
-    return out.getvalue()
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else item.replace(" ", "_") for item in value)
-    return "" if value is None else value
 
 
 def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
