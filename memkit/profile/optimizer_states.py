@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from memkit.errors import ProfileError
 from memkit.optimizers import KeptState, kept_states, tensors_in, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
-from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
+from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
 from memkit.profile.step import Step
-from memkit.profile.storage_log import parameter_names
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 from memkit.storages import storage_bytes
 from memkit.torch_state import local_of

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from memkit import torch_private
 from memkit.device.ceilings import flops_of
-from memkit.profile.restore import preserved
+from memkit.profile.step import preserved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError, ProfileError
-from memkit.profile.records import ShardInfo
 from memkit.storages import storage_key, storages_of
 from memkit.torch_state import fsdp_groups, fsdp_modules, is_dtensor, local_of
 
@@ -24,6 +23,25 @@ INSTEAD = (
     'device="meta" before sharding says the rest'
 )
 """What to do if a sharded model can't be profiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """How much of a sharded model one rank has, after `memkit.shard` or `fully_shard`."""
+
+    rank: int
+    """The rank of this process."""
+    num_ranks: int
+    """The number of ranks of the process group."""
+    num_shards: int
+    """How many ranks each parameter is split between: fewer than `num_ranks` if shards are replicated."""
+    shard_bytes: int
+    """Bytes of this rank's part of the parameters. `MemoryReport.param_bytes` also has the padding of the last shard."""
+    whole_bytes: int
+    """Bytes of all these parameters unsharded."""
+    gathered_bytes: int | None
+    """Most bytes of unsharded parameters that were gathered at once, with the communication buffers. None if `torch.compile`
+    runs a part of the model, whose inside can't be seen."""
 
 
 class _Group:
