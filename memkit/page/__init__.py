@@ -3,10 +3,7 @@
 All of it is made from frozen values: nothing is measured or decided here.
 
 - `document`: the page as one HTML file, with its `assets`
-- `contents`: what it shows, as JSON
-- `sources`: what is read of a report
-- `timeline`: bytes over time, in few points
-- `under_plan`: the same under a plan
+- `under_plan`: bytes over time under a plan
 - `snapshot`: the file for PyTorch's memory viewer
 """
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.errors import ProfileError
-from memkit.optimizers import KeptState, kept_states, tensors_in, unwrapped
+from memkit.optimizers import KeptState, kept_states, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
 from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
 from memkit.profile.step import Step
@@ -84,7 +85,7 @@ def optimizer_memory(
         made = unwrapped(optimizer)
         _check_parameters(step, made)
         own = stepped = [parameter for group in made.param_groups for parameter in group["params"]]
-        there = [tensor for state in made.state.values() for _, tensor in tensors_in(state)]
+        there = [leaf for leaf in torch_private.tree_leaves([*made.state.values()]) if isinstance(leaf, Tensor)]
     else:
         parameters = [parameter for module in step.modules() for parameter in module.parameters()]
         own = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]

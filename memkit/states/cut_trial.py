@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.optimizers.own_copies import are_alike
-from memkit.optimizers.shells import Group
+from memkit.optimizers.shells import Group, are_alike
 from memkit.plan import WINDOW_NUMEL
 from memkit.states.generators import are_in_states, generators_of, seed_all, states_of
 from memkit.states.trial import Trial, have_same_bits, makes_states_in_steps, values_of

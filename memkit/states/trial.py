@@ -13,17 +13,21 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.optimizers import KeptState, kept_states, needs_master
-from memkit.optimizers.own_copies import are_alike, may_be_written, own_attributes, own_group, told_apart
 from memkit.optimizers.shells import (
     Changes,
     Group,
+    are_alike,
     changes_of_group,
     changes_of_shell,
     cut_group,
+    may_be_written,
     needs_closure,
+    own_attributes,
+    own_group,
     put_in_train_mode,
     shell_of,
     step_of,
+    told_apart,
     versions_in,
 )
 from memkit.states.generators import are_in_states, generators_of, has_generators, seed_all, states_of
