@@ -166,11 +166,7 @@ class StepMemory:
         return max(self.total_bytes, default=0)
 
     def category_bytes(self, moment: int) -> dict[MemoryCategory, int]:
-        """Return the bytes of each category that exists at a moment, largest first.
-
-        Raises:
-            IndexError: there is no such moment.
-        """
+        """Return the bytes of each category that exists at a moment, largest first. IndexError: there is no such moment."""
         self._check(moment)
         found = {category: levels[moment] for category, levels in self.levels.items() if levels[moment]}
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
@@ -193,11 +189,7 @@ class StepMemory:
         return tuple(sorted(items, key=lambda item: -item.num_bytes))
 
     def grouped_at(self, moment: int) -> tuple[AliveItem, ...]:
-        """Return the same, with one item for each category in each module, largest first.
-
-        Raises:
-            IndexError: there is no such moment.
-        """
+        """Return the same, with one item for each category in each module, largest first."""
         groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
         for item in self.alive_at(moment):
             groups.setdefault((item.category, item.module), []).append(item)
@@ -234,11 +226,8 @@ class StepMemory:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> StepMemory:
-        """Return the value that `to_plain` was called on.
-
-        Raises:
-            KeyError, TypeError, ValueError, IndexError: `content` was not made by `to_plain`.
-        """
+        """Return the value that `to_plain` was called on. Of other content raises KeyError, TypeError, ValueError or
+        IndexError."""
         texts = [str(text) for text in content["texts"]]
         phases, categories = list(map(Phase, content["phases"])), list(map(MemoryCategory, content["categories"]))
         moments = tuple(
@@ -269,7 +258,6 @@ class StepMemory:
 
 
 def _levels(storages: Iterable[AliveStorage], num_moments: int) -> dict[MemoryCategory, tuple[int, ...]]:
-    """Return for each category its bytes at each moment."""
     changes = {category: [0] * (num_moments + 1) for category in MemoryCategory}
     for storage in storages:
         changes[storage.category][storage.begin] += storage.num_bytes
@@ -278,12 +266,7 @@ def _levels(storages: Iterable[AliveStorage], num_moments: int) -> dict[MemoryCa
 
 
 def short_name(op: str) -> str:
-    """Return the name of an op without namespace and overload.
-
-    Example:
-        >>> short_name("aten.mm.default")
-        'mm'
-    """
+    """Return the name of an op without namespace and overload: "mm" for "aten.mm.default"."""
     parts = op.split(".")
     return parts[1] if len(parts) == 3 else op
 
@@ -341,7 +324,6 @@ class StorageLog:
         self._names = {}
 
     def begin(self, key: int, num_bytes: int) -> None:
-        """A storage exists from now on."""
         self._open[key] = len(self._entries)
         entry = _Entry(num_bytes, len(self._moments), module=self._module())
         shard = None if self._gathered is None else self._gathered.shard_of(key)
@@ -351,7 +333,6 @@ class StorageLog:
         self._entries.append(entry)
 
     def end(self, key: int) -> None:
-        """A storage was freed."""
         self._entries[self._open.pop(key)].end = len(self._moments)
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
@@ -363,12 +344,11 @@ class StorageLog:
             self.note_op(str(op))
 
     def see_casts(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Note if an op has cast a parameter or buffer to another dtype."""
         if self._casts is not None:
             self._casts.saw(op, args, outputs)
 
     def note_op(self, name: str) -> None:
-        """Note an op that has run, as the maker of the storages since the last one."""
+        """Note an op that has run: the maker of the storages since the last one."""
         what = short_name(name)
         for entry in self._entries[self._num_named :]:
             entry.what = entry.what or what
@@ -376,7 +356,6 @@ class StorageLog:
         self._moments.append(Moment(phase=self._phase(), op=name, module=self._module()))
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Note a tensor that autograd has saved."""
         for storage in storages_of(tensor):
             entry = self._find(storage)
             if entry is None or entry.category is not MemoryCategory.TEMP:
@@ -397,7 +376,7 @@ class StorageLog:
                     entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
 
     def gathered_bytes(self) -> int:
-        """Return the most bytes of whole parameters that were gathered at once, with the communication buffers."""
+        """Return the peak of gathered parameters, with their communication buffers."""
         changes = [0] * (len(self._moments) + 2)
         for entry in self._entries:
             if entry.is_gathered:
@@ -406,7 +385,7 @@ class StorageLog:
         return max(accumulate(changes))
 
     def _note_packing(self, args: Sequence[Any]) -> None:
-        """Note the buffer that FSDP2 has packed shards into, through which whole parameters are gathered."""
+        """Note the buffer into which FSDP2 has packed shards for a gather."""
         for tensor in args:
             for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
                 entry = self._find(storage)
@@ -414,12 +393,7 @@ class StorageLog:
                     entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
 
     def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
-        """Return what was noted.
-
-        Args:
-            states: the optimizer's states, which are there all the time; their moments are filled in.
-            optimizer: its class, if there is one: its step follows the last op.
-        """
+        """Return the value. `states` are the optimizer's, there all the time; its step follows the last op."""
         self.leave()
         moments, num_ops = [*self._moments], len(self._moments)
         if optimizer is not None:
@@ -474,7 +448,7 @@ _OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory
 
 
 def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:
-    """Return the row and the name of each parameter, by its id: where it is registered first."""
+    """Return each parameter's row and name where it is registered first, by its id."""
     names: dict[int, tuple[str, str]] = {}
     for tensor, category, module, what in _there_before(step, tree):
         if category is MemoryCategory.PARAM:
@@ -483,7 +457,7 @@ def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:
 
 
 def _there_before(step: Step, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
-    """Yield the tensors that exist before a step: tensor, category, row, and name in the row."""
+    """Yield each tensor that exists before the step, with category, row, and name in the row."""
     loss = step.modules()[1:]
     for index, node in enumerate(tree.nodes):
         for name, parameter in node.module.named_parameters(recurse=False):

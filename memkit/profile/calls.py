@@ -163,14 +163,8 @@ _SPACE = ("depth", "height", "width")
 
 
 def misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
-    """Return in words which shape a module needs, if its first argument has another. A module of another kind needs as many
-    sizes as the first convolution in it.
-
-    Example:
-        >>> import torch
-        >>> misfit(nn.Conv2d(3, 8, 1), (torch.zeros(8),))
-        'it needs (batch, 3, height, width), and was given (8)'
-    """
+    """Return in words which shape a module needs, if its first argument has another; a module of another kind, the dims of its
+    first convolution."""
     if not args or not isinstance(args[0], Tensor):
         return ""
     found, needed = tuple(args[0].shape), _needed(module)
@@ -184,7 +178,7 @@ def misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def _needed(module: nn.Module) -> tuple[int | str, ...]:
-    """Return the sizes that a module needs; "..." at the beginning is any number of them."""
+    """Return the sizes that a module needs; "..." stands for any number of them."""
     if isinstance(module, nn.Linear):
         return "...", module.in_features
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -238,11 +232,10 @@ class CallStack:
 
     @property
     def outside(self) -> int:
-        """The index that stands for work outside of any module."""
         return self._tree.outside
 
     def where(self, error: BaseException) -> str:
-        """Return in words which module raised an exception: "layer1.0.conv1 (Conv2d)", "the backward of ..."."""
+        """Return the module that raised an exception in words: "layer1.0.conv1 (Conv2d)", "the backward of ..."."""
         raised_in = self._raised[1] if self._raised is not None and self._raised[0] is error else self.current
         if raised_in == self.outside:
             name = "the loss"
@@ -251,20 +244,17 @@ class CallStack:
         return f"the backward of {name}" if self.in_backward else name
 
     def misfit(self, error: BaseException) -> str:
-        """Return in words which shape the module that raised an exception needs, if it was given another; else ""."""
         if self._raised is None or self._raised[0] is not error:
             return ""
         _, index, args = self._raised
         return "" if index == self.outside else misfit(self._tree.nodes[index].module, args)
 
     def hook(self, hooks: HookSet) -> None:
-        """Hook every module whose calls can be seen."""
         for index, node in self._tree.hookable():
             hooks.around_forward(node.module, before=self._before(index), after=self._after(index))
             self._hooked.add(index)
 
     def call(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, run as a call of the module at `index`."""
         if index in self._hooked:
             return function(*args, **kwargs)
         self._enter(index)

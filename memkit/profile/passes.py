@@ -139,10 +139,7 @@ def plain_pass(step: Step, tree: ModuleTree) -> None:
 
 
 def time_pass(step: Step, tree: ModuleTree, device: Device, *, num_calls: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Run the step with events around each call; return seconds per module, forward (inclusive) and backward (its own).
-
-    `num_calls` is how many calls there will be.
-    """
+    """Run the step with events around each call; return seconds per module, forward (inclusive) and backward (its own)."""
     gauge = TimeGauge(device)
     device.make_events(2 * num_calls)
     device.synchronize()
@@ -151,7 +148,6 @@ def time_pass(step: Step, tree: ModuleTree, device: Device, *, num_calls: int) -
 
 
 def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
-    """Run the step with an event at each save and use of a saved tensor, and nothing else."""
     device.synchronize()
     times = SaveTimes(device)
     packing = SavedTensorHooks(times.pack, times.unpack)
@@ -161,7 +157,6 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
 
 
 def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
-    """Run the step on a device and watch what it allocates and saves."""
     counter, rounding_bytes = device.memory_counter(), 1
     log = StorageLog() if (step.backward or step.sharded) and not tree.has_compiled else None
     live: list[LiveStorages] = []
@@ -189,10 +184,8 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
 
 
 def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
-    """Run the step on the meta device, as `target` would, and watch what it would allocate and save.
-
-    The model's tensors are replaced by twins without data; `restore.preserved`, around this, puts them back.
-    """
+    """Run the step on meta as `target` would. The model has twins without data until `preserved`, around this, restores its
+    tensors."""
     refuse_scripted(step)
     step = without_data(step)
     rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1

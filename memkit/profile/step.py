@@ -81,8 +81,6 @@ def _put_back_bytes(storage: torch.UntypedStorage, kept: Tensor) -> None:
 
 
 class _ModuleState:
-    """The attributes of one module, saved."""
-
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._scripted = isinstance(module, torch.jit.ScriptModule)
@@ -98,7 +96,7 @@ class _ModuleState:
         return [*self._module.buffers(recurse=False), *plain]
 
     def put_back(self) -> None:
-        """Restore them, except for the contents of tensors."""
+        """Restore the attributes, but not the contents of tensors."""
         for generator, state in self._generators:
             generator.set_state(state)
         for tensor, alias in self._aliases:
@@ -158,7 +156,6 @@ class Step:
     """The parameters that FSDP2 has sharded."""
 
     def input_tensors(self) -> list[Tensor]:
-        """Return the tensors in the model's arguments."""
         return [leaf for leaf in torch_private.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     def modules(self) -> list[nn.Module]:
@@ -293,7 +290,6 @@ def _backward_roots(step: Step, result: Any) -> list[Tensor]:
 
 
 def _check_graph(graph: BackwardGraph, stack: CallStack) -> None:
-    """Raise before a backward that would enter a graph of the caller's, or reach tensors with data on meta."""
     if any(torch_private.node_number_of(node)() < stack.first_number for node in graph.nodes):
         raise ProfileError(
             "the backward would run on into a graph that was there before (of a tensor that the model or the loss holds), and "

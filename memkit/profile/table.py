@@ -59,7 +59,6 @@ def peak_words(report: MemoryReport) -> str | None:
 
 
 def where(moment: Moment) -> str:
-    """Return a moment in words, such as "in the backward of layer1.0.relu"."""
     if moment.phase is Phase.OPTIMIZER_STEP:
         return "in the optimizer's step"
     if moment.phase is Phase.LOSS:
@@ -69,7 +68,6 @@ def where(moment: Moment) -> str:
 
 
 def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full: bool, width: int | None) -> str:
-    """See `MemoryReport.peak_to_text`."""
     memory = report.step_memory
     if memory is None or not memory.moments:
         return wrapped(f"{_NEEDS_EAGER if report.run.backward else _NEEDS_STEP}.", width)
@@ -87,12 +85,8 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 
 
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
-    """Return what exists at the peak by category and module, largest first.
-
-    Args:
-        depth: figures of modules below this depth are added to those above.
-        full: keep modules apart whose names differ only in numbers, such as "layers.0.mlp" and "layers.1.mlp".
-    """
+    """Return what exists at the peak by category and module, largest first; unless `full`, names that differ in numbers are
+    one."""
     groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
     for item in memory.grouped_at(memory.peak):
         item = replace(item, module=_above(item.module, depth))
@@ -242,7 +236,6 @@ def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> No
 def to_text(
     report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool, width: int | None
 ) -> str:
-    """See `MemoryReport.to_text`."""
     check_view(depth=depth, sort_by=sort_by, top=top)
     columns = _with_host(report, FULL_COLUMNS if full else DEFAULT_COLUMNS)
     if sort_by in EXTRA_COLUMNS and EXTRA_COLUMNS[sort_by] not in columns:
@@ -274,7 +267,7 @@ def _as_text(column: Column, rows: Sequence[ModuleRecord], report: MemoryReport,
 
 
 def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
-    """Name the row that saves most by itself, if it is not shown."""
+    """Name the row with the largest saves of its own, if it is not shown."""
     largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
     if largest in shown or not largest.self_bytes:
         return []
@@ -282,7 +275,6 @@ def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord
 
 
 def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """Add the column for host memory, if any parameter is there."""
     if not report.host_param_bytes:
         return columns
     place = columns.index(PARAMS) + 1
@@ -315,7 +307,6 @@ def _headline(report: MemoryReport) -> str:
 
 
 def _notes(report: MemoryReport) -> list[tuple[str, str]]:
-    """Return what was counted separately, and what the table can't show."""
     notes = [("model inputs among the activations", format_mib(report.input_bytes))]
     if report.param_cast_bytes:
         notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
@@ -581,7 +572,6 @@ _PEAK = "peak of the step"
 
 
 def compare(before: MemoryReport, after: MemoryReport | TakenStep) -> Comparison:
-    """See `MemoryReport.compare`."""
     if not _is_report(after):
         return _with_taken(before, after)
     if before.step_peak_bytes is None or after.step_peak_bytes is None:
@@ -617,7 +607,6 @@ def _at_peak(report: MemoryReport, category: MemoryCategory) -> int | None:
 
 
 def _seconds(report: MemoryReport) -> float | None:
-    """Return the seconds of forward and backward together, if both were timed."""
     if report.forward_s is None or report.backward_s is None:
         return None
     return report.forward_s + report.backward_s

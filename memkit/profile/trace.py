@@ -80,12 +80,12 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
 
 
 def _has_few_channels(name: str, given: Sequence[Tensor]) -> bool:
-    """Tell whether an op is the forward of a convolution whose input, [batch, channels, ...], has few channels."""
+    """Tell whether an op is a convolution's forward whose input, [batch, channels, ...], has few channels."""
     return name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
 
 
 def kind_of(name: str) -> OpKind:
-    """Return the kind of an op, which says what limits it, by its name without namespace and overload, such as "mm"."""
+    """Return the kind of an op by its name without namespace and overload, such as "mm"."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 
@@ -129,7 +129,6 @@ def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _distinct_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, those of broadcast dimensions once."""
     if torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.numel() == 0:
         return tensor.numel() * tensor.itemsize
     numel = 1
@@ -186,7 +185,6 @@ class OpClock:
 
     @property
     def now(self) -> int:
-        """How many ops have run."""
         return len(self.works)
 
     def close(self) -> None:
@@ -194,11 +192,9 @@ class OpClock:
         self._before.clear()
 
     def end_forward(self) -> None:
-        """Called at the end of the forward: later ops are not recorded."""
         self._recording = None
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Note an op that has run."""
         live, recording = self._live, self._recording
         before_bytes = live.allocated_bytes()
         live.saw(op, args, outputs)
@@ -223,13 +219,13 @@ class OpClock:
             self._log.note_op(str(op))
 
     def see_saved(self, tensor: Tensor) -> None:
-        """Note a tensor that autograd saves, since perhaps no op has shown it, as for one made from a list."""
+        """Note a tensor that autograd saves, since perhaps no op has shown it, as one made from a list."""
         self._live.add(tensor)
         if self._log is not None:
             self._log.note_saved(tensor)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of a storage that an op has made; None for all others."""
+        """Return the number of a storage that an op has made; None for others."""
         found = self._numbers.get(storage_key(storage))
         is_known = found is not None and found[0]() is storage and found[1] != _THERE_BEFORE
         return found[1] if is_known and found is not None else None
@@ -267,8 +263,6 @@ class OpClock:
 
 
 class ClockMode(Mode):
-    """The dispatch mode that reports each op to a clock, after it ran."""
-
     def __init__(self, clock: OpClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._clock = clock
@@ -383,7 +377,6 @@ class SavedValues:
         self.use_places: list[int] = []
 
     def pack(self, tensor: Tensor) -> KeptHandle:
-        """Note a save."""
         with torch_private.without_python_dispatch():
             self._clock.see_saved(tensor)
         if torch_private.backward_task() != -1:
@@ -433,7 +426,6 @@ class SavedValues:
         return handle.unpack()
 
     def end_forward(self) -> None:
-        """Count uses from here."""
         self._is_forward = False
 
 
@@ -456,7 +448,6 @@ class _ModuleSpans(NoGauge):
         self._calls[place] = (*self._calls[place][:2], len(self._recording.calls))
 
     def modules(self) -> Iterator[ModuleOps]:
-        """Yield the calls, in the order in which they begin."""
         for index, begin, end in self._calls:
             if index != self._tree.outside:
                 node = self._tree.nodes[index]
@@ -573,7 +564,7 @@ def _refuse(packed: None) -> Tensor:
 
 
 def _lifetimes(whole: _Whole, alone: _Alone) -> dict[int, Lifetime]:
-    """Return the lifetimes of saved values, and of other values of at least that size."""
+    """Return the lifetimes of saved values, and of others of at least `min_bytes`."""
     clock, saves = whole.clock, whole.saves
     num_bytes, saved = whole.step.lineage.num_bytes, set(whole.step.saves)
     found: dict[int, Lifetime] = {}

@@ -260,14 +260,8 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
 
 
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a module call and of a backward from all of its outputs; the module is left unchanged.
-
-    Args:
-        target, min_bytes: see `StepTrace`.
-
-    Raises:
-        ProfileError, DataDependentError: as `profile_memory(..., device="meta", trace=True)`.
-    """
+    """Return the trace of a module call and of a backward from all of its outputs. Raises as `profile_memory(device="meta",
+    trace=True)`."""
     step = Step(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
     step.check_surroundings()
     check_model(step)
@@ -284,7 +278,7 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _measure(
     step: Step, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
 ) -> tuple[MemoryReport, StorageLog | None]:
-    """Make the runs; return the report without its `step_memory`, and the log for that."""
+    """Return the report without its `step_memory`, and the log for that."""
     # Only now: a private class of torch is the base of what watches the ops.
     from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
 
@@ -357,12 +351,6 @@ def _run_info(step: Step, tree: ModuleTree, run_device: torch.device, device: De
 
 
 def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
-    """Check the arguments of `profile_memory`.
-
-    Raises:
-        TypeError, ValueError: one is invalid.
-        ProfileError: grad mode is off, or other hooks would see what autograd saves.
-    """
     if not isinstance(step.model, nn.Module):
         raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
     if step.loss_fn is not None and not callable(step.loss_fn):
@@ -380,7 +368,6 @@ def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: in
 
 
 def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
-    """Return the smallest size of saved storages that a trace lists one by one; None without a trace."""
     num_bytes = check_bytes("min_bytes", min_bytes)
     if not isinstance(trace, bool):
         raise ValueError(f"trace is True or False; found {trace!r}")
@@ -396,11 +383,7 @@ def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes
 
 
 def check_model(step: Step) -> None:
-    """Check that a model can be run, and that running it trains nothing.
-
-    Raises:
-        ProfileError: it can't be profiled.
-    """
+    """Raise ProfileError if the model can't run, or if running it would train something."""
     named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
@@ -415,12 +398,7 @@ def check_model(step: Step) -> None:
 
 
 def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:
-    """Return the device of the run: meta, or the one device that the model and inputs are on.
-
-    Raises:
-        ValueError: `asked` is another device, or the inputs are on another device than the model.
-        ProfileError: the model is on several devices.
-    """
+    """Return the device of the run: meta, or the one device that model and inputs are on."""
     if asked is not None and str(asked) in ("meta", "meta:0"):
         check_gradients_without_data(step)
         return META
@@ -451,11 +429,7 @@ def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.d
 
 
 def refuse_sharded(step: Step) -> None:
-    """Raise if a model that FSDP2 has sharded is to run without data.
-
-    Raises:
-        ProfileError: it is sharded.
-    """
+    """Raise ProfileError if a model that FSDP2 has sharded is to run without data."""
     if fsdp_modules(step.modules()):
         raise ProfileError(
             'the model is sharded by fully_shard, and what ranks send each other needs data; found device="meta", trace=True, '
@@ -464,11 +438,7 @@ def refuse_sharded(step: Step) -> None:
 
 
 def check_gradients_without_data(step: Step) -> None:
-    """Raise if gradients would go to the host in a run without data.
-
-    Raises:
-        ProfileError: they would.
-    """
+    """Raise ProfileError if gradients would go to the host in a run without data."""
     if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
         raise ProfileError(
             'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '

@@ -37,7 +37,6 @@ class Mark(Enum):
 
     @property
     def meaning(self) -> str:
-        """The explanation below the table."""
         return _MEANINGS[self]
 
 
@@ -79,7 +78,6 @@ class ModuleTree:
         self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
 
     def fqn(self, index: int) -> str:
-        """Return the name shown for a node, or for `outside`."""
         return self._fqns[index]
 
     def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
@@ -104,7 +102,6 @@ class ModuleTree:
 
     @property
     def has_compiled(self) -> bool:
-        """Whether `torch.compile` runs some of these modules: their insides cannot be seen from outside."""
         return any(node.compiled for node in self.nodes)
 
 
@@ -124,7 +121,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def children_of(parents: Sequence[int | None]) -> list[list[int]]:
-    """Return, for each row, the indices of the rows directly under it; `parents` has the index of its parent."""
+    """Return, for each row, the indices of the rows directly under it."""
     children: list[list[int]] = [[] for _ in parents]
     for index, parent in enumerate(parents):
         if parent is not None:
@@ -175,29 +172,26 @@ def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
 
 
 class Signatures:
-    """The inputs and outputs of each module: shapes and dtype at its first call, and the number of different signatures."""
+    """Shapes and dtype of each module's first call, and the number of different signatures."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, dict[tuple[Shapes, Shapes], str]] = {}
 
     def hook(self, tree: ModuleTree, hooks: HookSet) -> None:
-        """Note the calls of every module that `CallStack.hook` hooks."""
         for index, node in tree.hookable():
             hooks.after_forward(node.module, self._after(index))
 
     def note(self, index: int, inputs: Any, output: Any) -> None:
-        """Note one call of the module at `index`."""
         kind = (shapes_of(inputs), shapes_of(output))
         self._kinds.setdefault(index, {}).setdefault(kind, first_dtype(output))
 
     def first(self, index: int) -> tuple[Shapes, Shapes, str]:
-        """Return the input shapes, output shapes and output dtype of the first call; empty if there was none."""
+        """Return input shapes, output shapes and output dtype of the first call; empty if there was none."""
         for (inputs, outputs), dtype in self._kinds.get(index, {}).items():
             return inputs, outputs, dtype
         return (), (), ""
 
     def num_kinds(self, index: int) -> int:
-        """Return how many different pairs of input and output shapes the module was called with."""
         return len(self._kinds.get(index, {}))
 
     def _after(self, index: int) -> Callable[..., None]:
@@ -208,7 +202,7 @@ class Signatures:
 
 
 def shapes_of(nested: Any) -> Shapes:
-    """Return the shapes of the tensors in a nested structure, in its order; -1 for sizes that vary within a tensor."""
+    """Return the shapes of the tensors in a nested structure; -1 for sizes that vary within a tensor."""
     return tuple(_shape_of(leaf) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor))
 
 
@@ -219,10 +213,8 @@ def _shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def first_dtype(nested: Any) -> str:
-    """Return the dtype ("float32") of the first tensor in a nested structure, or "" if there is none."""
     return next((dtype_name(leaf.dtype) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor)), "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

@@ -111,7 +111,6 @@ class LiveStorages(MemoryCounter):
         self._peak_bytes = self._allocated_bytes
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Count the storages of an operation's outputs."""
         self.look()
         for tensor in tensors_in(outputs):
             self.add(tensor)
@@ -123,7 +122,6 @@ class LiveStorages(MemoryCounter):
                 self._add(storage)
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storages of a tensor that no operation has shown."""
         for storage in storages_of(tensor):
             self._add(storage)
 
@@ -162,18 +160,13 @@ class LiveStorages(MemoryCounter):
 
 
 class ParamCasts:
-    """Recognizes storages that hold a parameter or buffer in another dtype, as made by autocast.
-
-    Args:
-        resident: the storages of parameters and buffers.
-    """
+    """Recognizes storages that hold a parameter or buffer in another dtype, as made by autocast."""
 
     def __init__(self, resident: ModelStorages) -> None:
         self._resident = resident
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Note the output of a cast whose input is a parameter, a buffer or such a cast."""
         if op in torch_private.known("to_copy") and any(
             source in self._resident or source in self for source in storages_of(args[0])
         ):
@@ -186,18 +179,13 @@ class ParamCasts:
 
 
 class Writes:
-    """Notes which of some storages are written to in place.
-
-    Args:
-        names: what to call each storage, by its key.
-    """
+    """Notes by name which of some storages, told by their keys, are written to in place."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self.written: dict[str, None] = {}
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Look at the arguments that the operation's schema says it writes to."""
         if not torch_private.schema_of(op).is_mutable:
             return
         for argument, value in zip(torch_private.schema_of(op).arguments, args, strict=False):
@@ -210,12 +198,7 @@ class Writes:
 
 
 class HiddenRegions:
-    """Notes the modules that ran operations whose saved tensors our hooks can't see.
-
-    Args:
-        pack: our own pack hook, which saved tensors should come to.
-        stack: tells which module is running.
-    """
+    """Notes the modules that ran ops whose saved tensors `pack`, our own hook, can't see."""
 
     def __init__(self, pack: Callable[..., Any], stack: CallStack) -> None:
         self._pack = pack
@@ -225,7 +208,6 @@ class HiddenRegions:
         """Modules in which the innermost saved-tensor hooks were others, not a checkpoint's."""
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Look at the innermost hooks at this operation."""
         pack = receiving_pack()
         if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
             return
@@ -236,7 +218,7 @@ class HiddenRegions:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors in an operation's outputs: a tensor, or a flat or nested sequence of them."""
+    """Yield the tensors in an op's outputs or arguments: one, or nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -328,7 +310,7 @@ class SavedStorages:
         return _Packed(tensor.detach(), torch_private.version_of(tensor), saves)
 
     def unpack(self, packed: _Packed) -> Tensor:
-        """Note a use; return the tensor after checking that it was not written to (with hooks set, autograd doesn't check)."""
+        """Note a use. With hooks set, autograd does not check for writes: this does."""
         if torch_private.version_of(packed.alias) != packed.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -343,7 +325,6 @@ class SavedStorages:
         return packed.alias
 
     def start_backward(self) -> None:
-        """Count uses from here."""
         self._in_backward = True
 
     def counts(self) -> dict[int, SavedCount]:
@@ -361,7 +342,7 @@ class SavedStorages:
         return counts
 
     def records(self, fqn: Callable[[int], str], times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
-        """Return the list as values; `fqn` names a module, `times` are from another run of the same step."""
+        """Return the list as values; `times` are from another run of the same step."""
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
@@ -428,23 +409,19 @@ class SaveTimes:
 
     @property
     def num_saves(self) -> int:
-        """How many tensors were saved, parameters among them."""
         return len(self._saved)
 
     def pack(self, tensor: Tensor) -> tuple[int, Tensor]:
-        """Note when a tensor is saved."""
         self._saved.append(self._device.record_event())
         return len(self._saved) - 1, tensor.detach()
 
     def unpack(self, packed: tuple[int, Tensor]) -> Tensor:
-        """Note when it is used for the first time."""
         number, alias = packed
         if self._backward_start is not None and number not in self._needed:
             self._needed[number] = self._device.record_event()
         return alias
 
     def start_backward(self) -> None:
-        """Count the seconds to each use from here."""
         self._backward_start = self._device.record_event()
 
     def saved_at_s(self, numbers: Sequence[int]) -> float:
@@ -452,7 +429,7 @@ class SaveTimes:
         return self._forward_start.elapsed_s(self._saved[numbers[0]])
 
     def needed_at_s(self, numbers: Sequence[int]) -> float | None:
-        """Return the seconds from the start of the backward to the first use of any of some saves, None without a use."""
+        """Return the seconds from the start of the backward to the first use of some saves, None without a use."""
         used = [self._needed[number] for number in numbers if number in self._needed]
         if self._backward_start is None or not used:
             return None

@@ -57,10 +57,7 @@ class MetaTwins:
         return torch_private.tree_unflatten(twins, spec)
 
     def stand_in(self, model: nn.Module) -> None:
-        """Put twins in the place of all parameters, buffers and tensor attributes of a model's modules.
-
-        The originals are put back by `restore.preserved`, which has kept the modules' state.
-        """
+        """Put twins in the place of all parameters, buffers and tensor attributes; `preserved` puts the originals back."""
         for module in model.modules():
             members: tuple[dict[str, Any], ...] = (torch_private.parameters_of(module), torch_private.buffers_of(module))
             for tensors in members:
@@ -192,11 +189,7 @@ _MAX_CONSTANT_NUMEL = 2**20
 
 
 def run_without_data(step: Step, target: str, context: AbstractContextManager[Any]) -> None:
-    """Run a step on the meta device as `target` would, its forward in a context, and leave the model as it was.
-
-    Raises:
-        ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
-    """
+    """Run a step on the meta device as `target` would, its forward in a context, and leave the model as it was."""
     step.check_surroundings()
     tree = ModuleTree(step.model)
     with preserved(step.modules(), META, contents=False), as_on_target(tree, target, lambda: None) as mode:
@@ -206,11 +199,8 @@ def run_without_data(step: Step, target: str, context: AbstractContextManager[An
 
 @contextmanager
 def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
-    """A context in which ops on the meta device save and allocate what they would on a target.
-
-    Args:
-        note_backend_dependent: called whenever an operation runs of which only the backend knows what it saves.
-    """
+    """A context in which ops on meta save and allocate as on a target; calls `note_backend_dependent` at ops of which only the
+    backend knows."""
     # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
     eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
     with (
@@ -243,11 +233,6 @@ def without_data(step: Step) -> Step:
 
 
 def refuse_scripted(step: Step) -> None:
-    """Raise if part of a step can't run on the meta device.
-
-    Raises:
-        ProfileError: part of it is TorchScript.
-    """
     if any(isinstance(part, torch.jit.ScriptModule) for module in step.modules() for part in module.modules()):
         raise ProfileError("TorchScript cannot run on the meta device; profile this model with data")
 

@@ -121,7 +121,6 @@ class MetaAutocast:
         self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
     def forget(self) -> None:
-        """Empty the cache."""
         self._casts.clear()
 
     def dtype(self) -> torch.dtype | None:
@@ -136,7 +135,6 @@ class MetaAutocast:
     def apply(
         self, rule: Rule, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that the operation runs with."""
         if rule is Rule.FLOAT32_RESULT:
             half = any(_is_eligible(leaf) and leaf.dtype != torch.float32 for leaf in args[:1])
             return args, {**kwargs, "dtype": torch.float32} if half and kwargs.get("dtype") is None else kwargs
@@ -196,11 +194,7 @@ class MixedDtypesError(RuntimeError):
 
 
 def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
-    """Raise if an operation on `target` does not take arguments of these dtypes together.
-
-    Raises:
-        MixedDtypesError: it does not.
-    """
+    """Raise MixedDtypesError if an op on `target` does not take arguments of these dtypes together."""
     positions = _ALIKE.get(op)
     if positions is not None:
         if op is _aten.convolution.default and target == "cpu" and not uses_onednn(*args):
@@ -235,7 +229,6 @@ def uses_onednn(tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) 
 
 
 def _dtypes_at(args: Sequence[Any], positions: Sequence[int]) -> list[torch.dtype]:
-    """Return the different dtypes of the tensors at some positions, in order."""
     found = (args[position] for position in positions if position < len(args))
     return list(dict.fromkeys(value.dtype for value in found if isinstance(value, Tensor)))
 
@@ -353,7 +346,6 @@ def _contiguous(output: Tensor, *_: Any) -> Tensor:
 
 
 def _as_first(output: Tensor, first: Tensor, *_: Any) -> Tensor:
-    """Give an output the memory format of the first argument."""
     if output.dim() != first.dim():
         return _contiguous(output)
     return _in_format(output, format_of(first))
