@@ -7,7 +7,7 @@ The peak in words, the list of what fills it and the timeline of a page are draw
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -399,17 +399,7 @@ class StorageLog:
         if optimizer is not None:
             moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
         storages = [self._told(entry, num_ops, len(moments)) for entry in self._entries]
-        storages += [
-            AliveStorage(
-                category=state.category,
-                module=state.module,
-                what=state.what,
-                num_bytes=state.num_bytes,
-                begin=0,
-                end=len(moments),
-            )
-            for state in states
-        ]
+        storages += [replace(state, begin=0, end=len(moments)) for state in states]
         return StepMemory(moments=tuple(moments), storages=tuple(it for it in storages if it.begin < it.end and it.num_bytes))
 
     def _told(self, entry: _Entry, num_ops: int, num_moments: int) -> AliveStorage:

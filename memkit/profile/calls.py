@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,14 @@ CUDA_ROUNDING_BYTES = 512
 """CUDA's caching allocator rounds each size up to a multiple of this."""
 
 
-class Gauge(Protocol):
-    """Something that is read whenever another module begins to run."""
+class Gauge:
+    """Is read when a module's call begins or ends. This one reads nothing: for warm-up runs, and if memory can't be counted."""
+
+    def __init__(self) -> None:
+        self.before_bytes: int | None = None
+        self.highest_reserved_bytes: int | None = None
+        self.forward_peaks: dict[int, int] = {}
+        self.backward_peaks: dict[int, int] = {}
 
     def open(self, index: int) -> None:
         """A call of the module at `index` begins."""
@@ -32,42 +38,12 @@ class Gauge(Protocol):
     def start_backward_of(self, index: int | None) -> None:
         """The backward goes on with operations of the module at `index`; None when it ends."""
 
-
-class MemoryGauge(Gauge, Protocol):
-    """A gauge that reads memory; its figures are None if it can't be counted."""
-
-    before_bytes: int | None
-    highest_reserved_bytes: int | None
-    forward_peaks: Mapping[int, int]
-    backward_peaks: Mapping[int, int]
-
     def take_highest(self) -> int | None:
         """Return the peak of allocated bytes since the last `take_highest`, and start again."""
-
-
-class NoGauge:
-    """Reads nothing: for warm-up runs, and if memory can't be counted."""
-
-    def __init__(self) -> None:
-        self.before_bytes: int | None = None
-        self.highest_reserved_bytes: int | None = None
-        self.forward_peaks: Mapping[int, int] = {}
-        self.backward_peaks: Mapping[int, int] = {}
-
-    def open(self, index: int) -> None:
-        pass
-
-    def close(self, index: int) -> None:
-        pass
-
-    def start_backward_of(self, index: int | None) -> None:
-        pass
-
-    def take_highest(self) -> None:
         return None
 
 
-class PeakGauge:
+class PeakGauge(Gauge):
     """The most bytes allocated during each module's calls, above what was allocated when the call began.
 
     The allocator has one peak counter: at each beginning and end of a call, its value is added to every open call, and it is
@@ -75,17 +51,14 @@ class PeakGauge:
     """
 
     def __init__(self, counter: MemoryCounter) -> None:
+        super().__init__()
         self._counter = counter
         self._calls: list[list[int]] = []  # [bytes at entry, highest bytes so far] of each open call
         self._backward_of: int | None = None
         counter.reset_peak()
         self._before_bytes = self._highest_bytes = counter.allocated_bytes()
-        self.before_bytes: int | None = self._before_bytes
-        self.highest_reserved_bytes: int | None = counter.peak_reserved_bytes()
-        self._forward_peaks: dict[int, int] = {}
-        self._backward_peaks: dict[int, int] = {}
-        self.forward_peaks: Mapping[int, int] = self._forward_peaks
-        self.backward_peaks: Mapping[int, int] = self._backward_peaks
+        self.before_bytes = self._before_bytes
+        self.highest_reserved_bytes = counter.peak_reserved_bytes()
 
     def open(self, index: int) -> None:
         self._fold()
@@ -95,13 +68,13 @@ class PeakGauge:
     def close(self, index: int) -> None:
         self._fold()
         entry_bytes, highest_bytes = self._calls.pop()
-        self._forward_peaks[index] = max(self._forward_peaks.get(index, 0), highest_bytes - entry_bytes)
+        self.forward_peaks[index] = max(self.forward_peaks.get(index, 0), highest_bytes - entry_bytes)
 
     def start_backward_of(self, index: int | None) -> None:
         highest = self._fold()
         if self._backward_of is not None:
             above = highest - self._before_bytes
-            self._backward_peaks[self._backward_of] = max(self._backward_peaks.get(self._backward_of, 0), above)
+            self.backward_peaks[self._backward_of] = max(self.backward_peaks.get(self._backward_of, 0), above)
         self._backward_of = index
 
     def _fold(self) -> int:
@@ -116,16 +89,16 @@ class PeakGauge:
         return highest
 
     def take_highest(self) -> int:
-        """Return the peak of allocated bytes since the last `take_highest`, and start again."""
         self._fold()
         highest, self._highest_bytes = self._highest_bytes, self._counter.allocated_bytes()
         return highest
 
 
-class TimeGauge:
+class TimeGauge(Gauge):
     """The time of each module's calls, from events on the device: nothing waits until `read`."""
 
     def __init__(self, device: Device) -> None:
+        super().__init__()
         self._device = device
         self._calls: list[Event] = []
         self._depths: Counter[int] = Counter()

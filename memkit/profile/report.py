@@ -17,7 +17,7 @@ from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
 from memkit.profile.fit import Fit, fit_from, fit_step
 from memkit.profile.sharded import ShardInfo
-from memkit.profile.table import Comparison, TakenStep, compare, peak_text, peak_words
+from memkit.profile.table import Comparison, compare, peak_text, peak_words
 from memkit.profile.tree import OUTSIDE_NAME, Shapes
 from memkit.removed import removed
 from memkit.schemas import read_json
@@ -352,7 +352,7 @@ class MemoryReport:
         """
         return fit_step(trace_of(self), budget, gpu, optimizer=self.optimizer)
 
-    def compare(self, after: MemoryReport | TakenStep) -> Comparison:
+    def compare(self, after: Any) -> Comparison:  # Any: the class of stats is in a room above
         """Return this step beside another, which answers "did it help?".
 
         Args:

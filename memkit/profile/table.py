@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, short_name
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, children_of
@@ -415,16 +415,8 @@ def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
     numbers: dict[Any, int] = {}
     kinds: list[Any] = [None] * len(rows)
     for index in reversed(range(len(rows))):
-        own = replace(
-            rows[index],
-            fqn="",
-            parent=None,
-            num_saves=0,
-            peak_bytes=None,
-            forward_s=None,
-            backward_s=None,
-            backward_peak_bytes=None,
-        )
+        own = replace(rows[index], fqn="", parent=None, num_saves=0, peak_bytes=None, backward_peak_bytes=None)
+        own = replace(own, forward_s=None, backward_s=None)
         # Children with names that are not positions ("conv1") are part of what a module is.
         names = tuple(rows[child].fqn.rpartition(".")[2] for child in below[index])
         kind = (own, names, tuple(kinds[child] for child in below[index]))
@@ -440,48 +432,15 @@ def _joined(parent: str, names: list[str]) -> str:
 def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
     if len(rows) == 1:
         return replace(rows[0], fqn=name)
-    first = rows[0]
 
-    def total(field: str) -> Any:
-        values = [getattr(row, field) for row in rows if getattr(row, field) is not None]
-        return sum(values) if values else None
+    def there(field: str) -> list[Any]:
+        return [getattr(row, field) for row in rows if getattr(row, field) is not None]
 
-    def highest(field: str) -> Any:
-        return max((getattr(row, field) for row in rows if getattr(row, field) is not None), default=None)
-
-    sums = (
-        "num_calls",
-        "param_bytes",
-        "host_param_bytes",
-        "activation_bytes",
-        "self_bytes",
-        "num_storages",
-        "num_saves",
-        "forward_s",
-        "backward_s",
-    )
-    return replace(
-        first,
-        fqn=f"{name} (x{len(rows)})",
-        **{field: total(field) for field in sums},
-        **{field: highest(field) for field in ("peak_bytes", "backward_peak_bytes")},
-    )
-
-
-class TakenStep(Protocol):
-    """What `memkit.stats` returns for a step under a `MemoryBudget`."""
-
-    @property
-    def step_peak_bytes(self) -> int | None:
-        """Most bytes on the device at once."""
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds of the step."""
-
-    @property
-    def plain_s(self) -> float | None:
-        """Seconds that it would take without memkit."""
+    added = ("num_calls", "param_bytes", "host_param_bytes", "activation_bytes", "self_bytes", "num_storages", "num_saves")
+    added += ("forward_s", "backward_s")
+    sums = {field: sum(there(field)) if there(field) else None for field in added}
+    peaks = {field: max(there(field), default=None) for field in ("peak_bytes", "backward_peak_bytes")}
+    return replace(rows[0], fqn=f"{name} (x{len(rows)})", **{**sums, **peaks})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,8 +530,8 @@ _TIME = "forward and backward"
 _PEAK = "peak of the step"
 
 
-def compare(before: MemoryReport, after: MemoryReport | TakenStep) -> Comparison:
-    if not _is_report(after):
+def compare(before: MemoryReport, after: Any) -> Comparison:
+    if not hasattr(after, "step_memory"):
         return _with_taken(before, after)
     if before.step_peak_bytes is None or after.step_peak_bytes is None:
         first = ComparedFigure(name="peak of the forward", before=before.forward_peak_bytes, after=after.forward_peak_bytes)
@@ -588,11 +547,7 @@ def compare(before: MemoryReport, after: MemoryReport | TakenStep) -> Comparison
     return Comparison(figures=(first, *parts, kept, times))
 
 
-def _is_report(step: MemoryReport | TakenStep) -> TypeGuard[MemoryReport]:
-    return hasattr(step, "step_memory")
-
-
-def _with_taken(before: MemoryReport, taken: MemoryReport | TakenStep) -> Comparison:
+def _with_taken(before: MemoryReport, taken: Any) -> Comparison:
     if not hasattr(taken, "step_s"):
         raise TypeError(f"a report is compared with another, or with what memkit.stats returns; found {type(taken).__name__}")
     peak = ComparedFigure(name=_PEAK, before=before.step_peak_bytes, after=taken.step_peak_bytes)

@@ -22,7 +22,7 @@ from memkit.modes import Mode
 from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, StepTrace, ends_of
 from memkit.plan import Step as PlannedStep
 from memkit.profile.alive import StorageLog
-from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, NoGauge
+from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge
 from memkit.profile.simulate import META
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.profile.step import Step, preserved
@@ -304,15 +304,15 @@ def trace_step(step: Step, target: str, min_bytes: int, log: StorageLog | None =
     with preserved(step.modules(), META, contents=False):
         whole = _run_whole(step, tree, target, max(1, min_bytes), log)
     with preserved(step.modules(), META, contents=False):
-        alone = _run_alone(step, tree, target)
+        alone, ends = _run_alone(step, tree, target)
     clock, num_forward_ops = whole.clock, whole.num_forward_ops
     names = [work.name for work in clock.works[:num_forward_ops]]
-    if names != [work.name for work in alone.clock.works]:
+    if names != [work.name for work in alone.works]:
         raise ProfileError(
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
             "out what changes from one forward to the next (a counter, a global cache, the time), or pass trace=False"
         )
-    lifetimes = _lifetimes(whole, alone)
+    lifetimes = _lifetimes(whole, ends)
     trainable = [parameter for module in step.modules() for parameter in module.parameters() if parameter.requires_grad]
     trainable = list(dict.fromkeys(trainable))
     return StepTrace(
@@ -429,7 +429,7 @@ class SavedValues:
         self._is_forward = False
 
 
-class _ModuleSpans(NoGauge):
+class _ModuleSpans(Gauge):
     """Notes which ops of a recording each module call has run."""
 
     def __init__(self, tree: ModuleTree, recording: Recording) -> None:
@@ -468,15 +468,6 @@ class _Whole:
     num_forward_ops: int
     modules: tuple[ModuleOps, ...]
     backend_dependent: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Alone:
-    """What the run of the forward alone has shown."""
-
-    clock: OpClock
-    ends: Mapping[int, int]
-    """For each storage freed in it, how many ops had run by then."""
 
 
 def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
@@ -526,19 +517,20 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: S
     )
 
 
-def _run_alone(step: Step, tree: ModuleTree, target: str) -> _Alone:
+def _run_alone(step: Step, tree: ModuleTree, target: str) -> tuple[OpClock, Mapping[int, int]]:
+    """Return the clock, and for each storage freed in the forward how many ops had run by then."""
     step = replace(without_data(step), backward=False)
     clock, ends = _clock_of(step, target), dict[int, int]()
     with as_on_target(tree, target, _nothing) as mode, ClockMode(clock):
         step.run(
-            CallStack(tree, NoGauge()),
+            CallStack(tree, Gauge()),
             packing=SavedTensorHooks(_let_go, _refuse),
             forward_done=lambda: ends.update(clock.freed_at),
             at_node=mode.resume,
             explain=say_why_not,
         )
     clock.close()
-    return _Alone(clock=clock, ends=ends)
+    return clock, ends
 
 
 def _clock_of(step: Step, target: str, recording: Recording | None = None, log: StorageLog | None = None) -> OpClock:
@@ -563,7 +555,7 @@ def _refuse(packed: None) -> Tensor:
     )
 
 
-def _lifetimes(whole: _Whole, alone: _Alone) -> dict[int, Lifetime]:
+def _lifetimes(whole: _Whole, ends: Mapping[int, int]) -> dict[int, Lifetime]:
     """Return the lifetimes of saved values, and of others of at least `min_bytes`."""
     clock, saves = whole.clock, whole.saves
     num_bytes, saved = whole.step.lineage.num_bytes, set(whole.step.saves)
@@ -573,6 +565,6 @@ def _lifetimes(whole: _Whole, alone: _Alone) -> dict[int, Lifetime]:
             continue
         number, made_at = clock.values[value]
         freed_at = clock.overwritten_at.get(value, clock.freed_at.get(number, clock.now))
-        released_at = min(freed_at, alone.ends.get(number, freed_at))
+        released_at = min(freed_at, ends.get(number, freed_at))
         found[value] = Lifetime(made_at=made_at, released_at=released_at, freed_at=freed_at)
     return found

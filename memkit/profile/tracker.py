@@ -40,7 +40,7 @@ from memkit.terminal import terminal_width
 from memkit.torch_state import fsdp_modules
 
 if TYPE_CHECKING:
-    from memkit.profile.optimizer_states import OptimizerLike
+    pass
 
 
 _Value = TypeVar("_Value")
@@ -163,7 +163,20 @@ def profile_memory(
         check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
         if trace is True or is_fitted or str(device).startswith("meta"):
             refuse_sharded(step)
-        return _looked_at(step, counted, spec, device=device, target=target, trace=trace, min_bytes=min_bytes)
+        sharded = find_shards(step.modules())
+        check_model(step)
+        streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
+        step = replace(step, streamed=streamed, sharded=sharded)
+        run_at = run_device(step, device)
+        traced_from = traced_bytes(step, run_at, trace=trace, min_bytes=min_bytes)
+        tree = ModuleTree(step.model, step.streamed)
+        memory, states = None, tuple[AliveStorage, ...]()
+        if counted is not None:
+            rounding_bytes = CUDA_ROUNDING_BYTES if run_at.type == "cuda" or (run_at == META and target == "cuda") else 1
+            memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding_bytes)
+        return _Asked(
+            step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=memory, states=states
+        )
 
     asked = _together(look, (model, getattr(loss_fn, "__self__", loss_fn)), warmup)
     step, tree, run_at, traced_from, spec = asked.step, asked.tree, asked.run_device, asked.traced_bytes, asked.gpu
@@ -204,35 +217,6 @@ class _Asked:
     gpu: GpuSpec | None
     optimizer: OptimizerMemory | None
     states: tuple[AliveStorage, ...]
-
-
-def _looked_at(
-    step: Step,
-    counted: OptimizerLike | None,
-    spec: GpuSpec | None,
-    *,
-    device: str | torch.device | Device | None,
-    target: str,
-    trace: bool,
-    min_bytes: int | str,
-) -> _Asked:
-    """Check the arguments and return what is to be run; without communication."""
-    sharded = find_shards(step.modules())
-    check_model(step)
-    streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
-    step = replace(step, streamed=streamed, sharded=sharded)
-    run_at = run_device(step, device)
-    traced_from = traced_bytes(step, run_at, trace=trace, min_bytes=min_bytes)
-    tree = ModuleTree(step.model, step.streamed)
-    optimizer, states = None, tuple[AliveStorage, ...]()
-    if counted is not None:
-        is_rounded = run_at.type == "cuda" or (run_at == META and target == "cuda")
-        optimizer, states = optimizer_memory(
-            step, tree, counted, device=run_at, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
-        )
-    return _Asked(
-        step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=optimizer, states=states
-    )
 
 
 def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: object) -> _Asked:
@@ -293,34 +277,33 @@ def _measure(
 
         return with_others(work, step.sharded, doing=f"running a step{doing}", around=untraced, checks=not is_timed)
 
-    save_times = None
+    save_times, forward_s, backward_s = None, dict[int, float](), dict[int, float]()
     if device is None:
-        found = run(lambda: simulated_pass(step, tree, target), " without data")
+        watch = run(lambda: simulated_pass(step, tree, target), " without data")
     else:
         if step.sharded:
             run(step.sharded.gather_once, ", gathering each layer")
         for number in range(warmup):
             run(lambda: plain_pass(step, tree), f", warm-up {number + 1} of {warmup}")
-        found = run(lambda: memory_pass(step, tree, device), ", watching memory")
-        num_calls = sum(found.num_calls.values())
+        watch = run(lambda: memory_pass(step, tree, device), ", watching memory")
+        num_calls = sum(watch.stack.num_calls.values())
         forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
         save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
-        found = replace(found, forward_s=forward_s, backward_s=backward_s)
-        _warn_of_written(found.written)
+        _warn_of_written(list(watch.writes.written))
     report = MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, target),
-        modules=module_records(tree, found),
-        saved=found.saves.records(tree.fqn, save_times),
+        modules=module_records(tree, watch, forward_s, backward_s),
+        saved=watch.saves.records(tree.fqn, save_times),
         buffer_bytes=storage_bytes(step.model.buffers()),
         slot_bytes=sum(slot.nbytes() for slot in step.streamed.slots),
-        before_bytes=found.before_bytes,
-        forward_peak_bytes=found.forward_peak_bytes,
-        backward_peak_bytes=found.backward_peak_bytes,
-        reserved_peak_bytes=found.reserved_peak_bytes,
-        sharding=step.sharded.info(found.gathered_bytes) if step.sharded else None,
+        before_bytes=watch.gauge.before_bytes,
+        forward_peak_bytes=watch.forward_peak_bytes,
+        backward_peak_bytes=watch.backward_peak_bytes,
+        reserved_peak_bytes=watch.gauge.highest_reserved_bytes,
+        sharding=step.sharded.info(watch.gathered_bytes) if step.sharded else None,
     )
-    return report, found.storages
+    return report, watch.storages
 
 
 def _warn_of_written(names: Sequence[str]) -> None:

@@ -25,17 +25,8 @@ from memkit.profile.tree import dtype_name, shapes_of
 from memkit.storages import storage_key, storages_of, unique_storages
 
 if TYPE_CHECKING:
+    from memkit.profile.alive import StorageLog
     from memkit.torch_private import OpOverload
-
-
-class StorageObserver(Protocol):
-    """Is called when storages are made and freed."""
-
-    def begin(self, key: int, num_bytes: int) -> None:
-        """Called when a storage exists from now on."""
-
-    def end(self, key: int) -> None:
-        """Called when a storage was freed."""
 
 
 class OpObserver(Protocol):
@@ -80,7 +71,7 @@ class LiveStorages(MemoryCounter):
         *,
         elsewhere: Iterable[Tensor] = (),
         rounding_bytes: int = 1,
-        observer: StorageObserver | None = None,
+        observer: StorageLog | None = None,
         only: str | None = None,
         resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     ) -> None:

@@ -16,7 +16,7 @@ from memkit import torch_private
 from memkit.errors import DataDependentError, ProfileError
 from memkit.modes import Mode
 from memkit.owners import StreamedWeights, owners_set_aside
-from memkit.profile.calls import CallStack, NoGauge
+from memkit.profile.calls import CallStack, Gauge
 from memkit.profile.simulate import META
 from memkit.profile.simulate.target import MixedDtypesError, TargetKernels, TargetMode
 from memkit.profile.step import Step, preserved, say_where
@@ -193,7 +193,7 @@ def run_without_data(step: Step, target: str, context: AbstractContextManager[An
     step.check_surroundings()
     tree = ModuleTree(step.model)
     with preserved(step.modules(), META, contents=False), as_on_target(tree, target, lambda: None) as mode:
-        stack = CallStack(tree, NoGauge())
+        stack = CallStack(tree, Gauge())
         without_data(step).run(stack, packing=context, at_node=mode.resume, explain=say_why_not)
 
 
