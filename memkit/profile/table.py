@@ -438,9 +438,9 @@ def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
 
     added = ("num_calls", "param_bytes", "host_param_bytes", "activation_bytes", "self_bytes", "num_storages", "num_saves")
     added += ("forward_s", "backward_s")
-    sums = {field: sum(there(field)) if there(field) else None for field in added}
-    peaks = {field: max(there(field), default=None) for field in ("peak_bytes", "backward_peak_bytes")}
-    return replace(rows[0], fqn=f"{name} (x{len(rows)})", **{**sums, **peaks})
+    figures: dict[str, Any] = {field: sum(there(field)) if there(field) else None for field in added}
+    figures |= {field: max(there(field), default=None) for field in ("peak_bytes", "backward_peak_bytes")}
+    return replace(rows[0], fqn=f"{name} (x{len(rows)})", **figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
