@@ -436,8 +436,10 @@ def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
     def there(field: str) -> list[Any]:
         return [getattr(row, field) for row in rows if getattr(row, field) is not None]
 
-    added = ("num_calls", "param_bytes", "host_param_bytes", "activation_bytes", "self_bytes", "num_storages", "num_saves")
-    added += ("forward_s", "backward_s")
+    added = (
+        *("num_calls", "param_bytes", "host_param_bytes", "activation_bytes", "self_bytes", "num_storages", "num_saves"),
+        *("forward_s", "backward_s"),
+    )
     figures: dict[str, Any] = {field: sum(there(field)) if there(field) else None for field in added}
     figures |= {field: max(there(field), default=None) for field in ("peak_bytes", "backward_peak_bytes")}
     return replace(rows[0], fqn=f"{name} (x{len(rows)})", **figures)
