@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from memkit import errors as errors
     from memkit import integrations as integrations
     from memkit import plan as plan
-    from memkit import profile as profile
     from memkit import states as states
     from memkit import weights as weights
     from memkit.activations import CPUOffload, MemoryBudget, Rematerialize, keep, no_offload, offload, recompute, reset
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
     from memkit.activations.stats import stats
     from memkit.attached import detach
+    from memkit.commands import profile as profile
     from memkit.distributed import shard
     from memkit.live import live_values
     from memkit.plan import plan_memory, schedules

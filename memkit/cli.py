@@ -19,6 +19,7 @@ from memkit._torch_floor import require_torch, torch_version
 from memkit._version import __version__
 from memkit.errors import MemkitError, ProfileError
 from memkit.progress import progress
+from memkit.removed import removed
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
@@ -377,7 +378,11 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE; - is standard output")
+    parser.add_argument("--csv", type=_refuse_csv, help=argparse.SUPPRESS)
+
+
+def _refuse_csv(_: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(removed("it", 'use --json, whose "modules" are the rows'))
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:

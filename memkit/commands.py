@@ -79,8 +79,8 @@ def show(options: argparse.Namespace) -> None:
     _check_files(options)
     report = MemoryReport.from_json(options.report)
     if options.after is not None:
-        if any((options.json, options.csv, options.html, options.peak, options.fit, options.gpu)):
-            raise UsageError("two reports are compared: leave out --json, --csv, --html, --peak, --fit and --gpu")
+        if any((options.json, options.html, options.peak, options.fit, options.gpu)):
+            raise UsageError("two reports are compared: leave out --json, --html, --peak, --fit and --gpu")
         print(report.compare(MemoryReport.from_json(options.after)).to_text(width=terminal_width()))
         return
     if options.fit is not None or options.gpu is not None:
@@ -90,22 +90,17 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    if options.json is not None and options.json == options.csv:
-        where = "standard output" if options.json == STDOUT else f"the same file, {options.json}"
-        raise UsageError(f"--json and --csv name {where}")
-    for path in (options.json, options.csv):
-        check_writable(path)
+    check_writable(options.json)
     _check_html(options)
 
 
 def _write(report: MemoryReport, options: argparse.Namespace) -> None:
-    """Print a report as requested, unless standard output has it in another format, and write the files."""
-    for path, written in ((options.json, report.to_json), (options.csv, report.to_csv)):
-        if path is not None:
-            write_text(path, written())
+    """Print a report as requested, unless standard output has its JSON, and write the files."""
+    if options.json is not None:
+        write_text(options.json, report.to_json())
     if options.html is not None:
         report.to_html(options.html)
-    if STDOUT not in (options.json, options.csv):
+    if options.json != STDOUT:
         _print_view(report, options)
 
 

@@ -111,14 +111,13 @@ def test_target_and_view_are_passed_on(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    json_path, csv_path = tmp_path / "report.json", tmp_path / "report.csv"
+    json_path = tmp_path / "report.json"
 
-    status, out, _ = run_command(capsys, *RESNET, "--json", str(json_path), "--csv", str(csv_path))
+    status, out, _ = run_command(capsys, *RESNET, "--json", str(json_path))
     shown = run_command(capsys, "show", str(json_path))
 
     assert status == 0
     assert MemoryReport.from_json(json_path).tag == "torchvision:resnet18"
-    assert csv_path.read_text().startswith("fqn,type_name,")
     assert shown == (0, out, "")
 
 
@@ -153,7 +152,7 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU", "--input", "2", "--sort", "colour"], "argument --sort: invalid choice"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "tpu"], "argument --device: invalid choice"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/no/such/folder/x.json"], "No such file or directory"),
-        (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/tmp/x", "--csv", "/tmp/x"], "name the same file"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--csv", "/tmp/x"], "argument --csv: it was removed in 0.2; use --json"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "cpu", "--target", "cpu"], "--target is for --device meta"),
         (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
         (["show", __file__], "is not a memkit report"),
@@ -213,7 +212,7 @@ def test_output_is_checked_before_therun_command(
 ) -> None:
     monkeypatch.setattr(commands, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
-    status, _, err = run_command(capsys, *RESNET, "--csv", str(tmp_path))
+    status, _, err = run_command(capsys, *RESNET, "--json", str(tmp_path))
 
     assert (status, "Is a directory" in err) == (2, True)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import fcntl
-import io
 import json
 import os
 import pty
@@ -213,16 +211,6 @@ def test_json_to_standard_output_is_all_that_goes_there(capsys: pytest.CaptureFi
     assert MemoryReport.from_json(out).tag == "torchvision:resnet18"
 
 
-def test_csv_to_standard_output_is_all_that_goes_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-
-    status, out, _ = run_command(capsys, "profile", *SMALL, "--csv", "-", "--json", str(path))
-
-    rows = list(csv.DictReader(io.StringIO(out)))
-    assert status == 0
-    assert [row["fqn"] for row in rows] == [row.fqn for row in MemoryReport.from_json(path).modules]
-
-
 def test_plan_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "H200", "--budget", "1.0"]
 
@@ -232,16 +220,11 @@ def test_plan_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out)["schema"] == "memkit.Front"
 
 
-def test_show_converts(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-
+def test_show_converts(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
     as_json = run_command(capsys, "show", str(reports[0]), "--json", "-")
-    as_csv = run_command(capsys, "show", str(reports[0]), "--csv", str(path))
 
     report = MemoryReport.from_json(reports[0])
     assert MemoryReport.from_json(as_json[1]) == report
-    assert path.read_text() == report.to_csv()
-    assert as_csv[1] == f"{report}\n"
 
 
 def test_show_fits_a_report_that_has_a_trace(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
@@ -254,7 +237,6 @@ def test_show_fits_a_report_that_has_a_trace(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["profile", *SMALL, "--json", "-", "--csv", "-"], "--json and --csv name standard output"),
         (["profile", *SMALL, "--fit", "12"], 'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
         (["profile", *SMALL, "--gpu", "RTX 3060", "--fit", "12GiB"], "--fit: the RTX 3060 has 11.6 GiB that can be allocated"),
         (["profile", *SMALL, "--gpu", "RTX 4080"], "--gpu: memkit knows H200"),

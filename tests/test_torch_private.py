@@ -20,7 +20,7 @@ from memkit import torch_lookup, torch_private
 from memkit.activations.offloading.moving_stage import is_from_leaf
 from memkit.device import ReferenceDevice
 from memkit.errors import MissingTorchNameError
-from memkit.profile.simulate import attention, autocast, dtypes, target, twins
+from memkit.profile.simulate import attention, run, target
 from memkit.recording import borders, ops
 from memkit.storages import storages_of
 from memkit.torch_private import NAMES, Feature
@@ -79,8 +79,8 @@ def attend(fused: Callable[[Any], Tensor]) -> Callable[[], object]:
 
 
 def names_autocast() -> None:
-    autocast._autocast_ops.clear()
-    autocast.autocast_ops("cuda")
+    target._autocast_ops.clear()
+    target.autocast_ops("cuda")
 
 
 class Replica(nn.Module):
@@ -110,14 +110,14 @@ USES: dict[str, Callable[[], object]] = {
     "higher_order_effect": lambda: ops._has_effect(torch.ops.aten.mul.Tensor),
     "sparse_indices": lambda: list(storages_of(torch.eye(2).to_sparse())),
     "sparse_values": lambda: list(storages_of(torch.eye(2).to_sparse())),
-    "make_subclass": lambda: twins.MetaTwins().of(nn.Parameter(torch.ones(1))),
+    "make_subclass": lambda: run.MetaTwins().of(nn.Parameter(torch.ones(1))),
     "flash_attention_cpu": attend(attention._flash_cpu),
     "flash_attention": attend(attention._flash_cuda),
     "efficient_attention": attend(attention._efficient_cuda),
     "cudnn_attention": attend(attention._cudnn),
     "safe_softmax": attend(attention._math_cuda),
     "fused_sdp_choice": lambda: attention._is_fused((1, 2, 8), (1, 2, 8)),
-    "select_conv_backend": lambda: dtypes.uses_onednn(
+    "select_conv_backend": lambda: target.uses_onednn(
         torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1
     ),
     "dispatch_registrations": names_autocast,
@@ -139,7 +139,7 @@ def pad_as_on_target() -> None:
 
 
 def move_as_on_target() -> None:
-    with twins.MixedDevices("cpu"):
+    with run.MixedDevices("cpu"):
         torch.ones(1).to("meta")
 
 

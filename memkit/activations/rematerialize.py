@@ -207,7 +207,7 @@ class Rematerialize(RecordedContext):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
-        from memkit.profile.without_data import run_without_data  # only now: a private class of torch is a base in there
+        from memkit.profile.simulate.run import run_without_data  # only now: a private class of torch is a base in there
 
         step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
         state = RematState("min_budget")

@@ -1,11 +1,11 @@
 """A user's optimizer, stepped on other parameters than its own: neither it nor they are touched.
 
 - `kept`: the states that a step keeps for each parameter, in bytes, before there are any
-- `shells`: an object of the optimizer's class over some of its parameters, on which the class's `step` runs
-- `own_copies`: copies of an optimizer's attributes and groups for a trial, and whether two are equal
+- `shells`: an object of the optimizer's class over some of its parameters, on which the class's `step` runs; copies of
+  its attributes and groups for a trial
 - `numbers`: `item()` of tensors without data
 """
 
-from memkit.optimizers.kept import Kept, KeptState, kept_states, needs_master, tensors_in, unwrapped
+from memkit.optimizers.kept import Kept, KeptState, kept_states, needs_master, unwrapped
 
-__all__ = ["Kept", "KeptState", "kept_states", "needs_master", "tensors_in", "unwrapped"]
+__all__ = ["Kept", "KeptState", "kept_states", "needs_master", "unwrapped"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.optimizers.own_copies import own_attributes, own_group
-from memkit.optimizers.shells import needs_closure, put_in_train_mode, shell_of, step_of
+from memkit.optimizers.shells import needs_closure, own_attributes, own_group, put_in_train_mode, shell_of, step_of
 from memkit.storages import unique_storages
 from memkit.torch_state import local_of
 
@@ -158,7 +156,11 @@ class _Copy:
         kept: dict[int, list[tuple[str, Tensor, int]]] = {id(twin): [] for twin in twins}
         for key, entries in shell.state.items():
             found = kept.get(id(key), kept[id(twins[0])])
-            for name, tensor in tensors_in(entries):
+            named = entries.items() if isinstance(entries, dict) else [("", entries)]
+            tensors = [(str(name), leaf) for name, value in named for leaf in torch_private.tree_leaves(value)]
+            for name, tensor in tensors:
+                if not isinstance(tensor, Tensor):
+                    continue
                 new = {key: storage for key, storage in unique_storages([tensor]).items() if key not in seen}
                 seen |= new.keys()
                 found.append((name, tensor, sum(storage.nbytes() for storage in new.values())))
@@ -212,15 +214,3 @@ def _as_plain(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.ones(value.size(), dtype=value.dtype)
     return type(value)(_as_plain("", each) for each in value) if type(value) in (list, tuple) else value
-
-
-def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an entry of `optimizer.state`, each with the name of its state."""
-    if isinstance(state, Tensor):
-        yield name, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from tensors_in(value, name or str(key))
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from tensors_in(value, name)

@@ -1,18 +1,13 @@
-"""A report as a page to look at, as a picture for notebooks, and as what PyTorch's memory viewer reads.
+"""A report as a page to look at, and as what PyTorch's memory viewer reads.
 
 All of it is made from frozen values: nothing is measured or decided here.
 
 - `document`: the page as one HTML file, with its `assets`
-- `contents`: what it shows, as JSON
-- `sources`: what is read of a report
-- `timeline`: bytes over time, in few points
-- `under_plan`: the same under a plan
-- `notebook`: the small picture for notebooks
+- `under_plan`: bytes over time under a plan
 - `snapshot`: the file for PyTorch's memory viewer
 """
 
 from memkit.page.document import write_page
-from memkit.page.notebook import notebook_html
 from memkit.page.snapshot import snapshot_of, write_snapshot
 
-__all__ = ["notebook_html", "snapshot_of", "write_page", "write_snapshot"]
+__all__ = ["snapshot_of", "write_page", "write_snapshot"]

@@ -1,4 +1,7 @@
-"""The page as one HTML file that needs nothing else: its text, its styles, its scripts and plotly.js are all in it."""
+"""The page of a report: one HTML file that has all it needs in it: what it shows as JSON, styles, scripts and plotly.js.
+
+Bytes are integers, seconds are numbers; the page chooses units. Of bytes over time few points are kept, which keep the shape.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +10,297 @@ import html
 import importlib.resources
 import json
 import os
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from memkit._version import __version__
 from memkit.extras import library
-from memkit.page.contents import contents_of
-from memkit.page.sources import Report
-from memkit.plan import MemoryPlan
+from memkit.page.under_plan import under_plan
+from memkit.plan import Action, MemoryPlan, StepTrace
+
+# A `MemoryReport` and parts of it. `to_html` is a method of the report, so pages are below profiles, and import none of these.
+Report = Any
+Memory = Any
+Storage = Any
+Row = Any
+
+CATEGORIES = {
+    "param": "parameters",
+    "optimizer state": "optimizer states",
+    "buffer": "buffers",
+    "input": "inputs",
+    "param cast": "parameter casts",
+    "grad": "gradients",
+    "activation": "activations",
+    "temp": "temporaries",
+}
+"""What a picture calls each category of bytes, from the bottom of the stack to its top: what stays longest is lowest."""
+
+MEANINGS = {
+    "param": "the weights of the model",
+    "optimizer state": "what the optimizer keeps for each weight, such as Adam's two moments",
+    "buffer": "state of modules that is not trained, such as running means",
+    "input": "what you pass to the model",
+    "param cast": "copies of weights in another dtype, as autocast makes",
+    "grad": "gradients of the weights",
+    "activation": "made in the forward and kept for the backward",
+    "temp": "everything else: what passes from one operation to the next",
+}
+
+
+def memory_of(report: Report) -> Memory | None:
+    memory = report.step_memory
+    return memory if memory is not None and memory.moments else None
+
+
+def peak_bytes_of(report: Report) -> Any:
+    return report.step_peak_bytes if report.step_peak_bytes is not None else report.forward_peak_bytes
+
+
+def op_name(op: str) -> str:
+    """Return an op as people call it.
+
+    Example:
+        >>> op_name("aten.native_batch_norm.default")
+        'native_batch_norm'
+    """
+    return op.removeprefix("aten.").partition(".")[0] if op.startswith("aten.") else op
+
+
+MOST_POINTS = 2000
+MOST_STORAGES = 6000
+"""A page has the lifetimes of at most this many storages, the largest ones."""
+_MOST_POINTS_OF_A_PLAN = MOST_POINTS // 2
+_MOST_MODULES_OF_A_PLAN = 200
+_MOST_SHAPES = 2
+_ACTIONS = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
+
+
+def sampled(levels: Sequence[int], most: int, *, always: Iterable[int] = ()) -> list[int]:
+    """Return up to `most` places (and `always`) that draw a line of levels: the highest and the lowest of each stretch."""
+    num_places = len(levels)
+    if num_places <= most:
+        return list(range(num_places))
+    num_stretches = most // 2
+    edges = [place * num_places // num_stretches for place in range(num_stretches + 1)]
+    found = {0, num_places - 1, *always}
+    for begin, end in pairwise(edges):
+        stretch = range(begin, end)
+        found.add(max(stretch, key=levels.__getitem__))
+        found.add(min(stretch, key=levels.__getitem__))
+    return sorted(found)
+
+
+def spans_of(memory: Memory) -> list[tuple[str, int, int]]:
+    """Return the parts of the step: name, first moment, and the first moment after it."""
+    spans, begin = list[tuple[str, int, int]](), 0
+    for phase, moments in groupby(memory.moments, key=lambda moment: moment.phase):
+        end = begin + sum(1 for _ in moments)
+        spans.append((phase.value.removesuffix(" step"), begin, end))
+        begin = end
+    return spans
+
+
+def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
+    """Return the levels of the categories that exist at any moment, from the bottom of the stack to its top."""
+    levels = {category.value: level for category, level in memory.levels.items()}
+    ordered = [*(name for name in CATEGORIES if name in levels), *(name for name in levels if name not in CATEGORIES)]
+    return {name: levels[name] for name in ordered if any(levels[name])}
+
+
+def timeline_of(memory: Memory) -> dict[str, Any]:
+    """Return the timeline as JSON values. Texts are listed once, and numbers stand for them."""
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    levels, spans = categories_of(memory), spans_of(memory)
+    edges = [place for _, begin, end in spans for place in (begin, end - 1)]
+    highest = [max(range(len(level)), key=level.__getitem__) for level in levels.values()]
+    places = sampled(memory.total_bytes, MOST_POINTS, always=[memory.peak, *edges, *highest])
+    largest = sorted(memory.storages, key=lambda storage: -storage.num_bytes)[:MOST_STORAGES]
+    names = list(levels)
+    return {
+        "num_moments": len(memory.moments),
+        "x": places,
+        "ops": [number(op_name(memory.moments[place].op)) for place in places],
+        "modules": [number(memory.moments[place].module) for place in places],
+        "series": [{"key": name, "y": [level[place] for place in places]} for name, level in levels.items()],
+        "phases": [{"name": name, "begin": begin, "end": end} for name, begin, end in spans],
+        "peak": places.index(memory.peak),
+        "storages": [
+            [
+                names.index(storage.category.value),
+                number(storage.module),
+                number(storage.what),
+                storage.num_bytes,
+                storage.begin,
+                storage.end,
+            ]
+            for storage in largest
+            if storage.num_bytes and storage.begin < storage.end
+        ],
+        "texts": list(texts),
+    }
+
+
+def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, Any]:
+    """Return what the page shows. Raises ValueError if a plan is for another step, or the report has no trace."""
+    memory = memory_of(report)
+    return {
+        "version": __version__,
+        "model": report.run.model,
+        "tag": report.tag,
+        "where": where_of(report),
+        "facts": facts_of(report),
+        "categories": [{"key": key, "name": name, "meaning": MEANINGS[key]} for key, name in CATEGORIES.items()],
+        "timeline": None if memory is None else timeline_of(memory),
+        "unseen_bytes": 0 if memory is None else max(0, (peak_bytes_of(report) or 0) - max(memory.total_bytes)),
+        "no_timeline": "" if memory is not None else why_no_timeline(report),
+        "rows": rows_of(report.modules),
+        "plans": plans_of(report, plans),
+    }
+
+
+def where_of(report: Report) -> list[str]:
+    run, shapes = report.run, _shapes(report.modules[0].input_shapes)
+    on = f"on meta, as {run.target} would run it" if run.device == "meta" else f"on {run.device} ({run.device_name})"
+    return [
+        on,
+        *([f"input {shapes}"] if shapes else []),
+        "train mode" if run.training else "eval mode",
+        *([f"autocast {run.autocast}"] if run.autocast else []),
+        "forward and backward" if run.backward else "forward only",
+        f"torch {run.torch_version}",
+    ]
+
+
+def facts_of(report: Report) -> list[dict[str, Any]]:
+    """Return the figures at the top of the page."""
+    optimizer = report.optimizer
+    facts: list[tuple[str, int | None, float | None, str]] = [
+        ("peak of the step" if report.run.backward else "peak", peak_bytes_of(report), None, "the most on the device at once"),
+        ("activations", report.activation_bytes, None, "kept for the backward, inputs included"),
+        ("parameters", report.param_bytes, None, "the weights of the model"),
+        ("gradients", report.grad_bytes, None, "of the weights, when the backward is over"),
+    ]
+    if optimizer is not None:
+        facts.append(("optimizer states", optimizer.state_bytes, None, f"what {optimizer.name} keeps for the weights"))
+    facts += [
+        ("reserved", report.reserved_peak_bytes, None, "the most that CUDA's allocator took"),
+        ("forward", None, report.forward_s, "the time of the model's forward"),
+        ("backward", None, report.backward_s, "the time of the backward"),
+    ]
+    return [
+        {"name": name, "bytes": num_bytes, "seconds": seconds, "meaning": meaning}
+        for name, num_bytes, seconds, meaning in facts
+        if num_bytes is not None or seconds is not None
+    ]
+
+
+def why_no_timeline(report: Report) -> str:
+    if report.run.backward:
+        return (
+            "This report has no timeline: what runs inside compiled code cannot be seen, and reports of older versions have "
+            "none. For one, profile the model as it is before torch.compile."
+        )
+    return (
+        "This report is of a forward alone. For a timeline of the whole step, profile with "
+        "profile_memory(model, ..., backward=True), or with an optimizer."
+    )
+
+
+def rows_of(rows: Sequence[Row]) -> list[list[Any]]:
+    return [[*_FIGURES(row), _shapes(row.input_shapes), _shapes(row.output_shapes), ", ".join(row.marks)] for row in rows]
+
+
+_FIGURES = attrgetter(
+    *("fqn", "type_name", "parent", "param_bytes", "activation_bytes", "self_bytes", "num_calls", "peak_bytes"),
+    *("forward_s", "backward_s"),
+)
+
+
+def _shapes(shapes: Sequence[Sequence[int]]) -> str:
+    more = len(shapes) - _MOST_SHAPES
+    return ", ".join("x".join(map(str, shape)) or "()" for shape in shapes[:_MOST_SHAPES]) + (f" +{more}" if more > 0 else "")
+
+
+def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | None:
+    """Return the plans, largest budget first, each with the step under it; None without any."""
+    if not plans:
+        return None
+    trace = report.trace
+    if trace is None:
+        raise ValueError(
+            "plans are shown against the trace of their step; found a report without one. Profile with "
+            'profile_memory(model, ..., device="meta", backward=True, trace=True), and plan from that report'
+        )
+    ordered = sorted(plans, key=lambda plan: (-plan.budget_bytes, -plan.predicted_peak_bytes))
+    first = ordered[0]
+    extra_bytes = max(0, first.plain_peak_bytes - trace.peak_bytes)
+    before = [trace.base_bytes + extra_bytes + live for live in trace.live_bytes]
+    places = sampled(before, _MOST_POINTS_OF_A_PLAN)
+    return {
+        "gpu": first.gpu,
+        "is_measured": first.is_measured,
+        "plain_s": first.plain_s,
+        "plain_peak_bytes": first.plain_peak_bytes,
+        "least_bytes": min(plan.min_budget_bytes for plan in ordered),
+        "num_moments": len(before),
+        "turn": trace.num_forward_ops,
+        "before": {"x": places, "y": [before[place] for place in places]},
+        "notes": list(dict.fromkeys(note for plan in ordered for note in plan.notes)),
+        "rows": [_plan_of(trace, before, plan) for plan in ordered],
+    }
+
+
+def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[str, Any]:
+    found = under_plan(trace, plan)
+    held = [level + change for level, change in zip(before, found.saved_bytes, strict=True)]
+    after = [level + again for level, again in zip(held, found.again_bytes, strict=True)]
+    places = sampled(after, _MOST_POINTS_OF_A_PLAN)
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.predicted_peak_bytes,
+        "seconds": plan.predicted_s,
+        "bound_s": plan.bound_s,
+        "replayed_s": plan.replayed_s,
+        "stall_s": plan.stall_s,
+        "kept_bytes": plan.kept_bytes,
+        "moved_bytes": plan.offload_bytes,
+        "again_bytes": plan.recompute_bytes,
+        "x": places,
+        "held": [held[place] for place in places],
+        "again": [found.again_bytes[place] for place in places],
+        "modules": _modules_of(plan),
+    }
+
+
+def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
+    """Return, for the modules with the most affected bytes, the bytes that stay, move and are recomputed."""
+    found: dict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
+    for value in plan.values:
+        if not value.is_anchor:
+            found[value.module or "(model)"][value.action] += value.num_bytes
+    changed = [(sums[Action.OFFLOAD] + sums[Action.RECOMPUTE], module) for module, sums in found.items()]
+    order = [module for num_bytes, module in sorted(changed, key=lambda pair: -pair[0]) if num_bytes]
+    return [[module, *(found[module][action] for action in _ACTIONS)] for module in order[:_MOST_MODULES_OF_A_PLAN]]
+
 
 _SCRIPTS = ("base.js", "timeline.js", "modules.js", "plans.js", "main.js")
 
 
 def write_page(report: Report, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
-    """Write the page of a report to a file.
-
-    Args:
-        report: whose page it is.
-        path: where to.
-        plans: for the report's step, each for a budget of its own.
-
-    Raises:
-        ModuleNotFoundError: plotly is not installed.
-        ValueError: a plan is for another step.
-        OSError: the file cannot be written.
-    """
-    text = page_of(report, plans=plans)
-    Path(path).write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
+    Path(path).write_text(page_of(report, plans=plans), encoding="utf-8", errors="xmlcharrefreplace")
 
 
 def page_of(report: Report, *, plans: Iterable[MemoryPlan] = ()) -> str:
-    """Return the page of a report as HTML.
-
-    Raises:
-        ModuleNotFoundError: plotly is not installed.
-        ValueError: a plan is for another step.
-    """
-    plotly = _plotly_script()
+    plotly = str(library("plotly.offline", "the page").get_plotlyjs())
     parts = {
         "title": html.escape(f"{report.run.model}: where the memory goes"),
         "style": _asset("page.css"),
@@ -60,26 +317,9 @@ def page_of(report: Report, *, plans: Iterable[MemoryPlan] = ()) -> str:
 
 
 def as_script_json(content: Any) -> str:
-    r"""Return JSON that may stand in a script element: nothing in it can end that, or begin a comment.
-
-    Args:
-        content: Any, as `json.dumps` takes it.
-
-    Example:
-        >>> as_script_json("</script>")
-        '"\\u003c/script\\u003e"'
-    """
+    """Return JSON that may stand in a script element: nothing in it can end the element, or begin a comment."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _plotly_script() -> str:
-    """Return plotly.js, which the package has with it.
-
-    Raises:
-        ModuleNotFoundError: plotly is not installed.
-    """
-    return str(library("plotly.offline", "the page").get_plotlyjs())
 
 
 @functools.cache

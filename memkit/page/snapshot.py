@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memkit.page.sources import CATEGORIES, Memory, Report, Storage, memory_of, op_name
+from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of, op_name
 
 _ALIGNED = 512
 """Sizes are multiples of this, as in CUDA's allocator."""
@@ -23,12 +23,6 @@ _PER_MOMENT_US = 1000
 
 
 def write_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the step of a report as a snapshot.
-
-    Raises:
-        ValueError: the report does not know the step moment by moment.
-        OSError: the file cannot be written.
-    """
     Path(path).write_bytes(pickle.dumps(snapshot_of(report), protocol=4))  # the viewer reads none that is newer
 
 
@@ -74,12 +68,12 @@ def snapshot_of(report: Report) -> dict[str, Any]:
 
 
 def _rounded(storage: Storage) -> int:
-    return -(-storage.num_bytes // _ALIGNED) * _ALIGNED
+    return -(-int(storage.num_bytes) // _ALIGNED) * _ALIGNED
 
 
 def _frames(storage: Storage) -> list[dict[str, Any]]:
     """Return what a viewer shows of an allocation, the innermost frame first."""
-    category = str(getattr(storage.category, "value", storage.category))
+    category = storage.category.value
     return [
         {"name": op_name(storage.what), "filename": CATEGORIES.get(category, category), "line": 0},
         {"name": storage.module or "(model)", "filename": "module", "line": 0},
@@ -162,37 +156,31 @@ class _Space:
 def _blocks(
     storages: Sequence[Storage], addresses: Sequence[int], left: Sequence[int], total_bytes: int
 ) -> list[dict[str, Any]]:
-    """Return the blocks of the segment after the step, in the order of addresses, gaps included."""
+    """Return the segment's blocks after the step in the order of addresses, gaps included."""
     blocks: list[dict[str, Any]] = []
     reached = _BEGIN
     for index in sorted(left, key=addresses.__getitem__):
         storage, address = storages[index], addresses[index]
         if address > reached:
-            blocks.append(_gap(reached, address))
+            blocks.append(_block(reached, address - reached))
         size = _rounded(storage)
         blocks.append(
-            {
-                "address": address,
-                "size": size,
-                "requested_size": storage.num_bytes,
-                "state": "active_allocated",
-                "frames": _frames(storage),
-            }
+            _block(address, size, state="active_allocated", requested_size=storage.num_bytes, frames=_frames(storage))
         )
         reached = address + size
     if reached < _BEGIN + total_bytes:
-        blocks.append(_gap(reached, _BEGIN + total_bytes))
+        blocks.append(_block(reached, _BEGIN + total_bytes - reached))
     return blocks
 
 
-def _gap(begin: int, end: int) -> dict[str, Any]:
-    return {"address": begin, "size": end - begin, "requested_size": 0, "state": "inactive", "frames": []}
+def _block(address: int, size: int, **known: Any) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": [], **known}
 
 
 def _events(
     memory: Memory, storages: Sequence[Storage], addresses: Sequence[int], segment: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what an allocator would have done, in order: at each op, frees come first."""
+    """Return the events in order; at each op, frees come first."""
     opened = {
         "action": "segment_alloc",
         "addr": _BEGIN,
@@ -217,7 +205,7 @@ def _events(
             "time_us": (moment + 1) * _PER_MOMENT_US,
             "frames": _frames(storage),
         }
-        category = str(getattr(storage.category, "value", storage.category))
+        category = storage.category.value
         names = ("alloc",) if is_begin else ("free_requested", "free_completed")
         events += [{"action": name, **told, "category": category} for name in names]
     return events

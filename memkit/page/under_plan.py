@@ -22,11 +22,7 @@ class UnderPlan:
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:
-    """Return how a step differs from the plain one under a plan.
-
-    Raises:
-        ValueError: the plan is for another step.
-    """
+    """Raises ValueError if the plan is for another step."""
     plan.check(trace)
     walk = _Walk(trace, plan)
     saved = walk.saved()
@@ -34,8 +30,6 @@ def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:
 
 
 class _Walk:
-    """Applies a plan to the places of a trace."""
-
     def __init__(self, trace: StepTrace, plan: MemoryPlan) -> None:
         self.trace, self.plan = trace, plan
         self.lineage, self.num_places = trace.step.lineage, len(trace.ops)
@@ -94,7 +88,7 @@ class _Walk:
             levels.add(gone, min(back, end, self.num_places), -planned.num_bytes)
 
     def _roots(self) -> dict[int, tuple[int, int]]:
-        """Return the other values that replays start from and that would be freed: from which place to which."""
+        """Return when the other values exist that replays start from, and that would be freed."""
         retained = self.trace.step.retained_bytes
         known = {planned.value for planned in self.plan.values} | self.first_save.keys()
         found = dict[int, tuple[int, int]]()
@@ -129,6 +123,6 @@ class _Walk:
         return added
 
     def _more_bytes(self, replay: PlannedReplay) -> int:
-        """Return the most bytes that a replay takes, without the values that it leaves, which are counted as they are."""
+        """Return the most bytes that a replay takes beside the values that it leaves."""
         sizes, left = self.lineage.num_bytes, {replay.value, *replay.stays}
         return replay_peak_bytes(self.lineage, replay.ops, left) - sum(sizes[value] for value in left)

@@ -1,4 +1,4 @@
-"""Which module is running: a stack of open calls, kept by forward hooks, and by node hooks in the backward."""
+"""Which module is running: a stack of open calls, kept by hooks. Gauges of memory and time are read at the ends of calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,166 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.device.base import Device, Event, MemoryCounter
 from memkit.hooks import HookSet
-from memkit.profile.gauges import Gauge
-from memkit.profile.misfits import misfit
 from memkit.profile.tree import ModuleTree
+
+CUDA_ROUNDING_BYTES = 512
+"""CUDA's caching allocator rounds each size up to a multiple of this."""
+
+
+class Gauge:
+    """Is read when a module's call begins or ends. This one reads nothing: for warm-up runs, and if memory can't be counted."""
+
+    def __init__(self) -> None:
+        self.before_bytes: int | None = None
+        self.highest_reserved_bytes: int | None = None
+        self.forward_peaks: dict[int, int] = {}
+        self.backward_peaks: dict[int, int] = {}
+
+    def open(self, index: int) -> None:
+        """A call of the module at `index` begins."""
+
+    def close(self, index: int) -> None:
+        """The innermost call, one of the module at `index`, ends."""
+
+    def start_backward_of(self, index: int | None) -> None:
+        """The backward goes on with operations of the module at `index`; None when it ends."""
+
+    def take_highest(self) -> int | None:
+        """Return the peak of allocated bytes since the last `take_highest`, and start again."""
+        return None
+
+
+class PeakGauge(Gauge):
+    """The most bytes allocated during each module's calls, above what was allocated when the call began.
+
+    The allocator has one peak counter: at each beginning and end of a call, its value is added to every open call, and it is
+    reset.
+    """
+
+    def __init__(self, counter: MemoryCounter) -> None:
+        super().__init__()
+        self._counter = counter
+        self._calls: list[list[int]] = []  # [bytes at entry, highest bytes so far] of each open call
+        self._backward_of: int | None = None
+        counter.reset_peak()
+        self._before_bytes = self._highest_bytes = counter.allocated_bytes()
+        self.before_bytes = self._before_bytes
+        self.highest_reserved_bytes = counter.peak_reserved_bytes()
+
+    def open(self, index: int) -> None:
+        self._fold()
+        current = self._counter.allocated_bytes()
+        self._calls.append([current, current])
+
+    def close(self, index: int) -> None:
+        self._fold()
+        entry_bytes, highest_bytes = self._calls.pop()
+        self.forward_peaks[index] = max(self.forward_peaks.get(index, 0), highest_bytes - entry_bytes)
+
+    def start_backward_of(self, index: int | None) -> None:
+        highest = self._fold()
+        if self._backward_of is not None:
+            above = highest - self._before_bytes
+            self.backward_peaks[self._backward_of] = max(self.backward_peaks.get(self._backward_of, 0), above)
+        self._backward_of = index
+
+    def _fold(self) -> int:
+        highest = self._counter.peak_bytes()
+        reserved = self._counter.peak_reserved_bytes()
+        for call in self._calls:
+            call[1] = max(call[1], highest)
+        self._highest_bytes = max(self._highest_bytes, highest)
+        if reserved is not None:
+            self.highest_reserved_bytes = max(self.highest_reserved_bytes or 0, reserved)
+        self._counter.reset_peak()
+        return highest
+
+    def take_highest(self) -> int:
+        self._fold()
+        highest, self._highest_bytes = self._highest_bytes, self._counter.allocated_bytes()
+        return highest
+
+
+class TimeGauge(Gauge):
+    """The time of each module's calls, from events on the device: nothing waits until `read`."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self._calls: list[Event] = []
+        self._depths: Counter[int] = Counter()
+        self._forward_spans: list[tuple[int, Event, Event]] = []
+        self._backward_marks: list[tuple[int | None, Event]] = []
+
+    def open(self, index: int) -> None:
+        self._depths[index] += 1
+        self._calls.append(self._device.record_event())
+
+    def close(self, index: int) -> None:
+        start = self._calls.pop()
+        self._depths[index] -= 1
+        if not self._depths[index]:  # a module that calls itself is already in the outer call's time
+            self._forward_spans.append((index, start, self._device.record_event()))
+
+    def start_backward_of(self, index: int | None) -> None:
+        self._backward_marks.append((index, self._device.record_event()))
+
+    def read(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Wait for the device; return seconds per module: forward (with the modules it called) and backward (its own)."""
+        self._device.synchronize()
+        forward: dict[int, float] = {}
+        for index, start, end in self._forward_spans:
+            forward[index] = forward.get(index, 0.0) + start.elapsed_s(end)
+        backward: dict[int, float] = {}
+        for (index_or_none, start), (_, end) in zip(self._backward_marks, self._backward_marks[1:], strict=False):
+            if index_or_none is not None:
+                backward[index_or_none] = backward.get(index_or_none, 0.0) + start.elapsed_s(end)
+        return forward, backward
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SPACE = ("depth", "height", "width")
+
+
+def misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
+    """Return in words which shape a module needs, if its first argument has another; a module of another kind, the dims of its
+    first convolution."""
+    if not args or not isinstance(args[0], Tensor):
+        return ""
+    found, needed = tuple(args[0].shape), _needed(module)
+    if needed:
+        is_fine = _fits(found, needed) or (isinstance(module, _CONVOLUTIONS) and _fits(found, needed[1:]))
+    else:
+        convolutions = (inner for inner in module.modules() if isinstance(inner, _CONVOLUTIONS))
+        needed = next(map(_needed, convolutions), ())
+        is_fine = not needed or len(found) == len(needed)
+    return "" if is_fine else f"it needs ({', '.join(map(str, needed))}), and was given ({', '.join(map(str, found))})"
+
+
+def _needed(module: nn.Module) -> tuple[int | str, ...]:
+    """Return the sizes that a module needs; "..." stands for any number of them."""
+    if isinstance(module, nn.Linear):
+        return "...", module.in_features
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return "...", *module.normalized_shape
+    if isinstance(module, nn.RNNBase):
+        return "...", module.input_size
+    if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
+        return "batch", module.num_features, *_SPACE[-(2 if isinstance(module, nn.BatchNorm2d) else 3) :]
+    if isinstance(module, _CONVOLUTIONS):
+        return "batch", module.in_channels, *_SPACE[-len(module.kernel_size) :]
+    return ()
+
+
+def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
+    if needed[0] == "...":
+        needed = needed[1:]
+        found = found[-len(needed) :]
+    return len(found) == len(needed) and all(
+        isinstance(need, str) or size == need for size, need in zip(found, needed, strict=True)
+    )
 
 
 class CallStack:
@@ -49,11 +205,10 @@ class CallStack:
 
     @property
     def outside(self) -> int:
-        """The index that stands for work outside of any module."""
         return self._tree.outside
 
     def where(self, error: BaseException) -> str:
-        """Return in words which module raised an exception: "layer1.0.conv1 (Conv2d)", "the backward of ..."."""
+        """Return the module that raised an exception in words: "layer1.0.conv1 (Conv2d)", "the backward of ..."."""
         raised_in = self._raised[1] if self._raised is not None and self._raised[0] is error else self.current
         if raised_in == self.outside:
             name = "the loss"
@@ -62,20 +217,17 @@ class CallStack:
         return f"the backward of {name}" if self.in_backward else name
 
     def misfit(self, error: BaseException) -> str:
-        """Return in words which shape the module that raised an exception needs, if it was given another; else ""."""
         if self._raised is None or self._raised[0] is not error:
             return ""
         _, index, args = self._raised
         return "" if index == self.outside else misfit(self._tree.nodes[index].module, args)
 
     def hook(self, hooks: HookSet) -> None:
-        """Hook every module whose calls can be seen."""
         for index, node in self._tree.hookable():
             hooks.around_forward(node.module, before=self._before(index), after=self._after(index))
             self._hooked.add(index)
 
     def call(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, run as a call of the module at `index`."""
         if index in self._hooked:
             return function(*args, **kwargs)
         self._enter(index)

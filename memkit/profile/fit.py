@@ -138,7 +138,6 @@ class Fit:
         return f"{said} Make the batch smaller."
 
     def _moved(self, feature: FeatureFit) -> str:
-        """Return a sentence on the cost of moving optimizer states; "" if none move."""
         if not feature.link_bytes:
             return ""
         seconds = "" if self.link_bytes_per_s is None else f", {feature.link_bytes / self.link_bytes_per_s:.2g} s of its link"
@@ -166,11 +165,7 @@ class Fit:
 
 
 def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> None:
-    """Check a budget for `fit_step`.
-
-    Raises:
-        TypeError, ValueError: `budget` is no number of bytes, or the GPU has less memory.
-    """
+    """Raise TypeError or ValueError if the budget is no number of bytes, or the GPU has less memory."""
     checked = None if budget is None else budget_or_share(budget)
     if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
         raise ValueError(
@@ -186,11 +181,7 @@ def fit_step(
     *,
     optimizer: OptimizerMemory | None,
 ) -> Fit:
-    """Return whether a step fits in a budget; None stands for the GPU's memory. See `MemoryReport.fit_in`.
-
-    Raises:
-        TypeError, ValueError, OSError, ReportFormatError: as `memkit.plan_memory`.
-    """
+    """Return whether a step fits in a budget; None stands for the GPU's memory. See `MemoryReport.fit_in`."""
     spec = find_gpu(DEFAULT_GPU if gpu is None else gpu)
     check_fit(budget, None if gpu is None else spec)
     problem = make_problem(trace, spec, optimizer_bytes=0 if optimizer is None else optimizer.state_bytes)
@@ -221,16 +212,8 @@ def fit_step(
 def _with_states(
     trace: StepTrace, spec: GpuSpec, optimizer: OptimizerMemory, features: list[FeatureFit], budget_bytes: int
 ) -> Iterator[FeatureFit]:
-    """Yield what `StateOffload` achieves: by itself if that is enough, else together with the mix if nothing else is enough.
-
-    During the optimizer step, states are copied in both directions; the optimizer's own seconds are in neither figure.
-
-    Args:
-        trace: the step.
-        spec: the GPU.
-        optimizer: its states.
-        features: the other features; the first one is the mix.
-    """
+    """Yield `StateOffload` by itself if that is enough, else with the mix (the first of `features`) if nothing else is. The
+    optimizer's own seconds are in neither."""
     room_bytes = optimizer.room_bytes
     if room_bytes is None or room_bytes >= optimizer.state_bytes:
         return
@@ -267,11 +250,7 @@ def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -
 
 
 def fit_from(content: Mapping[str, Any]) -> Fit:
-    """Return the `Fit` that `dataclasses.asdict` was called on.
-
-    Raises:
-        TypeError: `content` was made otherwise.
-    """
+    """Return the `Fit` that `dataclasses.asdict` was called on."""
     return Fit(**{**content, "features": tuple(FeatureFit(**feature) for feature in content["features"])})
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.errors import ProfileError
-from memkit.optimizers import KeptState, kept_states, tensors_in, unwrapped
+from memkit.optimizers import KeptState, kept_states, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
-from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
+from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
 from memkit.profile.step import Step
-from memkit.profile.storage_log import parameter_names
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 from memkit.storages import storage_bytes
 from memkit.torch_state import local_of
@@ -30,12 +30,7 @@ _AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
-    """Return an optimizer or class as given, or the class with a given name.
-
-    Raises:
-        TypeError: it is no optimizer, class of one, or name.
-        ValueError: the name is unknown.
-    """
+    """Return an optimizer or class as given, or the class's name. Raises TypeError or ValueError for anything else."""
     if isinstance(optimizer, str):
         known = optimizer_names()
         if optimizer.lower() not in known:
@@ -67,25 +62,14 @@ def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
 def optimizer_memory(
     step: Step, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
 ) -> tuple[OptimizerMemory, tuple[AliveStorage, ...]]:
-    """Return what an optimizer keeps on the device, and its states one by one, with sizes rounded up.
-
-    Args:
-        step: the step, whose parameters are counted; streamed ones have their states in host memory.
-        tree: names the parameters.
-        optimizer: an optimizer of these parameters; or a class or name, for one of the parameters that require grad.
-        device: the device of the step.
-        rounding_bytes: the allocator's.
-
-    Raises:
-        ProfileError: its step doesn't run without data.
-        ValueError: it was made for other parameters.
-    """
+    """Return what an optimizer keeps on the device, and its states one by one; streamed parameters have theirs in host
+    memory."""
     there: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
         made = unwrapped(optimizer)
         _check_parameters(step, made)
         own = stepped = [parameter for group in made.param_groups for parameter in group["params"]]
-        there = [tensor for state in made.state.values() for _, tensor in tensors_in(state)]
+        there = [leaf for leaf in torch_private.tree_leaves([*made.state.values()]) if isinstance(leaf, Tensor)]
     else:
         parameters = [parameter for module in step.modules() for parameter in module.parameters()]
         own = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
@@ -123,12 +107,8 @@ def optimizer_memory(
 
 
 def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, int]]) -> int | None:
-    """Return the device memory that `StateOffload` would need for states in transfer: see `OptimizerMemory`.
-
-    Args:
-        kind: the class of the optimizer.
-        states: each parameter with the bytes of its states, in the order of the groups.
-    """
+    """Return `OptimizerMemory.room_bytes`; `states` has each parameter with the bytes of its states, in the order of the
+    groups."""
     if not states or issubclass(kind, _AS_A_WHOLE):
         return None
     is_known = any(kind is getattr(torch.optim, name) for name in _BY_ELEMENT)
@@ -151,15 +131,7 @@ def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, in
 
 
 def state_bytes_of(parameters: Iterable[nn.Parameter], optimizer: str) -> int:
-    """Return what an optimizer keeps for parameters of which only shapes and dtypes count.
-
-    Args:
-        parameters: those that it steps.
-        optimizer: a name, as `check_optimizer` takes it.
-
-    Raises:
-        ProfileError: its step does not run without data.
-    """
+    """Return what an optimizer (a name) keeps for parameters of which only shapes and dtypes count."""
     kept = _kept(_made(optimizer, list(parameters))[0])
     return sum(state.num_bytes for states in kept.values() for state in states if state.is_there)
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from memkit import torch_private
 from memkit.device.ceilings import flops_of
-from memkit.profile.restore import preserved
+from memkit.profile.step import preserved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,8 +87,6 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
 
 
 class _Here(threading.local):
-    """What the current thread does."""
-
     traces = False
 
 
@@ -139,7 +137,7 @@ def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Parti
 
 
 def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
-    """Return the bytes of all that a forward returns, without parameters and buffers, each storage once."""
+    """Return the bytes that a forward returns beside parameters and buffers, each storage once."""
     owned = set(islice(graph.find_nodes(op="placeholder"), num_owned))
     (output,) = graph.find_nodes(op="output")
     kept = {_base(node) for node in output.all_input_nodes} - owned
@@ -147,7 +145,6 @@ def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the node whose storage a node shares."""
     while isinstance(node.target, torch_private.OpOverload) and node.target.is_view:
         first = node.args[0]
         if not isinstance(first, fx.Node):

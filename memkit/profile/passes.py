@@ -1,12 +1,12 @@
-"""The runs that a profile is made of: unwatched ones, one for memory, two for time, and one without data.
+"""The runs that a profile is made of (unwatched, for memory, for time, without data), and the rows of a report.
 
 Memory and time are never taken in the same run: watching what is saved costs time, and would count as the model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,36 +14,94 @@ from torch import Tensor
 
 from memkit.device import Device
 from memkit.hooks import HookSet, SavedTensorHooks
-from memkit.profile.calls import CallStack
-from memkit.profile.gauges import CUDA_ROUNDING_BYTES, MemoryGauge, NoGauge, PeakGauge, TimeGauge
-from memkit.profile.rows import Found
-from memkit.profile.saves import SavedStorages, SaveTimes
-from memkit.profile.signatures import Signatures
+from memkit.profile.alive import StorageLog
+from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge, PeakGauge, TimeGauge
+from memkit.profile.report import ModuleRecord
+from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.profile.step import Step, say_where
-from memkit.profile.storage_log import StorageLog
-from memkit.profile.tree import ModuleTree
+from memkit.profile.tree import Mark, ModuleTree, Signatures, children_of
 from memkit.profile.watch import (
     HiddenRegions,
     LiveStorages,
     OpObserver,
     OpWatch,
     ParamCasts,
+    SavedStorages,
+    SaveTimes,
     Writes,
 )
-from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.storages import unique_storages
+
+
+def module_records(
+    tree: ModuleTree, watch: Watch, forward_s: Mapping[int, float], backward_s: Mapping[int, float]
+) -> tuple[ModuleRecord, ...]:
+    """Return the rows: each module of the tree, and what was done outside of any."""
+    parents = [*(node.parent for node in tree.nodes), None]
+    below = children_of(parents)
+    saved = watch.saves.counts()
+    param_bytes = _with_children({index: node.self_param_bytes for index, node in enumerate(tree.nodes)}, below)
+    host_param_bytes = _with_children({index: node.self_host_param_bytes for index, node in enumerate(tree.nodes)}, below)
+    self_bytes = {index: count.num_bytes for index, count in saved.items()}
+    activation_bytes = _with_children(self_bytes, below)
+    backward_s = _with_children(backward_s, below)
+    backward_peaks = _with_children(watch.gauge.backward_peaks, below, max)
+    marks = {
+        Mark.CHECKPOINTED: watch.hidden.checkpointed,
+        Mark.OTHER_HOOKS: watch.hidden.under_other_hooks,
+        Mark.BACKEND_DEPENDENT: watch.backend_dependent,
+    }
+    records = []
+    for index in range(len(parents)):
+        node = tree.nodes[index] if index < tree.outside else None
+        inputs, outputs, dtype = watch.signatures.first(index)
+        count = saved.get(index)
+        records.append(
+            ModuleRecord(
+                fqn=tree.fqn(index),
+                type_name="" if node is None else type(node.module).__name__,
+                parent=parents[index],
+                depth=0 if node is None else node.depth,
+                num_calls=watch.stack.num_calls.get(index, 0),
+                param_bytes=param_bytes.get(index, 0),
+                host_param_bytes=host_param_bytes.get(index, 0),
+                activation_bytes=activation_bytes.get(index, 0),
+                self_bytes=self_bytes.get(index, 0),
+                num_storages=0 if count is None else count.num_storages,
+                num_saves=0 if count is None else count.num_saves,
+                input_shapes=inputs,
+                output_shapes=outputs,
+                num_signatures=watch.signatures.num_kinds(index),
+                dtype=dtype,
+                peak_bytes=watch.gauge.forward_peaks.get(index),
+                forward_s=forward_s.get(index),
+                backward_s=backward_s.get(index),
+                backward_peak_bytes=backward_peaks.get(index),
+                marks=(() if node is None else node.marks)
+                + tuple(mark.value for mark, marked in marks.items() if index in marked),
+            )
+        )
+    return tuple(records)
+
+
+def _with_children(
+    values: Mapping[int, Any], below: list[list[int]], how: Callable[[list[Any]], Any] = sum
+) -> dict[int, Any]:  # Any: bytes or seconds
+    found = dict(values)
+    for parent in reversed(range(len(below))):  # children come after their parent
+        there = [found[row] for row in (parent, *below[parent]) if row in found]
+        if there:
+            found[parent] = how(there)
+    return found
 
 
 def plain_pass(step: Step, tree: ModuleTree) -> None:
     """Run the step unwatched: libraries start up, the allocator fills its cache, kernels are chosen."""
-    step.run(CallStack(tree, NoGauge()))
+    step.run(CallStack(tree, Gauge()))
 
 
 def time_pass(step: Step, tree: ModuleTree, device: Device, *, num_calls: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Run the step with events around each call; return seconds per module, forward (inclusive) and backward (its own).
-
-    `num_calls` is how many calls there will be.
-    """
+    """Run the step with events around each call; return seconds per module, forward (inclusive) and backward (its own)."""
     gauge = TimeGauge(device)
     device.make_events(2 * num_calls)
     device.synchronize()
@@ -52,27 +110,24 @@ def time_pass(step: Step, tree: ModuleTree, device: Device, *, num_calls: int) -
 
 
 def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
-    """Run the step with an event at each save and use of a saved tensor, and nothing else."""
     device.synchronize()
     times = SaveTimes(device)
     packing = SavedTensorHooks(times.pack, times.unpack)
-    step.run(CallStack(tree, NoGauge()), packing=packing, forward_done=times.start_backward)
+    step.run(CallStack(tree, Gauge()), packing=packing, forward_done=times.start_backward)
     device.synchronize()
     return times
 
 
-def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
-    """Run the step on a device and watch what it allocates and saves."""
-    counter, rounding_bytes = device.memory_counter(), 1
+def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Watch:
+    counter = device.memory_counter()
     log = StorageLog() if (step.backward or step.sharded) and not tree.has_compiled else None
     live: list[LiveStorages] = []
     if not tree.has_compiled and (counter is None or log is not None):
-        rounding_bytes = 1 if counter is None else CUDA_ROUNDING_BYTES
         live = [
             LiveStorages(
                 step.storages(),
                 elsewhere=step.streamed.parameters,
-                rounding_bytes=rounding_bytes,
+                rounding_bytes=1 if counter is None else CUDA_ROUNDING_BYTES,
                 observer=log,
                 only=None if counter is None else device.torch_device.type,
                 resized=step.sharded.gathered.resized,
@@ -80,29 +135,29 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
         ]
         counter = counter or live[0]
     device.synchronize()
-    watch = _Watch(step, tree, NoGauge() if counter is None else PeakGauge(counter), log)
+    watch = Watch(step, tree, Gauge() if counter is None else PeakGauge(counter), log)
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
     below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
     with below:
-        found = watch.run(packing=SavedTensorHooks(watch.pack, watch.saves.unpack), over=[it.look for it in live])
+        watch.run()
+    for counted in live:
+        counted.look()
     device.synchronize()
-    return found
+    return watch
 
 
-def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
-    """Run the step on the meta device, as `target` would, and watch what it would allocate and save.
-
-    The model's tensors are replaced by twins without data; `restore.preserved`, around this, puts them back.
-    """
+def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Watch:
+    """Run the step on meta as `target` would. The model has twins without data until `preserved`, around this, restores its
+    tensors."""
     refuse_scripted(step)
     step = without_data(step)
     rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
     log = StorageLog() if step.backward else None
     live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes, observer=log)
-    watch = _Watch(step, tree, PeakGauge(live), log)
+    watch = Watch(step, tree, PeakGauge(live), log)
     with as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
-        packing = SavedTensorHooks(watch.pack, watch.saves.unpack)
-        return watch.run(packing=packing, at_node=mode.resume, explain=say_why_not)
+        watch.run(at_node=mode.resume, explain=say_why_not)
+    return watch
 
 
 def _pack(log: StorageLog | None, saves: SavedStorages, tensor: Tensor) -> Any:
@@ -111,81 +166,65 @@ def _pack(log: StorageLog | None, saves: SavedStorages, tensor: Tensor) -> Any:
     return saves.pack(tensor)
 
 
-class _Watch:
-    """Everything that is noted in the run for memory."""
+class Watch:
+    """What is noted in the run for memory."""
 
-    def __init__(self, step: Step, tree: ModuleTree, gauge: MemoryGauge, log: StorageLog | None) -> None:
+    def __init__(self, step: Step, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
         self._step = step
         self._tree = tree
-        self._gauge = gauge
-        self._stack = CallStack(tree, gauge)
-        self._signatures = Signatures()
+        self._log = log
+        self.gauge = gauge
+        self.stack = CallStack(tree, gauge)
+        self.signatures = Signatures()
         resident = step.resident_storages()
         casts = ParamCasts(resident)
         self.saves = SavedStorages(
             resident=resident,
             inputs=set(unique_storages(step.input_tensors())),
             is_param_cast=casts.__contains__,
-            stack=self._stack,
+            stack=self.stack,
         )
-        self._log = log
         if log is not None:
-            log.follow(step, tree, self._stack)
-        self.pack = partial(_pack, log, self.saves)  # no method, which would keep the model until it is collected
-        """Notes a save, as `SavedStorages.pack`."""
-        self._hidden = HiddenRegions(self.pack, self._stack)
-        self._writes = Writes(step.names_of_storages())
-        self._backend_dependent: set[int] = set()
-        self._forward_peak_bytes: int | None = None
-        self.observers: tuple[OpObserver, ...] = (casts, self._hidden, self._writes, *([log] if log is not None else []))
+            log.follow(step, tree, self.stack)
+        self._pack = partial(_pack, log, self.saves)  # no method, which would keep the model until it is collected
+        self.hidden = HiddenRegions(self._pack, self.stack)
+        self.writes = Writes(step.names_of_storages())
+        self.backend_dependent: set[int] = set()
+        self.forward_peak_bytes: int | None = None
+        self.backward_peak_bytes: int | None = None
+        self.observers: tuple[OpObserver, ...] = (casts, self.hidden, self.writes, *([log] if log is not None else []))
+
+    @property
+    def storages(self) -> StorageLog | None:
+        """What was on the device at each op; None without a backward, and if ops can't be seen."""
+        return self._log if self._step.backward else None
+
+    @property
+    def gathered_bytes(self) -> int | None:
+        """See `ShardInfo`; also None if no parameter is gathered."""
+        return self._log.gathered_bytes() if self._log is not None and self._step.sharded else None
 
     def note_backend_dependent(self) -> None:
         """Note that an operation runs of which only the backend knows what it saves."""
-        self._backend_dependent.add(self._stack.current)
+        self.backend_dependent.add(self.stack.current)
 
-    def run(
-        self,
-        *,
-        packing: AbstractContextManager[Any],
-        at_node: Callable[[], None] | None = None,
-        explain: Callable[[Exception, str], None] = say_where,
-        over: Iterable[Callable[[], None]] = (),
-    ) -> Found:
-        """Run the step and return what was noted. `over` is called once it is over; for the other arguments see `Step.run`."""
+    def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
+        """Run the step; for the arguments see `Step.run`."""
         with HookSet() as hooks:
-            self._signatures.hook(self._tree, hooks)
+            self.signatures.hook(self._tree, hooks)
             self._step.run(
-                self._stack,
-                packing=packing,
+                self.stack,
+                packing=SavedTensorHooks(self._pack, self.saves.unpack),
                 forward_done=self._forward_done,
                 backward_done=self._backward_done,
                 at_node=at_node,
                 explain=explain,
             )
-        for look in over:
-            look()
-        return Found(
-            saves=self.saves,
-            signatures=self._signatures,
-            num_calls=self._stack.num_calls,
-            checkpointed=self._hidden.checkpointed,
-            under_other_hooks=self._hidden.under_other_hooks,
-            backend_dependent=self._backend_dependent,
-            written=tuple(self._writes.written),
-            before_bytes=self._gauge.before_bytes,
-            forward_peak_bytes=self._forward_peak_bytes,
-            backward_peak_bytes=self._gauge.take_highest() if self._step.backward else None,
-            reserved_peak_bytes=self._gauge.highest_reserved_bytes,
-            forward_peaks=self._gauge.forward_peaks,
-            backward_peaks=self._gauge.backward_peaks,
-            forward_s={},
-            backward_s={},
-            storages=self._log if self._step.backward else None,
-            gathered_bytes=self._log.gathered_bytes() if self._log is not None and self._step.sharded else None,
-        )
+        if self._step.backward:
+            self.backward_peak_bytes = self.gauge.take_highest()
 
     def _forward_done(self) -> None:
-        self._forward_peak_bytes = self._gauge.take_highest()
+        self.forward_peak_bytes = self.gauge.take_highest()
         self.saves.start_backward()
 
     def _backward_done(self, leaves: Sequence[Tensor]) -> None:

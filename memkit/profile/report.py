@@ -1,27 +1,151 @@
-"""What a profile found, as one frozen value: rows, saved storages, totals; to JSON and back.
-
-Text, CSV and HTML are made in `table.py`.
-"""
+"""What a profile found, as one frozen value: rows, saved storages, totals; to JSON and back. Its text is made in `table.py`."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, NoReturn, TypeVar
 
 from memkit.errors import ReportFormatError
-from memkit.plan import GpuSpec, MemoryPlan, StepTrace, trace_from_plain, trace_to_plain
+from memkit.plan import GpuSpec, MemoryPlan, StepTrace, TimedSave, trace_from_plain, trace_to_plain
 from memkit.plan.asked import trace_of
 from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
-from memkit.profile.compare import Comparison, TakenStep, compare
 from memkit.profile.fit import Fit, fit_from, fit_step
-from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord, ShardInfo
-from memkit.profile.tree import OUTSIDE_NAME
-from memkit.profile.words import peak_text, peak_words
+from memkit.profile.sharded import ShardInfo
+from memkit.profile.table import Comparison, compare, peak_text, peak_words
+from memkit.profile.tree import OUTSIDE_NAME, Shapes
+from memkit.removed import removed
 from memkit.schemas import read_json
+
+
+class SavedCategory(str, Enum):
+    """What a saved storage is. Parameters and buffers are not listed: they exist with or without a backward."""
+
+    ACTIVATION = "activation"
+    """Made during the forward and kept for the backward."""
+    INPUT = "input"
+    """Passed to the model by the caller, who may hold it as well. Counted as an activation."""
+    PARAM_CAST = "param cast"
+    """A copy of a parameter or buffer in another dtype, as made by autocast. Not counted as an activation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensorRecord:
+    """One version of one storage that autograd saved for backward.
+
+    Two records with the same `storage` are the same bytes, written to in between; the bytes are counted at the first.
+    Times are None on the meta device, and `needed_*` without a backward or where the backward never asked.
+    """
+
+    storage: int
+    """Which storage, numbered in the order of first saves."""
+    version: int
+    """How often it had been written to in place since its first save (by `Tensor._version`)."""
+    storage_bytes: int
+    """Bytes of the whole storage."""
+    category: SavedCategory
+    """What the storage is."""
+    module: str
+    """The innermost module whose forward ran at the first save; "(outside modules)" if none did."""
+    dtype: str
+    """Dtype of the tensor at the first save."""
+    save_ordinals: tuple[int, ...]
+    """For each save, its ordinal among all saves that are listed, so without those of parameters and buffers."""
+    shapes: Shapes
+    """For each save, the shape of the tensor."""
+    saved_at_s: float | None
+    """Seconds from the start of the forward to the first save, on the device's clock."""
+    needed_position: int | None
+    """Number of its first use among all uses, in the backward, of what is listed."""
+    needed_at_s: float | None
+    """Seconds from the start of the backward to its first use, on the device's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRecord:
+    """One row: what one module keeps, and what its calls took.
+
+    Bytes of a row are inclusive: the module's own plus those of the modules registered under it, so `self_bytes` of all rows
+    add up to the total exactly. Times and peaks are of the module's calls, whatever these called; None where nothing was
+    measured.
+    """
+
+    fqn: str
+    """The module's qualified name in the model; "(model)" and "(outside modules)" for these two rows."""
+    type_name: str
+    """The class of the module."""
+    parent: int | None
+    """Index of the parent's row, None for the model and for "(outside modules)"."""
+    depth: int
+    """0 for the model, 1 for its children, and so on."""
+    num_calls: int
+    """How often its forward was called."""
+    param_bytes: int
+    """Bytes of the distinct storages of its parameters; tied ones count where they are registered first."""
+    host_param_bytes: int = 0
+    """Of these, bytes in host memory: of weights that a `LayerOffload` streams."""
+    activation_bytes: int
+    """Bytes of the distinct storages that autograd saved in the module and those under it."""
+    self_bytes: int
+    """Bytes of the storages first saved while this module was the innermost one running."""
+    num_storages: int
+    """How many storages `self_bytes` counts."""
+    num_saves: int
+    """How many times those storages were saved."""
+    input_shapes: Shapes
+    """Shapes of the tensors that its first call was given."""
+    output_shapes: Shapes
+    """Shapes of the tensors that its first call returned."""
+    num_signatures: int
+    """How many different pairs of input and output shapes it was called with; the shapes shown are the first."""
+    dtype: str
+    """Dtype of its first output."""
+    peak_bytes: int | None
+    """Highest allocation during a call, minus what was allocated before the call; the maximum over calls."""
+    forward_s: float | None
+    """Seconds of all calls together."""
+    backward_s: float | None
+    """Seconds in which the backward ran this module's operations, or those of modules under it."""
+    backward_peak_bytes: int | None
+    """Highest allocation while it did, minus what was allocated before the step."""
+    marks: tuple[str, ...]
+    """What to know about the row: "streamed", "checkpointed", "compiled", "other hooks", "backend-dependent", "+1 alias"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Where and how a profile was taken."""
+
+    model: str
+    """Type of the model."""
+    num_modules: int
+    """Modules of the model, itself included."""
+    fingerprint: str
+    """Digest of the names, types and parameter shapes of the modules: equal for models that are built alike."""
+    device: str
+    """The device that the run was on, such as "cuda:0" or "meta"."""
+    device_name: str
+    """The name of the hardware, such as "NVIDIA H200"."""
+    target: str
+    """Whose kernels a run on the meta device imitated; the device itself otherwise."""
+    training: bool
+    """Whether the model was in train mode."""
+    autocast: str
+    """Dtype of autocast around the call ("bfloat16"), "" if it was off."""
+    backward: bool
+    """Whether a backward was run."""
+    torch_version: str
+    """The version of torch."""
+    python_version: str
+    """The version of Python."""
+    allocator_config: str
+    """`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF`; "" if neither is set."""
+
 
 SCHEMA = "memkit.MemoryReport"
 SCHEMA_VERSION = 2
@@ -228,7 +352,7 @@ class MemoryReport:
         """
         return fit_step(trace_of(self), budget, gpu, optimizer=self.optimizer)
 
-    def compare(self, after: MemoryReport | TakenStep) -> Comparison:
+    def compare(self, after: Any) -> Comparison:  # Any: the class of stats is in a room above
         """Return this step beside another, which answers "did it help?".
 
         Args:
@@ -245,9 +369,9 @@ class MemoryReport:
         """
         return compare(self, after)
 
-    def to_csv(self) -> str:
-        """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
-        return table.to_csv(self)
+    def to_csv(self) -> NoReturn:
+        """Raise `AttributeError`: it was removed."""
+        raise AttributeError(removed("MemoryReport.to_csv", "use to_json, or the fields of MemoryReport.modules"))
 
     def to_html(self, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
         """Write a page to look at: the step's timeline, its modules as boxes and as a table, and plans, before and after.
@@ -295,9 +419,7 @@ class MemoryReport:
         write_snapshot(self, path)
 
     def _repr_html_(self) -> str:
-        from memkit.page import notebook_html
-
-        return notebook_html(self, table=table.to_html(self))
+        return f"<pre>{html.escape(self.to_text())}</pre>"
 
     def to_json(self) -> str:
         """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long
@@ -367,3 +489,27 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def timed_saves(report: MemoryReport, min_bytes: int) -> list[TimedSave]:
+    """Return the storages of a report that `CPUOffload` would count, with their times.
+
+    Raises:
+        ValueError: the report has no times (it is of the meta device, or has no backward).
+    """
+    saves = []
+    for record in report.saved:
+        if record.storage_bytes < min_bytes or record.category is SavedCategory.PARAM_CAST:
+            continue
+        if record.saved_at_s is None:
+            raise ValueError(
+                "the report has no times: profile on a GPU, with backward=True, to know how long the step takes there"
+            )
+        needed_at_s = report.backward_s if record.needed_at_s is None else record.needed_at_s
+        if needed_at_s is None:
+            raise ValueError("the report has no backward: profile with backward=True")
+        is_held = record.category is SavedCategory.INPUT
+        saves.append(
+            TimedSave(num_bytes=record.storage_bytes, saved_at_s=record.saved_at_s, needed_at_s=needed_at_s, is_held=is_held)
+        )
+    return saves

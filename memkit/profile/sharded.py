@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError, ProfileError
-from memkit.profile.records import ShardInfo
 from memkit.storages import storage_key, storages_of
 from memkit.torch_state import fsdp_groups, fsdp_modules, is_dtensor, local_of
 
@@ -26,9 +25,26 @@ INSTEAD = (
 """What to do if a sharded model can't be profiled."""
 
 
-class _Group:
-    """The storages of a group of parameters that FSDP2 gathers together, and their largest sizes seen so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """How much of a sharded model one rank has, after `memkit.shard` or `fully_shard`."""
 
+    rank: int
+    """The rank of this process."""
+    num_ranks: int
+    """The number of ranks of the process group."""
+    num_shards: int
+    """How many ranks each parameter is split between: fewer than `num_ranks` if shards are replicated."""
+    shard_bytes: int
+    """Bytes of this rank's part of the parameters. `MemoryReport.param_bytes` also has the padding of the last shard."""
+    whole_bytes: int
+    """Bytes of all these parameters unsharded."""
+    gathered_bytes: int | None
+    """Most bytes of unsharded parameters that were gathered at once, with the communication buffers. None if `torch.compile`
+    runs a part of the model, whose inside can't be seen."""
+
+
+class _Group:
     __slots__ = ("seen_bytes", "storages")
 
     def __init__(self) -> None:
@@ -37,13 +53,7 @@ class _Group:
 
 
 class GatheredParameters:
-    """The storages of a sharded model's whole parameters, which FSDP2 fills before a layer and empties after it.
-
-    No op shows that: code that counts bytes calls `resized` after each op.
-
-    Args:
-        groups: FSDP2's parameter groups.
-    """
+    """Whole parameters, which FSDP2 fills before a layer and empties after it. No op shows that: ask `resized` after each."""
 
     def __init__(self, groups: Sequence[Any] = ()) -> None:
         self._unknown: list[tuple[Any, _Group]] = []
@@ -57,7 +67,7 @@ class GatheredParameters:
         return isinstance(storage, torch.UntypedStorage) and self.shard_of(storage_key(storage)) is not None
 
     def shard_of(self, key: int) -> Tensor | None:
-        """Return the shard (a parameter) whose whole parameter has the storage with this key; None if there is none."""
+        """Return the shard (a parameter) whose whole parameter has the storage with this key."""
         if key not in self._shards:
             self._look()
         return self._shards.get(key)
@@ -71,7 +81,7 @@ class GatheredParameters:
                 yield from group.storages
 
     def _look(self) -> None:
-        """Find the storages of groups that were gathered for the first time: a group keeps them."""
+        """Find the storages of groups that were gathered for the first time."""
         if not self._unknown:
             return
         unknown = []
@@ -101,28 +111,25 @@ class Shards:
         return bool(self.modules)
 
     def parameters(self) -> Iterator[Any]:
-        """Yield the parameters, which are DTensors, each once."""
         yield from dict.fromkeys(item.sharded_param for group in self.groups for item in group.fsdp_params)
 
     @property
     def device(self) -> torch.device:
-        """The device on which they are gathered."""
         device: torch.device = self.groups[0].device
         return device
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:
-        """The parameters that FSDP2's `CPUOffloadPolicy` keeps in host memory, if they are gathered elsewhere."""
+        """The parameters that `CPUOffloadPolicy` keeps in host memory, if they are gathered elsewhere."""
         return tuple(item for item in self.parameters() if item.device.type != self.device.type)
 
     def gather_once(self) -> None:
-        """Gather and free each group: FSDP2 makes the storages of whole parameters in the first gather, and keeps them."""
+        """Gather and free each group: FSDP2 keeps the storages of the first gather."""
         for module in self.modules:
             module.unshard()
             module.reshard()
 
     def info(self, gathered_bytes: int | None) -> ShardInfo:
-        """Return how much of the parameters this rank has."""
         import torch.distributed as dist
 
         parameters = list(self.parameters())
@@ -140,7 +147,6 @@ NOTHING_SHARDED = Shards()
 
 
 def _num_shards(parameter: Any) -> int:
-    """Return how many ranks a parameter is split between, not counting replicas."""
     num_shards = 1
     for dim, placement in enumerate(parameter.placements):
         num_shards *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
@@ -148,13 +154,8 @@ def _num_shards(parameter: Any) -> int:
 
 
 def find_shards(modules: Sequence[nn.Module]) -> Shards:
-    """Return what FSDP2 has sharded in some modules, after making every parameter a shard again, as FSDP2 does at the beginning
-    of the first forward and after a backward.
-
-    Raises:
-        ProfileError: a profile would be wrong, or do damage.
-        MissingTorchNameError: torch is newer than this memkit, and lacks a private name.
-    """
+    """Return what FSDP2 has sharded, with every parameter a shard again. Raises ProfileError if a profile would be wrong or do
+    damage."""
     sharded = fsdp_modules(modules)
     groups = tuple(dict.fromkeys(group for module in sharded for group in fsdp_groups(module)))  # modules may share one
     if not groups:
@@ -289,7 +290,6 @@ class _Waiting:
         self._wait = wait
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Allocate its memory, as FSDP2's own collective does."""
         tensor: Tensor = self._inner.allocate(*args, **kwargs)
         return tensor
 
@@ -300,8 +300,7 @@ class _Waiting:
 
 @contextmanager
 def _waiting(shards: Shards, wait: Callable[[int], None]) -> Iterator[None]:
-    """Make each collective wait for the one with the same number on other ranks, so that ranks that run different layers are
-    noticed."""
+    """Make each collective wait for the same one on other ranks, so that ranks that run different layers are noticed."""
     before = [(group, name, getattr(group, name)) for group in shards.groups for name in torch_private.FSDP_COLLECTIVES]
     try:
         for number, (group, name, inner) in enumerate(before, start=1):

@@ -1,22 +1,144 @@
-"""A report as text, CSV and HTML: chooses rows and columns; measures nothing."""
+"""A report as text: its table, its sentences, the list of what fills the peak, and two reports side by side."""
 
 from __future__ import annotations
 
-import csv
-import io
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
-from memkit.profile.records import ModuleRecord, Shapes
-from memkit.profile.tree import Mark, children_of
-from memkit.sizes import MIB, format_mib
+from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, short_name
+from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, children_of
+from memkit.sizes import MIB, format_mib, unit_of
 from memkit.terminal import LAST, TextColumn, table_text, wrapped
 
 if TYPE_CHECKING:
-    from memkit.profile.report import MemoryReport
+    from memkit.profile.report import MemoryReport, ModuleRecord
+    from memkit.profile.tree import Shapes
+
+
+PLURALS = {
+    MemoryCategory.PARAM: "parameters",
+    MemoryCategory.BUFFER: "buffers",
+    MemoryCategory.INPUT: "inputs",
+    MemoryCategory.OPTIMIZER_STATE: "optimizer states",
+    MemoryCategory.GRAD: "gradients",
+    MemoryCategory.ACTIVATION: "activations",
+    MemoryCategory.PARAM_CAST: "parameter casts",
+    MemoryCategory.TEMP: "temporaries",
+}
+_LEAST_SHARE = 0.005
+"""Categories below this share of the peak are summed up."""
+_UNSEEN = "other tensors, workspaces and rounding"
+_NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
+_NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
+
+
+def peak_words(report: MemoryReport) -> str | None:
+    """Return one sentence on what fills the peak of the step; None for a profile without a backward."""
+    peak_bytes = report.step_peak_bytes
+    if peak_bytes is None:
+        return None
+    unit, unit_bytes = unit_of(peak_bytes)
+    begin = f"Of {peak_bytes / unit_bytes:.1f} {unit} at the peak of the step"
+    memory = report.step_memory
+    if memory is None or not memory.moments:
+        return (
+            None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
+        )
+    shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # what is less would be 0.0
+    for category, num_bytes in memory.category_bytes(memory.peak).items():
+        if num_bytes >= least:
+            shown.append(f"{PLURALS[category]} {num_bytes / unit_bytes:.1f}")
+            rest -= num_bytes
+    if rest >= least:
+        # of a measured peak also what is no tensor of the step
+        others = _UNSEEN if peak_bytes > memory.peak_bytes else "others"
+        shown.append(f"{others} {rest / unit_bytes:.1f}")
+    return f"{begin} ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
+
+
+def where(moment: Moment) -> str:
+    if moment.phase is Phase.OPTIMIZER_STEP:
+        return "in the optimizer's step"
+    if moment.phase is Phase.LOSS:
+        return "in the loss"
+    of = {ROOT_NAME: "the model itself", OUTSIDE_NAME: "the loss"}.get(moment.module, moment.module)
+    return f"in the {moment.phase.value} of {of}"
+
+
+def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full: bool, width: int | None) -> str:
+    memory = report.step_memory
+    if memory is None or not memory.moments:
+        return wrapped(f"{_NEEDS_EAGER if report.run.backward else _NEEDS_STEP}.", width)
+    items = folded(memory, depth=depth, full=full)
+    shown, rest = items[:top], items[len(items[:top]) :]
+    at = memory.moments[memory.peak]
+    title = f"alive at the peak of the step, {where(at)} ({short_name(at.op)}): {format_mib(memory.peak_bytes)}"
+    lines = [wrapped(title, width), "", _table(shown, memory.peak_bytes, width)]
+    if rest:
+        lines += ["", f"... and {len(rest)} more: {format_mib(sum(item.num_bytes for item in rest))}"]
+    unseen_bytes = (report.step_peak_bytes or 0) - memory.peak_bytes
+    if unseen_bytes > 0:  # what an allocator has counted beside the storages of the step
+        lines += ["", wrapped(f"beside these, {_UNSEEN}: {format_mib(unseen_bytes)}", width)]
+    return "\n".join(lines)
+
+
+def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
+    """Return what exists at the peak by category and module, largest first; unless `full`, names that differ in numbers are
+    one."""
+    groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
+    for item in memory.grouped_at(memory.peak):
+        item = replace(item, module=_above(item.module, depth))
+        groups.setdefault((item.category, item.module if full else re.sub(r"\b\d+\b", "*", item.module)), []).append(item)
+    found = [
+        replace(
+            items[0],
+            module=_one_name([item.module for item in items]),
+            num_bytes=sum(item.num_bytes for item in items),
+            num_storages=sum(item.num_storages for item in items),
+        )
+        for items in groups.values()
+    ]
+    return sorted(found, key=lambda item: -item.num_bytes)
+
+
+def _above(module: str, depth: int | None) -> str:
+    if depth is None or module in (ROOT_NAME, OUTSIDE_NAME):
+        return module
+    return ".".join(module.split(".")[:depth]) or ROOT_NAME
+
+
+def _one_name(modules: Sequence[str]) -> str:
+    """Return one name for modules whose names differ in numbers alone."""
+    distinct = list(dict.fromkeys(modules))
+    if len(distinct) == 1:
+        return distinct[0]
+    parts = []
+    for column in zip(*(name.split(".") for name in distinct), strict=True):
+        numbers = sorted({int(part) for part in column if part.isdecimal()})
+        is_run = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+        some = f"[{numbers[0]}-{numbers[-1]}]" if is_run else f"[{','.join(map(str, numbers))}]"
+        parts.append(column[0] if len(set(column)) == 1 else some if len(numbers) <= _MOST_NUMBERS or is_run else "*")
+    return f"{'.'.join(parts)} (x{len(distinct)})"
+
+
+_MOST_NUMBERS = 4
+
+
+def _table(items: Sequence[AliveItem], peak_bytes: int, width: int | None) -> str:
+    shares = [f"{100 * item.num_bytes / peak_bytes:.1f}" if peak_bytes else "-" for item in items]
+    return table_text(
+        [
+            TextColumn(heading="size (MiB)", cells=[f"{item.num_bytes / MIB:.2f}" for item in items]),
+            TextColumn(heading="share (%)", cells=shares, goes=LAST),
+            TextColumn(heading="category", cells=[item.category.value for item in items], right=False),
+            TextColumn(heading="module", cells=[item.module for item in items], right=False, shortens=True),
+            TextColumn(heading="storages", cells=[str(item.num_storages) for item in items], goes=0),
+            TextColumn(heading="largest", cells=[item.what for item in items], right=False, shortens=True),
+        ],
+        width,
+    )
 
 
 # The table shows so many shapes of a call; the report holds them all.
@@ -114,7 +236,6 @@ def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> No
 def to_text(
     report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool, width: int | None
 ) -> str:
-    """See `MemoryReport.to_text`."""
     check_view(depth=depth, sort_by=sort_by, top=top)
     columns = _with_host(report, FULL_COLUMNS if full else DEFAULT_COLUMNS)
     if sort_by in EXTRA_COLUMNS and EXTRA_COLUMNS[sort_by] not in columns:
@@ -146,47 +267,14 @@ def _as_text(column: Column, rows: Sequence[ModuleRecord], report: MemoryReport,
 
 
 def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
-    """Name the row that saves most by itself, if it is not shown."""
+    """Name the row with the largest saves of its own, if it is not shown."""
     largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
     if largest in shown or not largest.self_bytes:
         return []
     return [f"not shown: {len(hidden)} rows, with the largest, {largest.fqn} (self {format_mib(largest.self_bytes)})"]
 
 
-def to_html(report: MemoryReport) -> str:
-    """Return the default view as an HTML table, for notebooks."""
-    rows = _rows(report, depth=None, sort_by=None, full=False)
-    notes = tabulate([*_notes(report), *_totals(report)], tablefmt="html", disable_numparse=True)
-    columns = _with_host(report, DEFAULT_COLUMNS)
-    table = tabulate(
-        [[column.cell(row, report) for column in columns] for row in rows],
-        headers=[column.header for column in columns],
-        colalign=["right" if column.right else "left" for column in columns],
-        disable_numparse=True,
-        tablefmt="html",
-    )
-    return f"{table}\n{notes}"
-
-
-def to_csv(report: MemoryReport) -> str:
-    """See `MemoryReport.to_csv`."""
-    names = [field.name for field in fields(report.modules[0])]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for row in report.modules:
-        writer.writerow([_csv_cell(getattr(row, name)) for name in names])
-    return out.getvalue()
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else item.replace(" ", "_") for item in value)
-    return "" if value is None else value
-
-
 def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """Add the column for host memory, if any parameter is there."""
     if not report.host_param_bytes:
         return columns
     place = columns.index(PARAMS) + 1
@@ -219,7 +307,6 @@ def _headline(report: MemoryReport) -> str:
 
 
 def _notes(report: MemoryReport) -> list[tuple[str, str]]:
-    """Return what was counted separately, and what the table can't show."""
     notes = [("model inputs among the activations", format_mib(report.input_bytes))]
     if report.param_cast_bytes:
         notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
@@ -328,16 +415,8 @@ def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
     numbers: dict[Any, int] = {}
     kinds: list[Any] = [None] * len(rows)
     for index in reversed(range(len(rows))):
-        own = replace(
-            rows[index],
-            fqn="",
-            parent=None,
-            num_saves=0,
-            peak_bytes=None,
-            forward_s=None,
-            backward_s=None,
-            backward_peak_bytes=None,
-        )
+        own = replace(rows[index], fqn="", parent=None, num_saves=0, peak_bytes=None, backward_peak_bytes=None)
+        own = replace(own, forward_s=None, backward_s=None)
         # Children with names that are not positions ("conv1") are part of what a module is.
         names = tuple(rows[child].fqn.rpartition(".")[2] for child in below[index])
         kind = (own, names, tuple(kinds[child] for child in below[index]))
@@ -353,29 +432,138 @@ def _joined(parent: str, names: list[str]) -> str:
 def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
     if len(rows) == 1:
         return replace(rows[0], fqn=name)
-    first = rows[0]
 
-    def total(field: str) -> Any:
-        values = [getattr(row, field) for row in rows if getattr(row, field) is not None]
-        return sum(values) if values else None
+    def there(field: str) -> list[Any]:
+        return [getattr(row, field) for row in rows if getattr(row, field) is not None]
 
-    def highest(field: str) -> Any:
-        return max((getattr(row, field) for row in rows if getattr(row, field) is not None), default=None)
-
-    sums = (
-        "num_calls",
-        "param_bytes",
-        "host_param_bytes",
-        "activation_bytes",
-        "self_bytes",
-        "num_storages",
-        "num_saves",
-        "forward_s",
-        "backward_s",
+    added = (
+        *("num_calls", "param_bytes", "host_param_bytes", "activation_bytes", "self_bytes", "num_storages", "num_saves"),
+        *("forward_s", "backward_s"),
     )
-    return replace(
-        first,
-        fqn=f"{name} (x{len(rows)})",
-        **{field: total(field) for field in sums},
-        **{field: highest(field) for field in ("peak_bytes", "backward_peak_bytes")},
-    )
+    figures: dict[str, Any] = {field: sum(there(field)) if there(field) else None for field in added}
+    figures |= {field: max(there(field), default=None) for field in ("peak_bytes", "backward_peak_bytes")}
+    return replace(rows[0], fqn=f"{name} (x{len(rows)})", **figures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedFigure:
+    """One figure before and after: bytes, or seconds. None if it is unknown."""
+
+    name: str
+    """What the figure is."""
+    before: float | None
+    """Bytes or seconds in the first report."""
+    after: float | None
+    """Bytes or seconds in the second report."""
+    in_s: bool = False
+    """Whether it is in seconds; else in bytes."""
+
+    @property
+    def change(self) -> float | None:
+        """The relative change: -0.25 is a quarter less; None if a figure is unknown, or the first is 0."""
+        return None if self.before is None or self.after is None or not self.before else self.after / self.before - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two steps side by side. Its `str()` is a verdict in one sentence and a table."""
+
+    figures: tuple[ComparedFigure, ...]
+    """The peak of the step first, then its parts, largest first, then times."""
+
+    @property
+    def peak(self) -> ComparedFigure:
+        """The peak of the step, or of the forward if one of the two has no backward."""
+        return self.figures[0]
+
+    @property
+    def time(self) -> ComparedFigure | None:
+        """Forward and backward together, if both were timed."""
+        return next((figure for figure in self.figures if figure.name == _TIME and figure.change is not None), None)
+
+    @property
+    def helped(self) -> bool:
+        """Whether the peak is lower."""
+        return self.peak.change is not None and self.peak.change < 0
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, *, width: int | None = None) -> str:
+        """Return the verdict and the table; see `MemoryReport.to_text` for `width`."""
+        largest = max((figure.before or 0) for figure in self.figures if not figure.in_s)
+        unit, unit_bytes = unit_of(int(largest))
+
+        def cell(figure: ComparedFigure, value: float | None) -> str:
+            if value is None:
+                return "-"
+            return f"{1e3 * value:.2f}" if figure.in_s else f"{value / unit_bytes:.2f}"
+
+        shown = [figure for figure in self.figures if figure.before or figure.after]
+        table = table_text(
+            [
+                TextColumn(
+                    heading="", cells=[f"{it.name} ({'ms' if it.in_s else unit})" for it in shown], right=False, shortens=True
+                ),
+                TextColumn(heading="before", cells=[cell(it, it.before) for it in shown]),
+                TextColumn(heading="after", cells=[cell(it, it.after) for it in shown]),
+                TextColumn(
+                    heading="change (%)", cells=["-" if it.change is None else f"{100 * it.change:+.1f}" for it in shown]
+                ),
+            ],
+            width,
+        )
+        return f"{wrapped(self._verdict(unit, unit_bytes), width)}\n\n{table}"
+
+    def _verdict(self, unit: str, unit_bytes: int) -> str:
+        peak, time = self.peak, self.time
+        if peak.before is None or peak.after is None or peak.change is None:
+            return f"The {peak.name} is not known of both."
+        sizes = f"{peak.before / unit_bytes:.2f} to {peak.after / unit_bytes:.2f} {unit}"
+        took = "" if time is None or time.change is None else f"; forward and backward take {1 + time.change:.2f} times as long"
+        if abs(peak.change) < _NO_CHANGE:
+            return f"It made no difference: the {peak.name} went from {sizes}{took}."
+        less = f"{100 * abs(peak.change):.0f} % {'less' if peak.change < 0 else 'more'}"
+        return f"It {'helped' if self.helped else 'did not help'}: the {peak.name} went from {sizes}, {less}{took}."
+
+
+_NO_CHANGE = 0.005
+_TIME = "forward and backward"
+_PEAK = "peak of the step"
+
+
+def compare(before: MemoryReport, after: Any) -> Comparison:
+    if not hasattr(after, "step_memory"):
+        return _with_taken(before, after)
+    if before.step_peak_bytes is None or after.step_peak_bytes is None:
+        first = ComparedFigure(name="peak of the forward", before=before.forward_peak_bytes, after=after.forward_peak_bytes)
+    else:
+        first = ComparedFigure(name=_PEAK, before=before.step_peak_bytes, after=after.step_peak_bytes)
+    parts = [
+        ComparedFigure(name=f"... {PLURALS[category]}", before=_at_peak(before, category), after=_at_peak(after, category))
+        for category in MemoryCategory
+    ]
+    parts.sort(key=lambda figure: -max(figure.before or 0, figure.after or 0))
+    kept = ComparedFigure(name="saved activations", before=before.activation_bytes, after=after.activation_bytes)
+    times = ComparedFigure(name=_TIME, before=_seconds(before), after=_seconds(after), in_s=True)
+    return Comparison(figures=(first, *parts, kept, times))
+
+
+def _with_taken(before: MemoryReport, taken: Any) -> Comparison:
+    if not hasattr(taken, "step_s"):
+        raise TypeError(f"a report is compared with another, or with what memkit.stats returns; found {type(taken).__name__}")
+    peak = ComparedFigure(name=_PEAK, before=before.step_peak_bytes, after=taken.step_peak_bytes)
+    plain_s = getattr(taken, "plain_s", None)
+    plain_s = plain_s if plain_s is not None else _seconds(before)
+    return Comparison(figures=(peak, ComparedFigure(name=_TIME, before=plain_s, after=taken.step_s, in_s=True)))
+
+
+def _at_peak(report: MemoryReport, category: MemoryCategory) -> int | None:
+    memory = report.step_memory
+    return None if memory is None or not memory.moments else memory.levels[category][memory.peak]
+
+
+def _seconds(report: MemoryReport) -> float | None:
+    if report.forward_s is None or report.backward_s is None:
+        return None
+    return report.forward_s + report.backward_s

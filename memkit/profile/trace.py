@@ -2,37 +2,282 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device import CpuDevice, default_generator
+from memkit.device.ceilings import flops_of
 from memkit.errors import ProfileError
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
-from memkit.plan import Lifetime, ModuleOps, StepTrace, ends_of
+from memkit.modes import Mode
+from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, StepTrace, ends_of
 from memkit.plan import Step as PlannedStep
-from memkit.profile.calls import CallStack
-from memkit.profile.gauges import CUDA_ROUNDING_BYTES, NoGauge
-from memkit.profile.op_clock import ClockMode, OpClock
-from memkit.profile.restore import preserved
-from memkit.profile.signatures import dtype_name
+from memkit.profile.alive import StorageLog
+from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge
 from memkit.profile.simulate import META
-from memkit.profile.step import Step
-from memkit.profile.storage_log import StorageLog
-from memkit.profile.tree import ModuleTree
-from memkit.profile.watch import LiveStorages
-from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
+from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
+from memkit.profile.step import Step, preserved
+from memkit.profile.tree import ModuleTree, dtype_name
+from memkit.profile.watch import LiveStorages, tensors_in
 from memkit.recording.expected import num_writes
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
 from memkit.recording.recorder import Recorder
 from memkit.recording.recording import Recording, names_of, step_of
-from memkit.storages import is_range_of_bytes
+from memkit.storages import is_range_of_bytes, storage_key, storages_of
 from memkit.torch_state import has_own_dispatch
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
+
+
+_KINDS = (  # the first that matches
+    (OpKind.ATTENTION, re.compile(r"scaled_dot_product|(flash|efficient)_attention")),
+    (OpKind.CONVOLUTION, re.compile(r"conv(?!ert)")),
+    (OpKind.MATMUL, re.compile(r"^_?(int_|scaled_|grouped_)*(add)?(mm|bmm|mv|r|bmm_dtype)(_v2)?_?$|baddbmm|^v?dot$|^linear$")),
+    (OpKind.NORM, re.compile(r"(batch|layer|group|instance|rms)_norm")),
+    (OpKind.POOL, re.compile(r"_pool\d?d|max_pool|avg_pool")),
+)
+_FEW_CHANNELS = 3
+_UNFILLED = re.compile(r"^(new_)?empty")
+_SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
+"""Ops that read at most as many bytes of their first argument as they write."""
+
+
+def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
+    """Return what an op does that has run.
+
+    Bytes are those of its tensors, each storage once: broadcast dimensions are read once, of several views of one storage the
+    largest counts, and an argument that the op writes over is both read and written.
+
+    Args:
+        op: any overload.
+        args, kwargs: its arguments.
+        outputs: its results.
+
+    Source: `flops_of`.
+    """
+    name = str(torch_private.schema_of(op).name).rpartition("::")[2]
+    given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+    made = list(tensors_in(outputs))
+    return OpWork(
+        name=str(op),
+        kind=OpKind.CONVOLUTION_OF_FEW if _has_few_channels(name, given) else kind_of(name),
+        flops=flops_of(op, args, kwargs, outputs),
+        num_bytes=_num_bytes(op, name, args, kwargs, given, made),
+        dtype=dtype_name(_computed_in(given or made)),
+    )
+
+
+def _has_few_channels(name: str, given: Sequence[Tensor]) -> bool:
+    """Tell whether an op is a convolution's forward whose input, [batch, channels, ...], has few channels."""
+    return name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
+
+
+def kind_of(name: str) -> OpKind:
+    """Return the kind of an op by its name without namespace and overload, such as "mm"."""
+    return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
+
+
+def _computed_in(tensors: Sequence[Tensor]) -> torch.dtype:
+    floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
+    return next(floating, tensors[0].dtype if tensors else torch.get_default_dtype())
+
+
+def _num_bytes(
+    op: OpOverload,
+    name: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: Sequence[Tensor],
+    made: Sequence[Tensor],
+) -> int:
+    if _UNFILLED.search(name) or torch.Tag.inplace_view in op.tags:
+        return 0
+    kind = op_kinds().of(op)
+    written = [kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.written]
+    over = list(tensors_in(written))
+    if kind.overwrites:
+        read = _bytes_by_storage(tensor for tensor in given if not any(tensor is target for target in over))
+    else:
+        read = _bytes_by_storage(given)
+    writes = _bytes_by_storage([*made, *over])
+    if name in _SPARSE_READERS and args and isinstance(args[0], Tensor):
+        for storage in storages_of(args[0]):
+            read[storage_key(storage)] = min(read.get(storage_key(storage), 0), sum(writes.values()))
+    return sum(read.values()) + sum(writes.values())
+
+
+def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        for storage in storages_of(tensor):
+            key, whole = storage_key(storage), storage.nbytes()
+            num_bytes = min(whole, _distinct_bytes(tensor)) if tensor.layout is torch.strided else whole
+            found[key] = max(found.get(key, 0), num_bytes)
+    return found
+
+
+def _distinct_bytes(tensor: Tensor) -> int:
+    if torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.numel() == 0:
+        return tensor.numel() * tensor.itemsize
+    numel = 1
+    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * tensor.itemsize
+
+
+_THERE_BEFORE = -1
+
+
+class OpClock:
+    """Numbers ops, and the storages that they make, from 0.
+
+    Ops that return views are not counted: they neither compute nor move anything. The clock holds no tensor.
+
+    Args:
+        live: counts the bytes on the device.
+        before: storages that exist before the step.
+        recording: the recording of the forward's ops, if there is one. The clock's mode must be inside the recorder's.
+        log: gets a moment for each op, if given; it is the observer of `live`.
+    """
+
+    def __init__(
+        self,
+        live: LiveStorages,
+        before: Iterable[torch.UntypedStorage],
+        recording: Recording | None = None,
+        log: StorageLog | None = None,
+    ) -> None:
+        self._live = live
+        self._log = log
+        self._recording = recording
+        self._before = list(before)  # held, so that no other storage can have their keys
+        self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {
+            storage_key(storage): (weakref.ref(storage), _THERE_BEFORE) for storage in self._before
+        }
+        self._value_in: dict[int, int] = {}
+        self.base_bytes = live.allocated_bytes()
+        """Bytes on the device before the first op."""
+        self.works: list[OpWork] = []
+        self.live_bytes: list[int] = []
+        """Bytes beyond `base_bytes` just after each op."""
+        self.made_at: list[int] = []
+        """For each storage, the op that made it."""
+        self.freed_at: dict[int, int] = {}
+        """For each freed storage, how many ops had run by then."""
+        self.op_places: list[int] = []
+        """For each op of the recording, its index among all ops."""
+        self.values: dict[int, tuple[int, int]] = {}
+        """For each value of the recording in a storage made here: the storage's number, and the op that made the value."""
+        self.overwritten_at: dict[int, int] = {}
+        """For each overwritten value, the op that wrote over it."""
+
+    @property
+    def now(self) -> int:
+        return len(self.works)
+
+    def close(self) -> None:
+        """Called at the end of the step."""
+        self._before.clear()
+
+    def end_forward(self) -> None:
+        self._recording = None
+
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        live, recording = self._live, self._recording
+        before_bytes = live.allocated_bytes()
+        live.saw(op, args, outputs)
+        if self._log is not None:
+            self._log.see_casts(op, args, outputs)
+        num_made = len(self.made_at)
+        for storage in _storages_in(outputs):
+            self._number(storage)
+        num_recorded = 0 if recording is None else len(recording.calls) - len(self.op_places)
+        has_made = len(self.made_at) > num_made or live.allocated_bytes() > before_bytes
+        if not (has_made or num_recorded or torch_private.schema_of(op).is_mutable):
+            return
+        if recording is not None:
+            self.op_places += [self.now] * num_recorded
+            for storage in _storages_in([args, list(kwargs.values()), outputs]):
+                value = recording.find(storage)
+                if value is not None:
+                    self.note_value(value, storage)
+        self.works.append(work_of(op, args, kwargs, outputs))
+        self.live_bytes.append(live.allocated_bytes() - self.base_bytes)
+        if self._log is not None:
+            self._log.note_op(str(op))
+
+    def see_saved(self, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves, since perhaps no op has shown it, as one made from a list."""
+        self._live.add(tensor)
+        if self._log is not None:
+            self._log.note_saved(tensor)
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number of a storage that an op has made; None for others."""
+        found = self._numbers.get(storage_key(storage))
+        is_known = found is not None and found[0]() is storage and found[1] != _THERE_BEFORE
+        return found[1] if is_known and found is not None else None
+
+    def _number(self, storage: torch.UntypedStorage) -> None:
+        key = storage_key(storage)
+        found = self._numbers.get(key)
+        if found is None or found[0]() is not storage:
+            number = len(self.made_at)
+            self.made_at.append(self.now)
+            self._numbers[key] = (weakref.ref(storage, self._note_end(number)), number)
+
+    def _note_end(self, number: int) -> Callable[[Any], None]:
+        weak_self = weakref.ref(self)  # the callbacks live as long as the storages, which may outlive the trace
+
+        def note(_: Any) -> None:
+            clock = weak_self()
+            if clock is not None:
+                clock.freed_at[number] = clock.now
+
+        return note
+
+    def note_value(self, value: int, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has a value of the recording now."""
+        number = self.number_of(storage)
+        if number is None:
+            return
+        before = self._value_in.get(number)
+        if before == value:
+            return
+        if before is not None:
+            self.overwritten_at[before] = self.now
+        self._value_in[number] = value
+        self.values[value] = (number, self.made_at[number] if before is None else self.now)
+
+
+class ClockMode(Mode):
+    def __init__(self, clock: OpClock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._clock = clock
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = op(*args, **(kwargs or {}))
+        self._clock.saw(op, args, kwargs or {}, outputs)
+        return outputs
+
+
+def _storages_in(nested: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors_in(nested):
+        yield from storages_of(tensor)
+
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
@@ -58,15 +303,15 @@ def trace_step(step: Step, target: str, min_bytes: int, log: StorageLog | None =
     with preserved(step.modules(), META, contents=False):
         whole = _run_whole(step, tree, target, max(1, min_bytes), log)
     with preserved(step.modules(), META, contents=False):
-        alone = _run_alone(step, tree, target)
+        alone, ends = _run_alone(step, tree, target)
     clock, num_forward_ops = whole.clock, whole.num_forward_ops
     names = [work.name for work in clock.works[:num_forward_ops]]
-    if names != [work.name for work in alone.clock.works]:
+    if names != [work.name for work in alone.works]:
         raise ProfileError(
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
             "out what changes from one forward to the next (a counter, a global cache, the time), or pass trace=False"
         )
-    lifetimes = _lifetimes(whole, alone)
+    lifetimes = _lifetimes(whole, ends)
     trainable = [parameter for module in step.modules() for parameter in module.parameters() if parameter.requires_grad]
     trainable = list(dict.fromkeys(trainable))
     return StepTrace(
@@ -131,7 +376,6 @@ class SavedValues:
         self.use_places: list[int] = []
 
     def pack(self, tensor: Tensor) -> KeptHandle:
-        """Note a save."""
         with torch_private.without_python_dispatch():
             self._clock.see_saved(tensor)
         if torch_private.backward_task() != -1:
@@ -181,11 +425,10 @@ class SavedValues:
         return handle.unpack()
 
     def end_forward(self) -> None:
-        """Count uses from here."""
         self._is_forward = False
 
 
-class _ModuleSpans(NoGauge):
+class _ModuleSpans(Gauge):
     """Notes which ops of a recording each module call has run."""
 
     def __init__(self, tree: ModuleTree, recording: Recording) -> None:
@@ -204,7 +447,6 @@ class _ModuleSpans(NoGauge):
         self._calls[place] = (*self._calls[place][:2], len(self._recording.calls))
 
     def modules(self) -> Iterator[ModuleOps]:
-        """Yield the calls, in the order in which they begin."""
         for index, begin, end in self._calls:
             if index != self._tree.outside:
                 node = self._tree.nodes[index]
@@ -225,15 +467,6 @@ class _Whole:
     num_forward_ops: int
     modules: tuple[ModuleOps, ...]
     backend_dependent: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Alone:
-    """What the run of the forward alone has shown."""
-
-    clock: OpClock
-    ends: Mapping[int, int]
-    """For each storage freed in it, how many ops had run by then."""
 
 
 def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
@@ -283,19 +516,20 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: S
     )
 
 
-def _run_alone(step: Step, tree: ModuleTree, target: str) -> _Alone:
+def _run_alone(step: Step, tree: ModuleTree, target: str) -> tuple[OpClock, Mapping[int, int]]:
+    """Return the clock, and for each storage freed in the forward how many ops had run by then."""
     step = replace(without_data(step), backward=False)
     clock, ends = _clock_of(step, target), dict[int, int]()
     with as_on_target(tree, target, _nothing) as mode, ClockMode(clock):
         step.run(
-            CallStack(tree, NoGauge()),
+            CallStack(tree, Gauge()),
             packing=SavedTensorHooks(_let_go, _refuse),
             forward_done=lambda: ends.update(clock.freed_at),
             at_node=mode.resume,
             explain=say_why_not,
         )
     clock.close()
-    return _Alone(clock=clock, ends=ends)
+    return clock, ends
 
 
 def _clock_of(step: Step, target: str, recording: Recording | None = None, log: StorageLog | None = None) -> OpClock:
@@ -320,8 +554,8 @@ def _refuse(packed: None) -> Tensor:
     )
 
 
-def _lifetimes(whole: _Whole, alone: _Alone) -> dict[int, Lifetime]:
-    """Return the lifetimes of saved values, and of other values of at least that size."""
+def _lifetimes(whole: _Whole, ends: Mapping[int, int]) -> dict[int, Lifetime]:
+    """Return the lifetimes of saved values, and of others of at least `min_bytes`."""
     clock, saves = whole.clock, whole.saves
     num_bytes, saved = whole.step.lineage.num_bytes, set(whole.step.saves)
     found: dict[int, Lifetime] = {}
@@ -330,6 +564,6 @@ def _lifetimes(whole: _Whole, alone: _Alone) -> dict[int, Lifetime]:
             continue
         number, made_at = clock.values[value]
         freed_at = clock.overwritten_at.get(value, clock.freed_at.get(number, clock.now))
-        released_at = min(freed_at, alone.ends.get(number, freed_at))
+        released_at = min(freed_at, ends.get(number, freed_at))
         found[value] = Lifetime(made_at=made_at, released_at=released_at, freed_at=freed_at)
     return found

@@ -14,41 +14,34 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from memkit.device import Device, open_device
 from memkit.errors import ProfileError
+from memkit.hooks import may_step_in_backward
 from memkit.owners import StreamedWeights, find_streamed
 from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpu import GPUS
-from memkit.profile.alive import AliveStorage, OptimizerMemory
-from memkit.profile.checks import (
-    check_arguments,
-    check_gradients_without_data,
-    check_model,
-    refuse_sharded,
-    run_device,
-    traced_bytes,
-)
+from memkit.profile.alive import AliveStorage, OptimizerMemory, StorageLog
+from memkit.profile.calls import CUDA_ROUNDING_BYTES
 from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
-from memkit.profile.gauges import CUDA_ROUNDING_BYTES
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
-from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
-from memkit.profile.report import MemoryReport
-from memkit.profile.restore import preserved
-from memkit.profile.rows import module_records
-from memkit.profile.sharded import find_shards, with_others
+from memkit.profile.report import MemoryReport, RunInfo
+from memkit.profile.sharded import INSTEAD, find_shards, with_others
 from memkit.profile.simulate import META, TARGETS
-from memkit.profile.step import USE_META, Step
-from memkit.profile.storage_log import StorageLog
+from memkit.profile.step import USE_META, Step, preserved
+from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_bytes
+from memkit.steppers import stepped_shards
 from memkit.storages import storage_bytes
 from memkit.terminal import terminal_width
 from memkit.torch_state import fsdp_modules
 
 if TYPE_CHECKING:
-    from memkit.profile.optimizer_states import OptimizerLike
+    pass
+
 
 _Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -170,7 +163,20 @@ def profile_memory(
         check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
         if trace is True or is_fitted or str(device).startswith("meta"):
             refuse_sharded(step)
-        return _looked_at(step, counted, spec, device=device, target=target, trace=trace, min_bytes=min_bytes)
+        sharded = find_shards(step.modules())
+        check_model(step)
+        streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
+        step = replace(step, streamed=streamed, sharded=sharded)
+        run_at = run_device(step, device)
+        traced_from = traced_bytes(step, run_at, trace=trace, min_bytes=min_bytes)
+        tree = ModuleTree(step.model, step.streamed)
+        memory, states = None, tuple[AliveStorage, ...]()
+        if counted is not None:
+            rounding_bytes = CUDA_ROUNDING_BYTES if run_at.type == "cuda" or (run_at == META and target == "cuda") else 1
+            memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding_bytes)
+        return _Asked(
+            step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=memory, states=states
+        )
 
     asked = _together(look, (model, getattr(loss_fn, "__self__", loss_fn)), warmup)
     step, tree, run_at, traced_from, spec = asked.step, asked.tree, asked.run_device, asked.traced_bytes, asked.gpu
@@ -213,35 +219,6 @@ class _Asked:
     states: tuple[AliveStorage, ...]
 
 
-def _looked_at(
-    step: Step,
-    counted: OptimizerLike | None,
-    spec: GpuSpec | None,
-    *,
-    device: str | torch.device | Device | None,
-    target: str,
-    trace: bool,
-    min_bytes: int | str,
-) -> _Asked:
-    """Check the arguments and return what is to be run; without communication."""
-    sharded = find_shards(step.modules())
-    check_model(step)
-    streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
-    step = replace(step, streamed=streamed, sharded=sharded)
-    run_at = run_device(step, device)
-    traced_from = traced_bytes(step, run_at, trace=trace, min_bytes=min_bytes)
-    tree = ModuleTree(step.model, step.streamed)
-    optimizer, states = None, tuple[AliveStorage, ...]()
-    if counted is not None:
-        is_rounded = run_at.type == "cuda" or (run_at == META and target == "cuda")
-        optimizer, states = optimizer_memory(
-            step, tree, counted, device=run_at, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
-        )
-    return _Asked(
-        step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=optimizer, states=states
-    )
-
-
 def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: object) -> _Asked:
     """Call `look`; if a part of the model is sharded, on all ranks, which must have the same arguments."""
     import torch.distributed as dist
@@ -267,14 +244,8 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
 
 
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a module call and of a backward from all of its outputs; the module is left unchanged.
-
-    Args:
-        target, min_bytes: see `StepTrace`.
-
-    Raises:
-        ProfileError, DataDependentError: as `profile_memory(..., device="meta", trace=True)`.
-    """
+    """Return the trace of a module call and of a backward from all of its outputs. Raises as `profile_memory(device="meta",
+    trace=True)`."""
     step = Step(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
     step.check_surroundings()
     check_model(step)
@@ -291,9 +262,9 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _measure(
     step: Step, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
 ) -> tuple[MemoryReport, StorageLog | None]:
-    """Make the runs; return the report without its `step_memory`, and the log for that."""
+    """Return the report without its `step_memory`, and the log for that."""
     # Only now: a private class of torch is the base of what watches the ops.
-    from memkit.profile.passes import memory_pass, plain_pass, save_times_pass, simulated_pass, time_pass
+    from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
 
     simulated = run_device == META
     device = None if simulated else open_device(run_device, advice=USE_META)
@@ -306,34 +277,33 @@ def _measure(
 
         return with_others(work, step.sharded, doing=f"running a step{doing}", around=untraced, checks=not is_timed)
 
-    save_times = None
+    save_times, forward_s, backward_s = None, dict[int, float](), dict[int, float]()
     if device is None:
-        found = run(lambda: simulated_pass(step, tree, target), " without data")
+        watch = run(lambda: simulated_pass(step, tree, target), " without data")
     else:
         if step.sharded:
             run(step.sharded.gather_once, ", gathering each layer")
         for number in range(warmup):
             run(lambda: plain_pass(step, tree), f", warm-up {number + 1} of {warmup}")
-        found = run(lambda: memory_pass(step, tree, device), ", watching memory")
-        num_calls = sum(found.num_calls.values())
+        watch = run(lambda: memory_pass(step, tree, device), ", watching memory")
+        num_calls = sum(watch.stack.num_calls.values())
         forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
         save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
-        found = replace(found, forward_s=forward_s, backward_s=backward_s)
-        _warn_of_written(found.written)
+        _warn_of_written(list(watch.writes.written))
     report = MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, target),
-        modules=module_records(tree, found),
-        saved=found.saves.records(tree.fqn, save_times),
+        modules=module_records(tree, watch, forward_s, backward_s),
+        saved=watch.saves.records(tree.fqn, save_times),
         buffer_bytes=storage_bytes(step.model.buffers()),
         slot_bytes=sum(slot.nbytes() for slot in step.streamed.slots),
-        before_bytes=found.before_bytes,
-        forward_peak_bytes=found.forward_peak_bytes,
-        backward_peak_bytes=found.backward_peak_bytes,
-        reserved_peak_bytes=found.reserved_peak_bytes,
-        sharding=step.sharded.info(found.gathered_bytes) if step.sharded else None,
+        before_bytes=watch.gauge.before_bytes,
+        forward_peak_bytes=watch.forward_peak_bytes,
+        backward_peak_bytes=watch.backward_peak_bytes,
+        reserved_peak_bytes=watch.gauge.highest_reserved_bytes,
+        sharding=step.sharded.info(watch.gathered_bytes) if step.sharded else None,
     )
-    return report, found.storages
+    return report, watch.storages
 
 
 def _warn_of_written(names: Sequence[str]) -> None:
@@ -361,3 +331,103 @@ def _run_info(step: Step, tree: ModuleTree, run_device: torch.device, device: De
         python_version=platform.python_version(),
         allocator_config=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
     )
+
+
+def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
+    if not isinstance(step.model, nn.Module):
+        raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
+    if step.loss_fn is not None and not callable(step.loss_fn):
+        raise TypeError(f"loss_fn must be callable; found {type(step.loss_fn).__name__}")
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(map(repr, TARGETS))}; found {target!r}")
+    if not isinstance(tag, str) or not tag:
+        raise ValueError(f"tag must be a name; found {tag!r}")
+    if not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"warmup must be a number of runs, 0 or more; found {warmup!r}")
+    check_view(depth=depth, sort_by=sort_by, top=None)
+    if not torch.is_grad_enabled():
+        raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
+    step.check_surroundings()
+
+
+def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
+    num_bytes = check_bytes("min_bytes", min_bytes)
+    if not isinstance(trace, bool):
+        raise ValueError(f"trace is True or False; found {trace!r}")
+    if not trace:
+        return None
+    if run_device != META:
+        raise ValueError(
+            f'trace=True needs device="meta", where no data is needed; found a run on {run_device}. Pass device="meta"'
+        )
+    if not step.backward:
+        raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
+    return num_bytes
+
+
+def check_model(step: Step) -> None:
+    """Raise ProfileError if the model can't run, or if running it would train something."""
+    named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ProfileError(f"{lazy[0]} has no shape yet; run the model once before profiling it")
+    stepped = stepped_shards()
+    stepping = [name for name, tensor in named if id(tensor) in stepped or may_step_in_backward(tensor)]
+    if stepping and step.backward:
+        raise ProfileError(
+            f"{stepping[0]} has a hook that runs when its gradient is accumulated, such as an optimizer step in the backward: "
+            "a profile would train the model. Remove it, or profile with backward=False"
+        )
+
+
+def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:
+    """Return the device of the run: meta, or the one device that model and inputs are on."""
+    if asked is not None and str(asked) in ("meta", "meta:0"):
+        check_gradients_without_data(step)
+        return META
+    model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
+    input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
+    if step.sharded:  # shards may be in host memory, and FSDP2 brings inputs from there
+        model_devices.add(step.sharded.device)
+        input_devices.discard(torch.device("cpu"))
+    if len(model_devices) > 1:
+        raise ProfileError(
+            f"the model is spread over {_names(model_devices)}; profile_memory measures one device at a time. "
+            'Use device="meta", or move it to one device'
+        )
+    if model_devices and input_devices - model_devices:
+        raise ValueError(
+            f"the model is on {_names(model_devices)} and its inputs are on {_names(input_devices)}; move the inputs to the "
+            'model\'s device, or use device="meta", where data does not matter'
+        )
+    found = next(iter(model_devices or input_devices), torch.device("cpu"))
+    if asked is not None:
+        wanted = open_device(asked, advice=USE_META).torch_device
+        if wanted.type != found.type or wanted.index not in (None, found.index):
+            raise ValueError(
+                f'device must be where the model is ({found}), or "meta"; found {str(wanted)!r}. To run on another device, '
+                "move model and inputs there first"
+            )
+    return found
+
+
+def refuse_sharded(step: Step) -> None:
+    """Raise ProfileError if a model that FSDP2 has sharded is to run without data."""
+    if fsdp_modules(step.modules()):
+        raise ProfileError(
+            'the model is sharded by fully_shard, and what ranks send each other needs data; found device="meta", trace=True, '
+            f"fit= or gpu=. Leave that out, or profile the model before sharding: {INSTEAD}"
+        )
+
+
+def check_gradients_without_data(step: Step) -> None:
+    """Raise ProfileError if gradients would go to the host in a run without data."""
+    if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
+        raise ProfileError(
+            'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
+            "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
+        )
+
+
+def _names(devices: set[torch.device]) -> str:
+    return ", ".join(sorted(map(str, devices)))

@@ -1,22 +1,25 @@
-"""The rows of a report before anything runs: a model's modules in tree order, their parameters, and their marks."""
+"""The rows of a report before anything runs: a model's modules in tree order, and the shapes of their inputs and outputs."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.hooks import HookSet
 from memkit.owners import NOTHING_STREAMED, StreamedWeights
 from memkit.storages import storage_key, storages_of, unique_storages
 from memkit.torch_state import fsdp_modules
 
+Shapes = tuple[tuple[int, ...], ...]
 ROOT = 0
 ROOT_NAME = "(model)"
 OUTSIDE_NAME = "(outside modules)"
@@ -34,7 +37,6 @@ class Mark(Enum):
 
     @property
     def meaning(self) -> str:
-        """The explanation below the table."""
         return _MEANINGS[self]
 
 
@@ -76,7 +78,6 @@ class ModuleTree:
         self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
 
     def fqn(self, index: int) -> str:
-        """Return the name shown for a node, or for `outside`."""
         return self._fqns[index]
 
     def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
@@ -101,7 +102,6 @@ class ModuleTree:
 
     @property
     def has_compiled(self) -> bool:
-        """Whether `torch.compile` runs some of these modules: their insides cannot be seen from outside."""
         return any(node.compiled for node in self.nodes)
 
 
@@ -121,7 +121,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def children_of(parents: Sequence[int | None]) -> list[list[int]]:
-    """Return, for each row, the indices of the rows directly under it; `parents` has the index of its parent."""
+    """Return, for each row, the indices of the rows directly under it."""
     children: list[list[int]] = [[] for _ in parents]
     for index, parent in enumerate(parents):
         if parent is not None:
@@ -169,3 +169,52 @@ def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
             )
         )
     return nodes
+
+
+class Signatures:
+    """Shapes and dtype of each module's first call, and the number of different signatures."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, dict[tuple[Shapes, Shapes], str]] = {}
+
+    def hook(self, tree: ModuleTree, hooks: HookSet) -> None:
+        for index, node in tree.hookable():
+            hooks.after_forward(node.module, self._after(index))
+
+    def note(self, index: int, inputs: Any, output: Any) -> None:
+        kind = (shapes_of(inputs), shapes_of(output))
+        self._kinds.setdefault(index, {}).setdefault(kind, first_dtype(output))
+
+    def first(self, index: int) -> tuple[Shapes, Shapes, str]:
+        """Return input shapes, output shapes and output dtype of the first call; empty if there was none."""
+        for (inputs, outputs), dtype in self._kinds.get(index, {}).items():
+            return inputs, outputs, dtype
+        return (), (), ""
+
+    def num_kinds(self, index: int) -> int:
+        return len(self._kinds.get(index, {}))
+
+    def _after(self, index: int) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self.note(index, (args, kwargs), output)
+
+        return after
+
+
+def shapes_of(nested: Any) -> Shapes:
+    """Return the shapes of the tensors in a nested structure; -1 for sizes that vary within a tensor."""
+    return tuple(_shape_of(leaf) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor))
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout == torch.strided:
+        return (-1,) * tensor.dim()
+    return tuple(size if type(size) is int else -1 for size in tensor.shape)
+
+
+def first_dtype(nested: Any) -> str:
+    return next((dtype_name(leaf.dtype) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor)), "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

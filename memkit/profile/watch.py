@@ -1,5 +1,5 @@
-"""Sees what happens below autograd while a model runs: live storages, casts of parameters, and code whose saved tensors are
-hidden, such as a checkpoint.
+"""Sees what happens in a run: what autograd saves, live storages, casts of parameters, and code whose saved tensors are hidden,
+such as a checkpoint.
 
 One dispatch mode calls a few observers after every operation. It is on in the memory run only, never when time is measured.
 """
@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.device.base import MemoryCounter
+from memkit.device.base import Device, Event, MemoryCounter
 from memkit.hooks import in_checkpoint, receiving_pack
 from memkit.modes import Mode
 from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
+from memkit.profile.report import SavedCategory, SavedTensorRecord
+from memkit.profile.tree import dtype_name, shapes_of
 from memkit.storages import storage_key, storages_of, unique_storages
 
 if TYPE_CHECKING:
+    from memkit.profile.alive import StorageLog
     from memkit.torch_private import OpOverload
-
-
-class StorageObserver(Protocol):
-    """Is called when storages are made and freed."""
-
-    def begin(self, key: int, num_bytes: int) -> None:
-        """Called when a storage exists from now on."""
-
-    def end(self, key: int) -> None:
-        """Called when a storage was freed."""
 
 
 class OpObserver(Protocol):
@@ -77,7 +71,7 @@ class LiveStorages(MemoryCounter):
         *,
         elsewhere: Iterable[Tensor] = (),
         rounding_bytes: int = 1,
-        observer: StorageObserver | None = None,
+        observer: StorageLog | None = None,
         only: str | None = None,
         resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
     ) -> None:
@@ -108,7 +102,6 @@ class LiveStorages(MemoryCounter):
         self._peak_bytes = self._allocated_bytes
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Count the storages of an operation's outputs."""
         self.look()
         for tensor in tensors_in(outputs):
             self.add(tensor)
@@ -120,7 +113,6 @@ class LiveStorages(MemoryCounter):
                 self._add(storage)
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storages of a tensor that no operation has shown."""
         for storage in storages_of(tensor):
             self._add(storage)
 
@@ -159,18 +151,13 @@ class LiveStorages(MemoryCounter):
 
 
 class ParamCasts:
-    """Recognizes storages that hold a parameter or buffer in another dtype, as made by autocast.
-
-    Args:
-        resident: the storages of parameters and buffers.
-    """
+    """Recognizes storages that hold a parameter or buffer in another dtype, as made by autocast."""
 
     def __init__(self, resident: ModelStorages) -> None:
         self._resident = resident
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Note the output of a cast whose input is a parameter, a buffer or such a cast."""
         if op in torch_private.known("to_copy") and any(
             source in self._resident or source in self for source in storages_of(args[0])
         ):
@@ -183,18 +170,13 @@ class ParamCasts:
 
 
 class Writes:
-    """Notes which of some storages are written to in place.
-
-    Args:
-        names: what to call each storage, by its key.
-    """
+    """Notes by name which of some storages, told by their keys, are written to in place."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self.written: dict[str, None] = {}
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Look at the arguments that the operation's schema says it writes to."""
         if not torch_private.schema_of(op).is_mutable:
             return
         for argument, value in zip(torch_private.schema_of(op).arguments, args, strict=False):
@@ -207,12 +189,7 @@ class Writes:
 
 
 class HiddenRegions:
-    """Notes the modules that ran operations whose saved tensors our hooks can't see.
-
-    Args:
-        pack: our own pack hook, which saved tensors should come to.
-        stack: tells which module is running.
-    """
+    """Notes the modules that ran ops whose saved tensors `pack`, our own hook, can't see."""
 
     def __init__(self, pack: Callable[..., Any], stack: CallStack) -> None:
         self._pack = pack
@@ -222,7 +199,6 @@ class HiddenRegions:
         """Modules in which the innermost saved-tensor hooks were others, not a checkpoint's."""
 
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        """Look at the innermost hooks at this operation."""
         pack = receiving_pack()
         if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
             return
@@ -233,9 +209,219 @@ class HiddenRegions:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors in an operation's outputs: a tensor, or a flat or nested sequence of them."""
+    """Yield the tensors in an op's outputs or arguments: one, or nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+@dataclass(slots=True)
+class _Save:
+    """One version of a storage during the run; becomes a `SavedTensorRecord`."""
+
+    storage: int
+    first: bool
+    version: int
+    storage_bytes: int
+    category: SavedCategory
+    module: int
+    dtype: str
+    ordinals: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    packs: list[int] = field(default_factory=list)
+    needed_position: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What autograd holds in place of a saved tensor."""
+
+    alias: Tensor
+    version: int
+    saves: tuple[_Save, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A storage that was saved: its number, and its version at that time."""
+
+    reference: weakref.ref[torch.UntypedStorage]
+    number: int
+    first_version: int
+
+
+@dataclass(slots=True)
+class SavedCount:
+    """What one module saved first."""
+
+    num_bytes: int = 0
+    num_storages: int = 0
+    num_saves: int = 0
+
+
+class SavedStorages:
+    """Lists every storage that autograd saves, once per version, and which module saved it first; empty ones are left out.
+
+    Holds weak references only: what the model drops is freed as in a run that is not watched.
+
+    Args:
+        resident: the storages that are there anyway (parameters and buffers): not listed.
+        inputs: keys of the storages of the model's inputs.
+        is_param_cast: tells whether a storage is a parameter or buffer in another dtype.
+        stack: tells which module is running.
+    """
+
+    def __init__(
+        self,
+        *,
+        resident: ModelStorages,
+        inputs: set[int],
+        is_param_cast: Callable[[torch.UntypedStorage], bool],
+        stack: CallStack,
+    ) -> None:
+        self._resident = resident
+        self._inputs = inputs
+        self._is_param_cast = is_param_cast
+        self._stack = stack
+        self._seen: dict[int, _Seen] = {}
+        self._saves: dict[tuple[int, int], _Save] = {}
+        self._num_storages = 0
+        self._num_packs = 0
+        self._num_saves = 0
+        self._num_uses = 0
+        self._in_backward = False
+
+    def pack(self, tensor: Tensor) -> _Packed:
+        """Note a save; keep an alias (the tensor itself would hold the node that holds it: a cycle)."""
+        saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
+        self._num_packs += 1
+        self._num_saves += bool(saves)
+        return _Packed(tensor.detach(), torch_private.version_of(tensor), saves)
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        """Note a use. With hooks set, autograd does not check for writes: this does."""
+        if torch_private.version_of(packed.alias) != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {shapes_of(packed.alias)[0]} was saved at version {packed.version} and is at version "
+                f"{torch_private.version_of(packed.alias)}"
+            )
+        if self._in_backward:
+            for save in packed.saves:
+                if save.needed_position is None:
+                    save.needed_position = self._num_uses
+            self._num_uses += bool(packed.saves)
+        return packed.alias
+
+    def start_backward(self) -> None:
+        self._in_backward = True
+
+    def counts(self) -> dict[int, SavedCount]:
+        """Return per module what counts as activation: each storage once, where it was saved first."""
+        owners: dict[int, int] = {}
+        counts: dict[int, SavedCount] = {}
+        for save in self._saves.values():
+            if save.category is SavedCategory.PARAM_CAST:
+                continue
+            count = counts.setdefault(owners.setdefault(save.storage, save.module), SavedCount())
+            count.num_saves += len(save.ordinals)
+            if save.first:
+                count.num_bytes += save.storage_bytes
+                count.num_storages += 1
+        return counts
+
+    def records(self, fqn: Callable[[int], str], times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
+        """Return the list as values; `times` are from another run of the same step."""
+        if times is not None and times.num_saves != self._num_packs:
+            times = None  # that run took another path
+        return tuple(
+            SavedTensorRecord(
+                storage=save.storage,
+                version=save.version,
+                storage_bytes=save.storage_bytes,
+                category=save.category,
+                module=fqn(save.module),
+                dtype=save.dtype,
+                save_ordinals=tuple(save.ordinals),
+                shapes=tuple(save.shapes),
+                saved_at_s=None if times is None else times.saved_at_s(save.packs),
+                needed_position=save.needed_position,
+                needed_at_s=None if times is None else times.needed_at_s(save.packs),
+            )
+            for save in self._saves.values()
+        )
+
+    def _note(self, storage: torch.UntypedStorage, tensor: Tensor) -> _Save:
+        seen = self._seen.get(storage_key(storage))
+        first = seen is None or seen.reference() is not storage
+        if seen is None or first:
+            seen = _Seen(weakref.ref(storage), self._num_storages, torch_private.version_of(tensor))
+            self._seen[storage_key(storage)] = seen
+            self._num_storages += 1
+        version = torch_private.version_of(tensor) - seen.first_version
+        save = self._saves.get((seen.number, version))
+        if save is None:
+            save = _Save(
+                storage=seen.number,
+                first=first,
+                version=version,
+                storage_bytes=storage.nbytes(),
+                category=self._category(storage),
+                module=self._stack.current,
+                dtype=dtype_name(tensor.dtype),
+            )
+            self._saves[seen.number, version] = save
+        save.packs.append(self._num_packs)
+        save.ordinals.append(self._num_saves)
+        save.shapes.extend(shapes_of(tensor))
+        return save
+
+    def _category(self, storage: torch.UntypedStorage) -> SavedCategory:
+        if storage_key(storage) in self._inputs:
+            return SavedCategory.INPUT
+        return SavedCategory.PARAM_CAST if self._is_param_cast(storage) else SavedCategory.ACTIVATION
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        # cuDNN's BatchNorm saves a workspace that is often empty.
+        return storage.nbytes() > 0 and storage not in self._resident
+
+
+class SaveTimes:
+    """The times of saves and uses on the device's clock, from a run in which only these are noted."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._forward_start = device.record_event()
+        self._saved: list[Event] = []
+        self._backward_start: Event | None = None
+        self._needed: dict[int, Event] = {}
+
+    @property
+    def num_saves(self) -> int:
+        return len(self._saved)
+
+    def pack(self, tensor: Tensor) -> tuple[int, Tensor]:
+        self._saved.append(self._device.record_event())
+        return len(self._saved) - 1, tensor.detach()
+
+    def unpack(self, packed: tuple[int, Tensor]) -> Tensor:
+        number, alias = packed
+        if self._backward_start is not None and number not in self._needed:
+            self._needed[number] = self._device.record_event()
+        return alias
+
+    def start_backward(self) -> None:
+        self._backward_start = self._device.record_event()
+
+    def saved_at_s(self, numbers: Sequence[int]) -> float:
+        """Return the seconds from the start of the forward to the first of some saves. The device must be synchronized."""
+        return self._forward_start.elapsed_s(self._saved[numbers[0]])
+
+    def needed_at_s(self, numbers: Sequence[int]) -> float | None:
+        """Return the seconds from the start of the backward to the first use of some saves, None without a use."""
+        used = [self._needed[number] for number in numbers if number in self._needed]
+        if self._backward_start is None or not used:
+            return None
+        return min(self._backward_start.elapsed_s(event) for event in used)

@@ -17,17 +17,21 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.device import default_generator
 from memkit.optimizers import KeptState, kept_states, needs_master
-from memkit.optimizers.own_copies import are_alike, may_be_written, own_attributes, own_group, told_apart
 from memkit.optimizers.shells import (
     Changes,
     Group,
+    are_alike,
     changes_of_group,
     changes_of_shell,
     cut_group,
+    may_be_written,
     needs_closure,
+    own_attributes,
+    own_group,
     put_in_train_mode,
     shell_of,
     step_of,
+    told_apart,
     versions_in,
 )
 from memkit.plan import WINDOW_NUMEL

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.page.contents import contents_of
-from memkit.page.document import as_script_json, page_of
+from memkit.page.document import as_script_json, contents_of, page_of
 from memkit.plan import Action, find_gpu
 from memkit.plan.asked import problem_of, trace_of
 from memkit.plan.budget import plan_budget_jointly

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.page.timeline import MOST_POINTS, MOST_STORAGES, categories_of, sampled, spans_of, timeline_of
+from memkit.page.document import MOST_POINTS, MOST_STORAGES, categories_of, sampled, spans_of, timeline_of
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 
 

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from memkit import profile_memory
 from memkit.errors import DataDependentError, ProfileError
 from memkit.profile import MemoryReport, SavedTensorRecord
-from memkit.profile.simulate.autocast import Rule, autocast_ops, rule_for
+from memkit.profile.simulate import target
+from memkit.profile.simulate.target import Rule, autocast_ops, rule_for
 from tests.models import CASES, NAMES, Case
 
 
@@ -195,13 +196,11 @@ def test_autocast_rules(function: str, target: str, rule: Rule | None) -> None:
     assert rule_for(function, target) is rule
 
 
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_autocast_tables_name_operations_that_torch_knows(target: str) -> None:
-    from memkit.profile.simulate import autocast
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_autocast_tables_name_operations_that_torch_knows(kind: str) -> None:
+    named = target._LOWER[kind] | target._FLOAT32_RESULT[kind] | target._PROMOTE[kind]
 
-    named = autocast._LOWER[target] | autocast._FLOAT32_RESULT[target] | autocast._PROMOTE[target]
-
-    assert named - autocast_ops(target) <= {"cudnn_convolution", "cudnn_convolution_transpose", "vdot"}
+    assert named - autocast_ops(kind) <= {"cudnn_convolution", "cudnn_convolution_transpose", "vdot"}
 
 
 def test_attention_is_not_what_the_meta_device_would_make_of_it() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from memkit import profile_memory
 from memkit.errors import ProfileError
-from memkit.profile.simulate.dtypes import check_dtypes
+from memkit.profile.simulate.target import check_dtypes
 from tests.profile.calls import DTYPE_CALLS, DTYPE_PAIRS
 from tests.profile.cases import Calls, Function, both, saved
 

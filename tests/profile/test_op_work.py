@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memkit.plan import OpKind
-from memkit.profile.op_work import work_of
+from memkit.profile.trace import work_of
 
 
 @pytest.mark.parametrize(

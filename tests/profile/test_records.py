@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
-import io
 import json
 import pickle
 from dataclasses import FrozenInstanceError
@@ -96,15 +94,6 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
 def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         MemoryReport.from_json(tmp_path / "none.json")
-
-
-def test_csv_has_a_line_per_module(report: MemoryReport) -> None:
-    rows = list(csv.DictReader(io.StringIO(report.to_csv())))
-
-    assert [row["fqn"] for row in rows] == [row.fqn for row in report.modules]
-    assert [int(row["self_bytes"]) for row in rows] == [row.self_bytes for row in report.modules]
-    assert rows[0]["input_shapes"] == "4x16"
-    assert rows[3]["marks"] == "checkpointed"
 
 
 def test_unaccounted_closes_the_sum(report: MemoryReport) -> None:

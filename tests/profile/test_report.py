@@ -146,7 +146,7 @@ def test_views_that_do_not_exist(resnet50: MemoryReport, view: dict[str, object]
 def test_notebooks_show_a_table(resnet50: MemoryReport) -> None:
     html = resnet50._repr_html_()
 
-    assert "<table>" in html
+    assert html.startswith("<pre>ResNet on meta")
     assert "20974.20 MiB" in html
 
 
@@ -154,3 +154,8 @@ def test_names_are_escaped_in_html() -> None:
     Script = type("<script>", (nn.Identity,), {})  # noqa: N806 - a class
 
     assert "<script>" not in _meta(Script(), torch.zeros(1))._repr_html_()
+
+
+def test_what_was_removed_says_what_to_use(resnet50: MemoryReport) -> None:
+    with pytest.raises(AttributeError, match=r"MemoryReport\.to_csv was removed in 0\.2; use to_json"):
+        resnet50.to_csv()

@@ -173,7 +173,7 @@ def test_work_of_ops() -> None:
     ],
 )
 def test_kinds_of_ops(name: str, kind: OpKind) -> None:
-    from memkit.profile.op_work import kind_of
+    from memkit.profile.trace import kind_of
 
     assert kind_of(name) is kind
 

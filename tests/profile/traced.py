@@ -16,8 +16,8 @@ from memkit.activations.saved.state import RematState
 from memkit.device import CpuDevice
 from memkit.plan import Step, StepTrace
 from memkit.profile import MemoryReport
+from memkit.profile.simulate.run import run_without_data
 from memkit.profile.step import Step as ProfiledStep
-from memkit.profile.without_data import run_without_data
 
 KIB = 1024
 

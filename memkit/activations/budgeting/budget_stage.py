@@ -256,7 +256,7 @@ class BudgetStage(RecordingStage):
         self._is_metered = self._meter is not None
         if not self._is_metered and self._notes is None:
             return super()._make_recorder()
-        from memkit.activations.budgeting.budget_stage import WatchedRecorder  # a dispatch mode: see `RecordingStage`
+        # a dispatch mode: see `RecordingStage`
 
         estimate_s = self._state.costs.estimate_s
         recorder = WatchedRecorder(self._forward.recording, self._options.kinds, default_generator, estimate_s)

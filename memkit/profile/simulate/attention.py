@@ -57,8 +57,6 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What attention was asked for."""
-
     query: Tensor
     key: Tensor
     value: Tensor
@@ -76,7 +74,6 @@ class _Call:
         )
 
     def batched(self) -> _Call:
-        """Return the same for a batch of one."""
         mask = self.mask
         while mask is not None and mask.dim() < 4:
             mask = mask.unsqueeze(0)
@@ -123,7 +120,6 @@ class _Call:
         return all(size in (1, whole) for size, whole in zip(self.mask.shape, full[-self.mask.dim() :], strict=True))
 
     def bias(self) -> Tensor | None:
-        """Return the mask as numbers to add."""
         if self.mask is None or self.mask.dtype != torch.bool:
             return self.mask
         return _additive(self.mask, self.query.dtype)

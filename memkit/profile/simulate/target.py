@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,492 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memkit import torch_private
+from memkit.modes import Mode
 from memkit.profile.simulate.attention import (
     fused_broadcast_heads,
     fused_take_three_dims,
     scaled_dot_product_attention,
 )
-from memkit.profile.simulate.autocast import MetaAutocast, Rule, rule_for
-from memkit.profile.simulate.kernels import format_of, uses_cudnn_batch_norm
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
+
+
+class Rule(Enum):
+    """How autocast changes the arguments of an operation."""
+
+    LOWER = "floating-point tensors to the autocast dtype"
+    FLOAT32 = "floating-point tensors to float32"
+    FLOAT32_RESULT = "a float32 result is asked for, unless the caller named a dtype"
+    PROMOTE = "floating-point tensors to the widest dtype among them"
+
+
+_LOWER = {
+    "cuda": {
+        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "convolution", "prelu", "linear", "matmul", "einsum"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm", "addmv", "addr", "mm", "mv", "bmm"),
+        *("linalg_vecdot", "addbmm", "baddbmm", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention"),
+        *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_cudnn_rnn"),
+        *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_scaled_dot_product_flash_attention"),
+        *("cudnn_convolution", "cudnn_convolution_transpose"),
+    },
+    "cpu": {
+        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "prelu", "linear", "matmul", "mm", "bmm", "baddbmm"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm", "addbmm", "_addmm_activation"),
+        *("linalg_vecdot", "scaled_dot_product_attention", "_native_multi_head_attention", "mkldnn_rnn_layer"),
+    },
+}
+_FLOAT32_RESULT = {
+    "cuda": {
+        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"),
+    },
+    "cpu": set(),
+}
+_PROMOTE = {
+    "cuda": {
+        *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
+        "scatter_add",
+    },
+    "cpu": {"stack", "cat", "index_copy"},
+}
+# Python's names of operations that the dispatcher knows by another.
+_ALIASES = {"nll_loss_nd": "nll_loss", "rmatmul": "matmul", "rpow": "pow"}
+# Operations that are made of others, and which of these decides.
+_MADE_OF = {
+    "cuda": {"cross_entropy_loss": "nll_loss"},
+    "cpu": {
+        "einsum": "bmm",
+        "tensordot": "mm",
+        "chain_matmul": "mm",
+        "lstm_cell": "linear",
+        "gru_cell": "linear",
+        "rnn_tanh_cell": "linear",
+        "rnn_relu_cell": "linear",
+    },
+}
+
+
+def rule_for(function_name: str, target: str) -> Rule | None:
+    """Return what autocast on `target` does to the operation behind a function of torch; None if it leaves it alone."""
+    name = function_name.strip("_") if function_name.startswith("__") else function_name
+    name = _ALIASES.get(name, name)
+    name = _MADE_OF[target].get(name, name)
+    if name not in autocast_ops(target):
+        return None
+    for rule, table in ((Rule.LOWER, _LOWER), (Rule.FLOAT32_RESULT, _FLOAT32_RESULT), (Rule.PROMOTE, _PROMOTE)):
+        if name in table[target]:
+            return rule
+    return Rule.FLOAT32
+
+
+def autocast_ops(target: str) -> frozenset[str]:
+    """Return the names of the operations for which this torch has an autocast kernel on `target`."""
+    if target not in _autocast_ops:
+        key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[target]
+        _autocast_ops[target] = frozenset(
+            name.removeprefix("aten::").partition(".")[0]
+            for name in torch_private.dispatch_registrations(key)
+            if name.startswith("aten::")
+        )
+    return _autocast_ops[target]
+
+
+_autocast_ops: dict[str, frozenset[str]] = {}
+
+
+class MetaAutocast:
+    """Applies the rules to arguments, with autocast's cache: until its outermost context ends, a leaf that requires grad is
+    cast once."""
+
+    def __init__(self) -> None:
+        self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+
+    def forget(self) -> None:
+        self._casts.clear()
+
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype of the autocast in force, on whichever device type it was asked for; None if it is off."""
+        for device_type in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device_type):
+                return torch.get_autocast_dtype(device_type)
+        if self._casts and not _inside_autocast():
+            self.forget()
+        return None
+
+    def apply(
+        self, rule: Rule, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if rule is Rule.FLOAT32_RESULT:
+            half = any(_is_eligible(leaf) and leaf.dtype != torch.float32 for leaf in args[:1])
+            return args, {**kwargs, "dtype": torch.float32} if half and kwargs.get("dtype") is None else kwargs
+        if rule is Rule.PROMOTE:
+            dtypes = [leaf.dtype for leaf in torch_private.arg_tree_leaves(*args, **kwargs) if _is_eligible(leaf)]
+            dtype = torch.float32 if torch.float32 in dtypes else dtype
+        elif rule is Rule.FLOAT32:
+            dtype = torch.float32
+
+        def cast(leaf: Any) -> Any:
+            return self._cast(leaf, dtype)
+
+        new_args, new_kwargs = torch_private.tree_map(cast, (args, kwargs))
+        return new_args, new_kwargs
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not _is_eligible(value) or value.dtype == dtype:
+            return value
+        cacheable = value.is_leaf and value.requires_grad and value.dtype == torch.float32 and dtype != torch.float32
+        if not cacheable or not torch.is_autocast_cache_enabled():
+            return value.to(dtype)
+        key = (id(value), torch.is_grad_enabled())
+        if key not in self._casts:
+            self._casts[key] = (value, value.to(dtype))
+        return self._casts[key][1]
+
+
+def _inside_autocast() -> bool:
+    # The nesting can only be read by changing it.
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0
+
+
+def _is_eligible(value: Any) -> bool:
+    # Constants have data, on the CPU.
+    on_target = isinstance(value, Tensor) and (value.is_meta or value.is_cpu)
+    return on_target and value.is_floating_point() and value.dtype != torch.float64
+
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+
+
+class MixedDtypesError(RuntimeError):
+    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together.
+
+    Attributes:
+        advice: what to do.
+    """
+
+    def __init__(
+        self, message: str, advice: str = "Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
+    ) -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
+    """Raise MixedDtypesError if an op on `target` does not take arguments of these dtypes together."""
+    positions = _ALIKE.get(op)
+    if positions is not None:
+        if op is _aten.convolution.default and target == "cpu" and not uses_onednn(*args):
+            positions = positions[:-1]  # the CPU's own convolutions add any bias
+        dtypes = _dtypes_at(args, positions)
+        if len(dtypes) > 1:
+            raise _refusal(op, dtypes)
+        if op in _CLASS_DTYPES and args[1].dtype not in _CLASS_DTYPES[op]:
+            needed = " or ".join(map(_text_of, _CLASS_DTYPES[op]))
+            raise MixedDtypesError(
+                f"{_name_of(op)} needs classes of {needed}; found {_text_of(args[1].dtype)}", "Cast them: targets.long()"
+            )
+        return
+    positions = _NORMALIZATIONS[target].get(op)
+    if positions is not None:
+        tensor, parameters = args[0], _dtypes_at(args, positions)
+        # CUDA's batch norm takes float32 parameters beside half precision, as the CPU's normalizations do.
+        mixes = target == "cpu" or op is _aten.native_batch_norm.default
+        mixed = mixes and tensor.dtype in _HALF_DTYPES and parameters == [torch.float32]
+        if parameters not in ([], [tensor.dtype]) and not mixed:
+            raise _refusal(op, [tensor.dtype, *(dtype for dtype in parameters if dtype != tensor.dtype)])
+
+
+def uses_onednn(tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> bool:
+    """Tell whether the CPU would leave a convolution to oneDNN; `how` are its further arguments."""
+    # Of the tensors only shapes and dtypes matter: one element is enough.
+    on_cpu = [
+        None if given is None else given.new_empty((), device="cpu").expand(given.shape) for given in (tensor, weight, bias)
+    ]
+    backend = torch_private.select_conv_backend(*on_cpu, *how, bias_sizes=None)
+    return "Slow" not in str(backend)  # torch has not given all of oneDNN's a name
+
+
+def _dtypes_at(args: Sequence[Any], positions: Sequence[int]) -> list[torch.dtype]:
+    found = (args[position] for position in positions if position < len(args))
+    return list(dict.fromkeys(value.dtype for value in found if isinstance(value, Tensor)))
+
+
+def _refusal(op: OpOverload, dtypes: Sequence[torch.dtype]) -> MixedDtypesError:
+    names = " and ".join(map(_text_of, dtypes))
+    return MixedDtypesError(f"{_name_of(op)} needs tensors of one dtype; found {names}")
+
+
+def _name_of(op: OpOverload) -> str:
+    return str(torch_private.schema_of(op).name).removeprefix("aten::")
+
+
+def _text_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
+    _aten.nll_loss_forward.default: (torch.int64, torch.uint8),
+    _aten.nll_loss2d_forward.default: (torch.int64,),
+}
+"""Operations whose second argument names classes, and the dtypes that it may have."""
+
+# Of these operations all tensors at these positions have the same dtype.
+_ALIKE: dict[OpOverload, tuple[int, ...]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.mv.default: (0, 1),
+    _aten.dot.default: (0, 1),
+    _aten.addmm.default: (0, 1, 2),
+    _aten.addmv.default: (0, 1, 2),
+    _aten.addbmm.default: (0, 1, 2),
+    _aten.baddbmm.default: (0, 1, 2),
+    _aten.convolution.default: (0, 1, 2),
+    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1)),
+    _aten.linalg_cross.default: (0, 1),
+    _aten.grid_sampler_2d.default: (0, 1),
+    _aten.grid_sampler_3d.default: (0, 1),
+    _aten.nll_loss_forward.default: (0, 2),
+    _aten.nll_loss2d_forward.default: (0, 2),
+    _aten.binary_cross_entropy.default: (0, 1),
+    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), (0, 2)),
+    **dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2)),
+    **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), (0, 3)),
+    **dict.fromkeys((_aten.index_copy.default, _aten.index_copy_.default), (0, 3)),
+    **dict.fromkeys((_aten.index_reduce.default, _aten.index_reduce_.default), (0, 3)),
+    **dict.fromkeys((_aten.put.default, _aten.put_.default), (0, 2)),
+}
+# And of these the parameters, and on the CPU the running statistics, at these positions, go with the input.
+_NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
+    "cuda": {
+        _aten.native_batch_norm.default: (1, 2),
+        _aten.native_group_norm.default: (1, 2),
+        _aten.native_layer_norm.default: (2, 3),
+    },
+    "cpu": {
+        _aten.native_batch_norm.default: (1, 2, 3, 4),
+        _aten.native_group_norm.default: (1, 2),
+        _aten.native_layer_norm.default: (2, 3),
+    },
+}
+
+
+Outputs = Any  # a tensor, or several
+Fix = Callable[..., Outputs]
+
+
+class TargetKernels(Mode):
+    """Gives outputs the memory format and the dtypes that they have on `target`, and refuses what `target` refuses.
+
+    Statistics of normalizations that the target does not keep become empty.
+    """
+
+    def __init__(self, target: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._target = target
+        self._rules = _CUDA_RULES if target == "cuda" else _CPU_RULES
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        check_dtypes(op, args, self._target)
+        place = _CLASSES_AT.get(op)
+        if place is not None and args[place].dtype is torch.uint8:
+            args = (*args[:place], args[place].long(), *args[place + 1 :])
+        kernel: Callable[..., Any] = _OWN_KERNELS.get(op, op)
+        outputs = kernel(*args, **(kwargs or {}))
+        rule = self._rules.get(op)
+        return outputs if rule is None else rule(outputs, *args)
+
+
+def format_of(tensor: Tensor) -> torch.memory_format:
+    """Return the memory format that a kernel sees in a tensor, by its strides alone: gaps are allowed.
+
+    Source: Tensor::suggest_memory_format, and is_channels_last_strides_2d and _3d in c10/core/MemoryFormat.h.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    if tensor.dim() not in (4, 5) or strides[1] == 0:
+        return torch.contiguous_format
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        # of one channel, a contiguous tensor is told from a channels_last one by its first stride
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[dim] * max(shape[dim], 1)
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+
+
+def _in_format(output: Tensor, memory_format: torch.memory_format) -> Tensor:
+    return torch.empty_like(output, memory_format=memory_format)
+
+
+def _contiguous(output: Tensor, *_: Any) -> Tensor:
+    return _in_format(output, torch.contiguous_format)
+
+
+def _as_first(output: Tensor, first: Tensor, *_: Any) -> Tensor:
+    if output.dim() != first.dim():
+        return _contiguous(output)
+    return _in_format(output, format_of(first))
+
+
+def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+    # Source: _conv_suggest_memory_format_impl in aten/src/ATen/native/ConvUtils.h. Sequences are made contiguous.
+    formats = (format_of(tensor), format_of(weight))
+    return next((found for found in formats if found is not torch.contiguous_format), torch.contiguous_format)
+
+
+def _convolution_cuda(output: Tensor, tensor: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    if not torch.backends.cudnn.enabled or torch.float64 in (tensor.dtype, weight.dtype):
+        return _contiguous(output)
+    return _in_format(output, _convolution_format(tensor, weight))
+
+
+def _convolution_cpu(output: Tensor, tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+    # Source: determine_backend_memory_format in aten/src/ATen/native/Convolution.cpp.
+    memory_format = _convolution_format(tensor, weight)
+    if memory_format is torch.channels_last_3d and not uses_onednn(tensor, weight, bias, *how):
+        return _contiguous(output)
+    return _in_format(output, memory_format)
+
+
+def _group_norm(
+    outputs: Sequence[Tensor], tensor: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    output, *statistics = _with_statistics(outputs, _dtype_beside(tensor, weight, bias))
+    return (_as_first(output, tensor), *statistics)
+
+
+def _layer_norm_cpu(
+    outputs: Sequence[Tensor], tensor: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    return _with_statistics(outputs, _dtype_beside(tensor, weight, bias))
+
+
+def _batch_norm_cpu(
+    outputs: Sequence[Tensor],
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    dtype = _dtype_beside(tensor, weight, bias, running_mean, running_var)
+    output, *statistics = _with_statistics(outputs, dtype, keep=training)
+    return (_as_first(output, tensor), *statistics)
+
+
+def _batch_norm_cuda(
+    outputs: Sequence[Tensor],
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    # cuDNN, where it is used, keeps statistics of a batch only in training.
+    keep = training or not uses_cudnn_batch_norm(tensor, weight)
+    return _with_statistics(outputs, outputs[1].dtype, keep=keep)
+
+
+def uses_cudnn_batch_norm(tensor: Tensor, weight: Tensor | None) -> bool:
+    """Tell whether CUDA would leave a batch norm to cuDNN."""
+    # Source: _select_batch_norm_backend in aten/src/ATen/native/Normalization.cpp.
+    return (
+        torch.backends.cudnn.enabled
+        and weight is not None
+        and torch.bfloat16 not in (tensor.dtype, weight.dtype)
+        and (tensor.dtype != torch.float16 or weight.dtype == torch.float32)
+        and tensor.dim() >= 3
+    )
+
+
+def _log_sigmoid_cpu(outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_contiguous(output) for output in outputs)
+
+
+def _log_sigmoid_cuda(outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
+    # The buffer is for the CPU's backward.
+    return (outputs[0], tensor.new_empty(0))
+
+
+def _dtype_beside(tensor: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """Return the dtype of statistics: the input's, but float32 for half precision with float32 parameters ("mixed")."""
+    beside = next((parameter.dtype for parameter in parameters if parameter is not None), tensor.dtype)
+    mixed = tensor.dtype in _HALF_DTYPES and beside == torch.float32
+    return torch.float32 if mixed else tensor.dtype
+
+
+def _with_statistics(outputs: Sequence[Tensor], dtype: torch.dtype, *, keep: bool = True) -> tuple[Tensor, ...]:
+    output, *statistics = outputs
+    return (output, *(tensor.new_empty(tensor.shape if keep else 0, dtype=dtype) for tensor in statistics))
+
+
+def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply groups, as experts do. Kernels take float32 and half precision, and the one of the meta device bfloat16 alone:
+    with that it is asked for the size, about tensors whose rows have as many bytes."""
+    (grouped_mm,) = torch_private.known("grouped_mm")
+    if mat_a.dtype not in (torch.float32, torch.float16):
+        made: Tensor = grouped_mm(mat_a, mat_b, *others, out_dtype=out_dtype)
+        return made
+    size = grouped_mm(*map(_as_bfloat16, (mat_a, mat_b)), *others).size()
+    alignment = 16 // mat_a.itemsize  # of rows
+    pitch = -(-size[-1] // alignment) * alignment
+    return mat_a.new_empty_strided(size, (size[-2] * pitch, pitch, 1)[-len(size) :])
+
+
+def _as_bfloat16(tensor: Tensor) -> Tensor:
+    stride = [step if step == 1 else step * tensor.itemsize // 2 for step in tensor.stride()]
+    return tensor.new_empty_strided(tensor.size(), stride, dtype=torch.bfloat16)
+
+
+_OWN_KERNELS: dict[OpOverload, Callable[..., Tensor]] = dict.fromkeys(torch_private.known("grouped_mm"), _grouped_mm)
+"""Operations whose meta kernel does not take what those with data take. Source: GroupedMMUtils.h in aten/src/ATen/native."""
+
+_CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.nll_loss_backward.default: 2}
+"""Which argument names classes, of operations that take them in uint8 as well, but for their meta kernel."""
+
+# Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
+# Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
+# TensorTransformations.cpp), and those in its folder cuda.
+_CPU_RULES: dict[OpOverload, Fix] = {
+    _aten.convolution.default: _convolution_cpu,
+    _aten.native_batch_norm.default: _batch_norm_cpu,
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_layer_norm.default: _layer_norm_cpu,
+    _aten.log_sigmoid_forward.default: _log_sigmoid_cpu,
+    _aten.reflection_pad2d.default: _as_first,
+    _aten.reflection_pad3d.default: _as_first,
+    _aten.replication_pad2d.default: _as_first,
+    _aten.replication_pad3d.default: _as_first,
+    _aten.max_unpool2d.default: _as_first,
+    _aten.pixel_shuffle.default: _as_first,
+    _aten.pixel_unshuffle.default: _as_first,
+    _aten.channel_shuffle.default: _as_first,
+    _aten.roll.default: _as_first,
+}
+_CUDA_RULES: dict[OpOverload, Fix] = {
+    _aten.convolution.default: _convolution_cuda,
+    _aten.native_batch_norm.default: _batch_norm_cuda,
+    _aten.native_group_norm.default: _group_norm,
+    _aten.log_sigmoid_forward.default: _log_sigmoid_cuda,
+    _aten.reflection_pad2d.default: _contiguous,
+    _aten.reflection_pad3d.default: _contiguous,
+    _aten.replication_pad2d.default: _contiguous,
+    _aten.replication_pad3d.default: _contiguous,
+    _aten.max_unpool2d.default: _contiguous,
+    _aten.pixel_shuffle.default: _contiguous,
+    _aten.pixel_unshuffle.default: _contiguous,
+    _aten.channel_shuffle.default: _contiguous,
+    _aten.roll.default: _contiguous,
+}
+
 
 Operation = Callable[..., Any]
 
