@@ -31,7 +31,6 @@ from memkit.transfer.disk_queue import DiskTransfer
 from memkit.transfer.disk_store import DiskCopy, DiskStore
 from memkit.transfer.reference_disk import POISON
 from memkit.transfer.scratch import ScratchFile
-from tests.drawn import examples
 from tests.interrupts import interrupts
 from tests.threads import num_own_threads
 
@@ -173,7 +172,7 @@ def assert_places_are_apart(store: DiskStore, copies: list[DiskCopy]) -> None:
     assert sum(end - start for start, end in ranges) == store.in_use_bytes
 
 
-@examples(80)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=6),
     offsets=st.lists(st.integers(0, 1), min_size=6, max_size=6),
@@ -235,7 +234,7 @@ def test_failed_write_loses_nothing(host: Host, number: int, is_late: bool) -> N
     store.close()
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(
     fails_at=st.dictionaries(st.integers(0, 30), st.sampled_from([errno.EIO, errno.ENOSPC, errno.EINTR, -1, -2]), max_size=6),
     seed=st.one_of(st.none(), st.integers(0, 99)),
