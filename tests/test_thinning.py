@@ -78,9 +78,15 @@ def test_values(a, b):
     pass
 
 @full
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("a", [(number, name) for number in range(3) for name in "xyz"])
 @pytest.mark.parametrize("b", range(3))
 def test_tuples(a, b):
+    pass
+
+@full
+@pytest.mark.parametrize(("a", "b", "c"), [(a, b, c) for a in range(2) for b in range(2) for c in range(2)])
+def test_rows(a, b, c):
     pass
 
 @pytest.mark.core(1)
@@ -125,5 +131,6 @@ def test_marks_say_which_combinations_there_are(pytester: pytest.Pytester) -> No
     }
     assert len(params("test_core", kept)) < 22
     assert _pairs(params("test_core", kept)) == _pairs(params("test_core", found))
+    assert params("test_rows", kept) == params("test_rows", found)
     assert params("test_fast", kept) == params("test_fast", found)
     assert kept[-1] is found[-1]

@@ -38,7 +38,7 @@ def covering(cases: Sequence[Case], num_together: int, covered: Iterable[Case] =
 def thin(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return which tests there are. Those of a function that run by default all are, but for those that a mark `core(n)` makes
     slow; of the slow ones, those that have two values (or as many as a mark `covering(n)` says) together for the first time.
-    """
+    Without that mark, those that one `parametrize` gives together count as one."""
     functions: dict[object, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -58,7 +58,8 @@ def _left_out(items: list[pytest.Function]) -> set[pytest.Function]:
         fast = [fast[index] for index in chosen]
     slow = [item for item in items if "full" in item.keywords]
     mark = items[0].get_closest_marker("covering")
-    needed = covering([_params(item) for item in slow], mark.args[0] if mark else 2, [_params(item) for item in fast])
+    params = _params if mark else _rows
+    needed = covering([params(item) for item in slow], mark.args[0] if mark else 2, [params(item) for item in fast])
     return set(slow).difference(slow[index] for index in needed)
 
 
@@ -80,4 +81,14 @@ def _params(item: pytest.Function) -> Case:
     found: dict[str, object] = {}
     for name, value in item.callspec.params.items():
         found.update({f"{name} {at}": part for at, part in enumerate(value)} if type(value) is tuple else {name: value})
+    return found
+
+
+def _rows(item: pytest.Function) -> Case:
+    """Return the parameters of a test; those that are written in the rows of one table count as one."""
+    found = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        if len(names) > 1:
+            found[" ".join(names)] = tuple(_key(found.pop(name)) for name in names)
     return found
