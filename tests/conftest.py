@@ -6,8 +6,6 @@ import functools
 import gc
 import math
 import os
-import re
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,13 +27,13 @@ from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
 from memkit.recording import cost
 from memkit.transfer import Link, measure_link
-from tests import drawn, planned, thinning
+from tests import planned, thinning
 from tests.clock import set_clock
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
-settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("few", settings.get_profile("same"), max_examples=12)
+_NEVER_TOO_SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", _NEVER_TOO_SLOW)
+settings.register_profile("same", _NEVER_TOO_SLOW, derandomize=True, database=None, max_examples=12)
 settings.load_profile("same")
 
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
@@ -47,33 +45,9 @@ _WITH_FEW_LAYERS = ("weights", "bench", "profile")
 tests/weights/test_no_use.py."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    drawn.draws_few = config.option.markexpr == "not full"
-    if drawn.draws_few and not config.getoption("--hypothesis-profile"):
-        settings.load_profile("few")
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.path.parent.name in _WITH_FEW_LAYERS:
         item.add_marker(pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device"))
-
-
-_REPEATS = re.compile(r"\[.*\bseed \d")
-"""The name of a test on the reference device whose copies take another time each: one that has them late runs always."""
-
-
-_SEED = re.compile(r"\bseed ([01])\b")
-
-
-def _has_other_seed(item: pytest.Item, known: set[str]) -> bool:
-    """Tell whether a test runs with copies that land at other random times instead. Of two seeds one runs, which its name says:
-    half of the tests have the one, half the other. `pytest -m ""` runs both."""
-    found = _SEED.search(item.nodeid)
-    if found is None:
-        return False
-    before, behind = item.nodeid[: found.start(1)], item.nodeid[found.end(1) :]
-    chosen = zlib.crc32((before + behind).encode()) % 2
-    return int(found[1]) != chosen and f"{before}{chosen}{behind}" in known
 
 
 _MANY = 5000
@@ -84,23 +58,12 @@ each is told as skipped."""
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
+    items[:] = thinning.thin(items)
     for item in items:
         # for tests alone, and below what they say themselves: warnings of plugins at their start or end are no errors
         item.add_marker(pytest.mark.filterwarnings("error"), append=False)
-        if _REPEATS.search(item.name):
-            item.add_marker(pytest.mark.full)
-        if config.option.markexpr == "full" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-            item.add_marker(pytest.mark.full)  # the plain run has drawn some of its examples
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    here = [item for item in items if has_gpu or "gpu" not in item.keywords]
-    thinning.mark_full(here)
-    if config.option.markexpr == "full":
-        known = {item.nodeid for item in items}
-        left_out = {item for item in items if _has_other_seed(item, known)}
-        left_out |= thinning.leave_out(item for item in here if item not in left_out)
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
     if not has_gpu and "gpu" not in config.option.markexpr and len(items) > _MANY:
         config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
         items[:] = [item for item in items if "gpu" not in item.keywords]

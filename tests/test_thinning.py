@@ -1,4 +1,4 @@
-"""What `-m full` leaves out of many combinations of parameters: no pair of values, or no value."""
+"""Which of many combinations of parameters there are: no pair of values is left out, or no value."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ import pytest
 
 full = pytest.mark.full
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("a", [0, pytest.param(1, marks=full), pytest.param(2, marks=full)])
 @pytest.mark.parametrize("b", range(3))
 @pytest.mark.parametrize("c", range(3))
@@ -72,7 +71,7 @@ def test_pairs(a, b, c):
     pass
 
 @full
-@pytest.mark.covering(1, 2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("a", range(4))
 @pytest.mark.parametrize("b", range(5))
 def test_values(a, b):
@@ -86,53 +85,52 @@ def test_tuples(a, b):
     pass
 
 @full
-@pytest.mark.parametrize("a", [0, 1, pytest.param(2, marks=pytest.mark.repeats)])
-def test_repeats(a):
+@pytest.mark.parametrize(("a", "b", "c"), [(a, b, c) for a in range(2) for b in range(2) for c in range(2)])
+def test_rows(a, b, c):
     pass
 
-@full
-@pytest.mark.parametrize("a", range(4))
-def test_all(a):
-    pass
-
-@pytest.mark.core(1, 2)
-@pytest.mark.covering(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("a", [*range(4), pytest.param(4, marks=full)])
 @pytest.mark.parametrize("b", range(3))
 @pytest.mark.parametrize("c", range(3))
 def test_core(a, b, c):
     pass
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_fast(a, b, c):
+    pass
+
+def test_alone():
+    pass
 """
 
 
-def test_marks_say_what_is_left_out(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmarkers =\n    full\n    covering\n    repeats")
+def test_marks_say_which_combinations_there_are(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    covering\n    core")
     found = pytester.getitems(_TESTS)
-    thinning.mark_full(found)
-    left_out = thinning.leave_out(found)
-    kept = [item for item in found if item not in left_out]
+    kept = thinning.thin(found)
 
     def params(name: str, among: list[pytest.Item]) -> list[dict[str, object]]:
         return [item.callspec.params for item in among if isinstance(item, pytest.Function) and item.originalname == name]
 
-    assert all("full" in item.keywords for item in left_out)
     assert len(params("test_pairs", kept)) < len(params("test_pairs", found))
     assert _pairs(params("test_pairs", kept)) == _pairs(params("test_pairs", found))
-    values = [value for case in params("test_values", kept) for value in case.items()]
-    assert len(params("test_values", kept)) == 10
-    assert all(values.count(value) >= 2 for value in values)
+    assert len(params("test_values", kept)) == 5
     apart = [{"a": case["a"][0], "b": case["a"][1], "c": case["b"]} for case in params("test_tuples", kept)]
     assert len(apart) < 15
     assert _pairs(apart) == _pairs(
         [dict(zip("abc", each, strict=True)) for each in itertools.product(range(3), "xyz", range(3))]
     )
-    assert params("test_repeats", kept) == [{"a": 0}, {"a": 1}]
-    assert params("test_all", kept) == params("test_all", found)
-    short = params("test_core", [item for item in found if "full" not in item.keywords])
-    assert len(short) == 8
+    short = params("test_core", [item for item in kept if "full" not in item.keywords])
+    assert len(short) == 4
     assert {value for case in short for value in case.items()} == {
         *(("a", number) for number in range(4)),
         *((name, number) for name in "bc" for number in range(3)),
     }
     assert len(params("test_core", kept)) < 22
     assert _pairs(params("test_core", kept)) == _pairs(params("test_core", found))
+    assert params("test_rows", kept) == params("test_rows", found)
+    assert params("test_fast", kept) == params("test_fast", found)
+    assert kept[-1] is found[-1]

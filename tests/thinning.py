@@ -1,5 +1,4 @@
-"""Which of all combinations of a test's parameters run by themselves and with `-m full`: as many as have each value, or each
-pair of values, as its marks say. `pytest -m ""` runs all of them."""
+"""Which combinations of a test's parameters there are: no more than have each pair of values together."""
 
 from __future__ import annotations
 
@@ -36,6 +35,34 @@ def covering(cases: Sequence[Case], num_together: int, covered: Iterable[Case] =
     return sorted(chosen)
 
 
+def thin(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return which tests there are. Those of a function that run by default all are, but for those that a mark `core(n)` makes
+    slow; of the slow ones, those that have two values (or as many as a mark `covering(n)` says) together for the first time.
+    Without that mark, those that one `parametrize` gives together count as one."""
+    functions: dict[object, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            is_on_gpu = "gpu" in item.keywords  # which are thinned by themselves
+            functions.setdefault((item.path, item.cls, item.originalname, is_on_gpu), []).append(item)
+    left_out = {item for same in functions.values() for item in _left_out(same)}
+    return [item for item in items if item not in left_out]
+
+
+def _left_out(items: list[pytest.Function]) -> set[pytest.Function]:
+    fast = [item for item in items if "full" not in item.keywords]
+    core = items[0].get_closest_marker("core")
+    if core is not None:
+        chosen = covering([_params(item) for item in fast], core.args[0])
+        for index in set(range(len(fast))).difference(chosen):
+            fast[index].add_marker(pytest.mark.full)
+        fast = [fast[index] for index in chosen]
+    slow = [item for item in items if "full" in item.keywords]
+    mark = items[0].get_closest_marker("covering")
+    params = _params if mark else _rows
+    needed = covering([params(item) for item in slow], mark.args[0] if mark else 2, [params(item) for item in fast])
+    return set(slow).difference(slow[index] for index in needed)
+
+
 def _together(case: Case, num_together: int) -> set[Hashable]:
     values = [(name, type(value), _key(value)) for name, value in case.items()]
     return set(itertools.combinations(values, min(num_together, len(values))))
@@ -49,46 +76,19 @@ def _key(value: object) -> Hashable:
     return value
 
 
-def mark_full(items: Iterable[pytest.Item]) -> None:
-    """Mark as `full` what adds nothing of the tests marked `core`."""
-    for same in _by_function(items, "core"):
-        short = [item for item in same if "full" not in item.keywords]
-        for item in _unneeded(short, "core"):
-            item.add_marker(pytest.mark.full)
-
-
-def leave_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return which tests `-m full` leaves out: those marked `repeats`, and what adds nothing of those marked `covering`."""
-    items = list(items)
-    left_out = {item for item in items if "repeats" in item.keywords}
-    for same in _by_function(items, "covering"):
-        short = [item for item in same if "full" not in item.keywords]  # which have run by themselves
-        left_out.update(_unneeded([item for item in same if "full" in item.keywords], "covering", short))
-    return left_out
-
-
-def _unneeded(items: list[pytest.Function], mark: str, covered: Iterable[pytest.Function] = ()) -> list[pytest.Function]:
-    if not items:
-        return []
-    num_together, times = (*items[0].get_closest_marker(mark).args, 1)[:2]  # type: ignore[union-attr]
-    found = [_params(item) for item in covered]
-    for _ in range(times):
-        chosen = set(covering([_params(item) for item in items], num_together, found))
-        items, found = [item for index, item in enumerate(items) if index not in chosen], []
-    return items
-
-
-def _by_function(items: Iterable[pytest.Item], mark: str) -> Iterable[list[pytest.Function]]:
-    found: dict[tuple[object, ...], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and mark in item.keywords:
-            found.setdefault((item.path, item.cls, item.originalname), []).append(item)
-    return found.values()
-
-
 def _params(item: pytest.Function) -> Case:
     """Return the parameters of a test; one that is a tuple counts as several."""
     found: dict[str, object] = {}
     for name, value in item.callspec.params.items():
         found.update({f"{name} {at}": part for at, part in enumerate(value)} if type(value) is tuple else {name: value})
+    return found
+
+
+def _rows(item: pytest.Function) -> Case:
+    """Return the parameters of a test; those that are written in the rows of one table count as one."""
+    found = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        if len(names) > 1:
+            found[" ".join(names)] = tuple(_key(found.pop(name)) for name in names)
     return found

@@ -21,7 +21,7 @@ def open_test_device(name: str) -> Device:
     return ReferenceDevice(seed=None if name == "late" else int(name.split()[1]))
 
 
-DEVICES = ["late", "seed 0", "seed 1", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=DEVICES)

@@ -77,7 +77,6 @@ def _check(batch_bytes: int, taken: list[Program], ratio: float, window_bytes: i
         _compare(taken, ratio, window_bytes, seed)
 
 
-@pytest.mark.repeats
 @_drawn(12)
 def test_random_steps(batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None) -> None:
     _check(batch_bytes, taken, ratio, window_bytes, seed)

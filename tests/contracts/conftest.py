@@ -67,7 +67,7 @@ class Context:
 def _param(name: str, device: str, *marks: pytest.MarkDecorator) -> object:
     if device == "cuda":
         marks = (*marks, pytest.mark.gpu)
-    if device == "cpu" and name != "remat plan":  # which the other settings repeat
+    if device == "seed 0" or (device == "cpu" and name != "remat plan"):  # which the others repeat
         marks = (*marks, pytest.mark.full)
     return pytest.param((name, device), id=f"{name}-{device}", marks=marks)
 

@@ -56,7 +56,7 @@ def _bytes(actions: list[Action | None] | list[Action], action: Action) -> int:
     return UNIT_BYTES * sum(units for units, asked in zip(UNITS, actions, strict=True) if asked is action)
 
 
-@pytest.fixture(params=["late", "seed 0", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Return each device on which something can move."""
     if request.param == "cuda":

@@ -184,7 +184,7 @@ def test_thirty_steps(train: Train, context: Context) -> None:
     assert context.num_acts > 0 or train is two_shapes  # of which the last may just fit
 
 
-@pytest.mark.core(1, 2)
+@pytest.mark.core(1)
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("without_collector")
 @each_step

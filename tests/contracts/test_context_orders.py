@@ -164,7 +164,7 @@ ORDERS: dict[str, Order] = {
 LIKE_OTHERS = ("several (1, 2, 0)", "several (2, 1, 0)", "interleaved", "partial", "double_backward_outside", "dropped_unused")
 
 
-@pytest.mark.core(1, 2)
+@pytest.mark.core(1)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LIKE_OTHERS else name for name in ORDERS]

@@ -175,7 +175,6 @@ def _drawn(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
-@pytest.mark.repeats
 @_drawn(12)
 def test_random_graphs(graph: list[Step], parts: list[int], name: str, seed: Any) -> None:
     _compare(graph, parts, name, seed)

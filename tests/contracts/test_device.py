@@ -17,7 +17,7 @@ from memkit.storages import byte_view
 MIB = 2**20
 
 
-@pytest.fixture(params=["late", "seed 0", "seed 1", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "cuda":
         return CudaDevice(torch.device("cuda"))

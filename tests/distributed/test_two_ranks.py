@@ -167,28 +167,6 @@ def _load_of_one(folder: str) -> list[torch.Tensor]:
     return _whole(*_read(Path(folder) / "of one"))
 
 
-WORKS: dict[str, Work] = {
-    "by hand": _same_as_by_hand,
-    "LoRA": _lora,
-    "reductions": _reductions,
-    "raised on one": _raised_on_one,
-    "raised on both": _raised_on_both,
-    "raised while sharding": _raised_while_sharding,
-    "another model": _other_model,
-    "other arguments": _other_arguments,
-    "all ranks": _same_on_all_ranks,
-    "saved": _save,
-    "loaded": _load_own,
-    "loaded of one": _load_of_one,
-    "regions": check_regions,
-    "whole layers": functools.partial(check_whole_layers, forwards=2),
-    **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
-    **{name: hosting.WORKS[name] for name in hosting.OFTEN},
-    **profiling.PROFILES,
-    "ends as layers": hosting.check_ends,
-    "ends as layers, LoRA": functools.partial(hosting.check_ends, lora=True),
-}
-
 COMPOSED: dict[str, tuple[Work, Case]] = {
     f"{name}, {case}": (functools.partial(_composed, name, case), {"context": name, "case": case})
     for name, case in itertools.product(CONTEXTS, ("plain", "LoRA"))
@@ -207,31 +185,47 @@ OF_THOSE_BY_HAND: dict[str, tuple[Work, Case]] = {
 }
 """By name, what is done, and what of all it is of."""
 
-MORE: dict[str, Work] = {
+
+def _thinned(works: dict[str, tuple[Work, Case]], num_together: int) -> dict[str, Work]:
+    """Return those that have values together that are not so in another one: one process does all of what these are."""
+    needed = covering([case for _, case in works.values()], num_together)
+    return {name: work for index, (name, (work, _)) in enumerate(works.items()) if index in needed}
+
+
+WORKS: dict[str, Work] = {
+    "by hand": _same_as_by_hand,
+    "LoRA": _lora,
+    "reductions": _reductions,
+    "raised on one": _raised_on_one,
+    "raised on both": _raised_on_both,
+    "raised while sharding": _raised_while_sharding,
+    "another model": _other_model,
+    "other arguments": _other_arguments,
+    "all ranks": _same_on_all_ranks,
+    "saved": _save,
+    "loaded": _load_own,
+    "loaded of one": _load_of_one,
+    "regions": check_regions,
+    "whole layers": functools.partial(check_whole_layers, forwards=2),
+    **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
+    **profiling.PROFILES,
+    "ends as layers": hosting.check_ends,
+    "ends as layers, LoRA": functools.partial(hosting.check_ends, lora=True),
     "frozen in bfloat16": _low_lora,
     "micro-batches": _micro_batches,
     "two forwards": check_two_forwards,
     **{f"whole layers, {case}": functools.partial(check_whole_layers, case=case) for case in LAYER_CASES},
-    **{name: work for name, (work, _) in COMPOSED.items()},
+    **_thinned(COMPOSED, 1),
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
-    **{name: work for name, work in (hosting.WORKS | hosting.MORE).items() if name not in hosting.OFTEN},
-    **stepping.WORKS,
-    **{name: work for name, (work, _) in COMPILED.items()},
-    **{name: work for name, (work, _) in OF_THOSE_BY_HAND.items()},
+    **{name: hosting.WORKS[name] for name in hosting.OFTEN},
+    **{
+        f"on the host, {name}": hosting.MORE[f"on the host, {name}"]
+        for name in ("CPUOffload(1.0)", "Rematerialize(0.1)", "MemoryBudget, half")
+    },
+    **{name: work for name, work in stepping.WORKS.items() if name in stepping.OFTEN or "beside the backward, " in name},
+    **_thinned(COMPILED, 1),
+    **_thinned(OF_THOSE_BY_HAND, 1),
 }
-"""What is done as well with `-m full`, or with `-m ""` alone where it is in `REPEATS`."""
-for often in ("Rematerialize(0.5), plain", "by hand: root, Rematerialize(0.1), always"):
-    WORKS[often] = MORE.pop(often)
-
-
-def _repeats(works: dict[str, tuple[Work, Case]], num_together: int) -> set[str]:
-    """Return those that have no values together that are not so in another one."""
-    needed = {list(works)[index] for index in covering([case for _, case in works.values()], num_together)}
-    return works.keys() - needed
-
-
-REPEATS = _repeats(COMPOSED, 1) | _repeats(COMPILED, 2) | _repeats(OF_THOSE_BY_HAND, 2)
-"""One process does all of what these are in test_composing and test_compiled_layers."""
 
 # Checkpoints
 
@@ -275,32 +269,12 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[torch.Te
 
 
 @pytest.fixture(scope="module")
-def found_more(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Do all that is looked at, and no more."""
-    looked_at = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test_more_on_every_rank
-    }
-    return run_ranks(2, str(tmp_path_factory.mktemp("more")), {name: MORE[name] for name in MORE if name in looked_at})
-
-
-@pytest.fixture(scope="module")
 def found(of_one: tuple[str, list[torch.Tensor]]) -> Found:
     return run_ranks(2, of_one[0], WORKS)
 
 
 @pytest.mark.parametrize("name", WORKS)
 def test_on_every_rank(found: Found, name: str) -> None:
-    _check(found, name)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.repeats] * (name in REPEATS)) for name in MORE])
-def test_more_on_every_rank(found_more: Found, name: str) -> None:
-    _check(found_more, name)
-
-
-def _check(found: Found, name: str) -> None:
     failed = [(rank, outcome) for rank, outcome in enumerate(found[name]) if isinstance(outcome, Failed)]
 
     assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed)

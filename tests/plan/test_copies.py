@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.plan import CopySchedule, Forecast, schedule_copies
 from memkit.plan.copies import BATCH_BYTES
-from tests.drawn import examples
 
 SIZES = st.sampled_from([1, 512, 4096, BATCH_BYTES // 3, BATCH_BYTES - 1, BATCH_BYTES, 5 * BATCH_BYTES])
 
@@ -79,7 +78,7 @@ def _live_bytes(step: Step, copies: CopySchedule, place: int) -> int:
     return sum(step.sizes_bytes[value] for value in {value for value in step.saves[: place + 1] if value >= 0} - gone)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_each_value_that_leaves_is_in_one_batch(step: Step) -> None:
     copies = step.schedule()
@@ -88,7 +87,7 @@ def test_each_value_that_leaves_is_in_one_batch(step: Step) -> None:
     assert all(copies.out)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_what_is_let_go_was_sent_and_counts_never_fall(step: Step) -> None:
     copies = step.schedule()
@@ -101,7 +100,7 @@ def test_what_is_let_go_was_sent_and_counts_never_fall(step: Step) -> None:
     assert copies.num_sent[-1] == len(copies.out)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_nothing_is_sent_before_it_is_there_and_written(step: Step) -> None:
     copies = step.schedule()
@@ -111,7 +110,7 @@ def test_nothing_is_sent_before_it_is_there_and_written(step: Step) -> None:
         assert all(step.ready_at(value) <= sent_at for value in batch)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_what_leaves_is_sent_before_many_more_saves(step: Step) -> None:
     copies = step.schedule()
@@ -121,7 +120,7 @@ def test_what_leaves_is_sent_before_many_more_saves(step: Step) -> None:
         assert sent_at - min(step.ready_at(value) for value in batch) <= 8
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_small_copies_share_a_batch_and_a_large_one_never_waits(step: Step) -> None:
     copies = step.schedule()
@@ -133,7 +132,7 @@ def test_small_copies_share_a_batch_and_a_large_one_never_waits(step: Step) -> N
         assert len(batch) == 1 or max(sizes) < BATCH_BYTES
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_forward_keeps_to_the_limit_where_what_has_gone_can(step: Step) -> None:
     copies = step.schedule()
@@ -146,7 +145,7 @@ def test_forward_keeps_to_the_limit_where_what_has_gone_can(step: Step) -> None:
             assert set(may_go) <= gone
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_forward_lets_go_of_no_more_than_it_must(step: Step) -> None:
     copies = step.schedule()
@@ -158,7 +157,7 @@ def test_forward_lets_go_of_no_more_than_it_must(step: Step) -> None:
             assert _live_bytes(step, copies, place) + last > step.limit_bytes
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_peak_is_that_of_a_forward_that_is_carried_out(step: Step) -> None:
     copies = step.schedule()
@@ -175,7 +174,7 @@ def test_peak_is_that_of_a_forward_that_is_carried_out(step: Step) -> None:
     assert copies.peak_bytes == peak_bytes
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps())
 def test_peak_exceeds_the_limit_by_the_largest_and_what_stays_or_waits(step: Step) -> None:
     copies = step.schedule()
@@ -205,7 +204,7 @@ def _forecast_of(step: Step, working_bytes: int) -> Forecast | None:
     )
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
 def test_all_that_is_gone_and_asked_for_comes_back_once_and_in_time(step: Step, working_bytes: int | None) -> None:
     forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
@@ -218,7 +217,7 @@ def test_all_that_is_gone_and_asked_for_comes_back_once_and_in_time(step: Step, 
         assert all(fetched_at <= copies.requests.index(value) for value in batch)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
 def test_requests_are_what_leaves_and_what_something_is_fetched_at(step: Step, working_bytes: int | None) -> None:
     forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
@@ -257,7 +256,7 @@ def _batch_overhang(step: Step, copies: CopySchedule) -> int:
     return max((sum(step.sizes_bytes[value] for value in batch) for batch in copies.back), default=0)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
 def test_backward_fetches_ahead_only_within_the_limit(step: Step, working_bytes: int | None) -> None:
     forecast = None if working_bytes is None else _forecast_of(step, working_bytes)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,7 +18,6 @@ from memkit.plan import ratio as costs
 from memkit.plan.ratio import StepTime
 from memkit.profile import MemoryReport, SavedCategory, timed_saves
 from memkit.transfer import Link
-from tests.drawn import examples
 
 FAST = Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=math.inf)
 SLOW = Link(d2h_bytes_per_s=50, h2d_bytes_per_s=25)
@@ -216,7 +215,7 @@ def test_use_of_a_held_save_makes_no_room() -> None:
     assert simulated(saves, {0}, SLOW, 100) == simulated(saves[:2], {0}, SLOW, 100) == (FORWARD_S, BACKWARD_S + 4)
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(steps(), choices, links, limits)
 def test_copies_never_make_a_step_faster(
     saves: list[TimedSave], offloaded: set[int], link: Link, limit_bytes: int | None
@@ -227,7 +226,7 @@ def test_copies_never_make_a_step_faster(
     assert backward_s >= BACKWARD_S
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(steps(), choices, links, limits)
 def test_no_step_is_faster_than_the_roofline(
     saves: list[TimedSave], offloaded: set[int], link: Link, limit_bytes: int | None
@@ -240,7 +239,7 @@ def test_no_step_is_faster_than_the_roofline(
     assert time >= roofline * (1 - 1e-9)
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(steps(), choices, links, limits, st.floats(1, 10), st.floats(1, 10), st.floats(0, 1))
 def test_faster_link_never_costs_time(
     saves: list[TimedSave],
@@ -263,7 +262,7 @@ def test_faster_link_never_costs_time(
     assert fast[1] <= slow[1] * (1 + 1e-9)
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(steps(turn=True), st.integers(0, 8), links, st.integers(0, 500), st.integers(0, 500))
 def test_more_room_never_costs_time(saves: list[TimedSave], num_leaving: int, link: Link, first: int, second: int) -> None:
     less, more = sorted((first, second))
@@ -390,7 +389,7 @@ def test_window_is_twice_the_largest_that_may_move_by_default() -> None:
     assert auto(saves, link, window_bytes=100) < ratio < auto(saves, link, window_bytes=300)
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(steps(), links, st.integers(0, 300), st.sampled_from([0.0, 0.01, 0.2]))
 def test_auto_ratio_is_the_last_that_is_within_the_tolerance(
     saves: list[TimedSave], link: Link, window_bytes: int, tolerance: float
@@ -406,7 +405,7 @@ def test_auto_ratio_is_the_last_that_is_within_the_tolerance(
     assert ratio == 1.0 or time_at(saves, larger[0], link, window_bytes) > 1 + tolerance - 1e-12
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(steps(), links, st.integers(0, 300), st.floats(1, 10))
 def test_auto_ratio_never_falls_with_a_faster_link(
     saves: list[TimedSave], link: Link, window_bytes: int, speedup: float

@@ -7,18 +7,17 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.device import ReferenceDevice
 from memkit.plan.states import disk_bytes, disk_step_s, terabytes_written
 from memkit.transfer import Arena, ReferenceDisk
-from tests.drawn import examples
 
 SIZES = st.lists(st.integers(1, 20_000), min_size=1, max_size=8)
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(sizes=SIZES, num_at_once=st.integers(1, 4))
 def test_planned_room_is_enough_and_no_page_too_much(sizes: list[int], num_at_once: int) -> None:
     """So many chunks are written at once in every step, the largest ones among them."""

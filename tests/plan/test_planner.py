@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
@@ -67,7 +67,7 @@ def convnet(num_blocks: int = 12) -> Step:
 # Simulation
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(step=steps(), score=SCORES, share=st.sampled_from((0.0, 0.2, 0.4, 0.7, 1.0)), data=st.data())
 def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, share: float, data: st.DataObject) -> None:
     free = [value for value in dict.fromkeys(step.saves) if value not in step.fixed]
@@ -87,7 +87,7 @@ def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, s
         assert outcome.dropped == reference.gone
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(step=steps())
 def test_nothing_dropped_is_nothing_replayed(step: Step) -> None:
     outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore())
@@ -172,7 +172,7 @@ def test_thrashing_is_given_up() -> None:
 # The drop order
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(step=steps())
 def test_drop_order_holds_each_free_value_once(step: Step) -> None:
     order, peaks = drop_order(step)
@@ -207,7 +207,7 @@ def test_cheapest_for_its_bytes_goes_first() -> None:
 
 
 @pytest.mark.full
-@examples(60)
+@settings(max_examples=60)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) -> None:
     planner, budget = planner_of(step), math.ceil(share * step.saved_bytes)
@@ -223,7 +223,7 @@ def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) ->
         assert plan.limit_bytes <= max(budget, plan.predicted_peak_bytes) or plan.limit_bytes == math.inf
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
     planner = planner_of(step)
@@ -239,7 +239,7 @@ def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
     assert again.replayed_s == reference.replayed_s
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_is_never_worse_than_dtr(step: Step, share: float) -> None:
     budget = math.ceil(share * step.saved_bytes)
@@ -288,7 +288,7 @@ def test_room_for_all_costs_no_more_than_less_room_where_the_user_drops() -> Non
 
 
 @pytest.mark.full
-@examples(40)
+@settings(max_examples=40)
 @given(step=steps(), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=8))
 def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float]) -> None:
     planner = planner_of(step)
@@ -301,7 +301,7 @@ def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float
     assert costs == sorted(costs, reverse=True)
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(step=steps())
 def test_budget_of_all_that_is_saved_keeps_all(step: Step) -> None:
     asked = Step(lineage=step.lineage, saves=step.saves, uses=step.uses, fixed=step.fixed)
@@ -334,7 +334,7 @@ def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:
     assert {value for value, reason in reasons.items() if reason == "asked for"} == fixed | dropped
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(step=steps(), share=st.floats(0.05, 1.0))
 def test_the_users_word_is_kept_in_random_steps(step: Step, share: float) -> None:
     planner = planner_of(step)

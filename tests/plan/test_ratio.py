@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.plan import Action, Plan, RatioSoFar, check_ratio, plan_ratio
@@ -37,7 +37,7 @@ def expected_to_leave(sizes: list[int], percent: int, window: int, held: frozens
     return set(enough if len(enough) < len(fits_window) else fits_window)
 
 
-@examples(400)
+@settings(max_examples=100)
 @given(sizes_of_saves, percents, windows, held_saves, units)
 def test_leaves_what_brute_force_finds(sizes: list[int], percent: int, window: int, held: frozenset[int], unit: int) -> None:
     plan = plan_ratio([unit * size for size in sizes], percent / 100, window_bytes=unit * window, held=held)
@@ -45,7 +45,7 @@ def test_leaves_what_brute_force_finds(sizes: list[int], percent: int, window: i
     assert leaving(plan) == expected_to_leave(sizes, percent, window, held)
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(sizes_of_saves, percents, windows, held_saves)
 def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window: int, held: frozenset[int]) -> None:
     plan = plan_ratio(sizes, percent / 100, window_bytes=window, held=held)
@@ -62,7 +62,7 @@ def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window:
     assert plan.ratio == percent / 100
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(sizes_of_saves, percents, windows, held_saves)
 def test_what_stays_fits_the_limit(sizes: list[int], percent: int, window: int, held: frozenset[int]) -> None:
     plan = plan_ratio(sizes, percent / 100, window_bytes=window, held=held)
@@ -70,7 +70,7 @@ def test_what_stays_fits_the_limit(sizes: list[int], percent: int, window: int, 
     assert plan.kept_bytes <= plan.limit_bytes
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(sizes_of_saves, st.floats(0, 1), st.floats(0, 1), windows, held_saves)
 def test_larger_ratio_never_moves_less(
     sizes: list[int], first: float, second: float, window: int, held: frozenset[int]
@@ -195,7 +195,7 @@ asked_actions = st.sampled_from([None, Action.KEEP, Action.OFFLOAD])
 saves_and_words = st.lists(st.tuples(st.integers(0, 60), asked_actions), max_size=12)
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(saves_and_words, percents, windows)
 def test_ratio_is_kept_so_far(saves: list[tuple[int, Action | None]], percent: int, window: int) -> None:
     so_far, moved = RatioSoFar(percent / 100, window), 0
@@ -210,7 +210,7 @@ def test_ratio_is_kept_so_far(saves: list[tuple[int, Action | None]], percent: i
         assert so_far.limit_bytes == max(limit_of(seen, percent / 100, window) + so_far.stays_more_bytes, window)
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(sizes_of_saves, percents, windows, st.lists(asked_actions, min_size=12, max_size=12))
 def test_plan_is_followed_save_by_save(sizes: list[int], percent: int, window: int, words: list[Action | None]) -> None:
     plan = plan_ratio(sizes, percent / 100, window_bytes=window)

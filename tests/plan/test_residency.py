@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.plan import (
@@ -23,7 +23,6 @@ from memkit.plan import (
     slot_sizes,
 )
 from memkit.plan.residency import spread
-from tests.drawn import examples
 from tests.plan.test_streaming import MIB, alike, kinds, layer_of, num_slots_of_plans, speeds, timed_layers, untimed
 
 
@@ -34,7 +33,7 @@ def streamed_of(plan: ResidencyPlan) -> list[int]:
 # Which layers
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(st.integers(1, 80), st.data())
 def test_spread_gaps_differ_by_one_at_most(num_layers: int, data: st.DataObject) -> None:
     num_streamed = data.draw(st.integers(0, num_layers))
@@ -47,7 +46,7 @@ def test_spread_gaps_differ_by_one_at_most(num_layers: int, data: st.DataObject)
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(st.integers(1, 80), st.data())
 def test_spread_begins_as_late_as_it_can(num_layers: int, data: st.DataObject) -> None:
     num_streamed = data.draw(st.integers(1, num_layers))
@@ -93,7 +92,7 @@ def test_half_of_two_kinds_is_half_of_each() -> None:
     assert plan.slot_bytes == (2 * MIB,) * 3 + (MIB,) * 3
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(st.lists(kinds, min_size=1, max_size=24), st.floats(0, 1), num_slots_of_plans)
 def test_ratio_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], ratio: float, num_slots: int) -> None:
     plan = plan_streamed_ratio(untimed(sizes), ratio, num_slots=num_slots)
@@ -137,7 +136,7 @@ def test_of_choices_that_cost_the_same_the_first_layers_stay() -> None:
     assert streamed_of(plan) == [2, 4]  # not [0], as many bytes in as large slots
 
 
-@examples(150)
+@settings(max_examples=37)
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1), num_slots_of_plans)
 def test_larger_ratio_never_streams_fewer_bytes(sizes: list[int], first: float, second: float, num_slots: int) -> None:
     layers = untimed(sizes)
@@ -168,7 +167,7 @@ def test_layer_without_bytes_never_streams() -> None:
 # Resident layers and budgets
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=16), st.data())
 def test_resident_layers_are_as_many_as_asked_for(sizes: list[int], data: st.DataObject) -> None:
     num_resident = data.draw(st.integers(0, len(sizes)))
@@ -178,7 +177,7 @@ def test_resident_layers_are_as_many_as_asked_for(sizes: list[int], data: st.Dat
     assert len(plan.layers) - len(plan.streamed) == num_resident
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(st.lists(kinds, min_size=1, max_size=16), st.data(), num_slots_of_plans)
 def test_plan_totals_are_those_of_its_layers(sizes: list[int], data: st.DataObject, num_slots: int) -> None:
     plan = plan_resident(untimed(sizes), data.draw(st.integers(0, len(sizes))), num_slots=num_slots)
@@ -190,7 +189,7 @@ def test_plan_totals_are_those_of_its_layers(sizes: list[int], data: st.DataObje
     assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes)
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(st.integers(1, 20), st.integers(1, 20), num_slots_of_plans)
 def test_budget_of_layers_alike_streams_as_few_as_fit(num_layers: int, budget: int, num_slots: int) -> None:
     plan = plan_budget(untimed([MIB] * num_layers), budget * MIB, num_slots=num_slots)
@@ -204,7 +203,7 @@ def test_budget_of_layers_alike_streams_as_few_as_fit(num_layers: int, budget: i
     assert len(plan.slot_bytes) == min(slots, len(plan.streamed))
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 64), min_size=1, max_size=16), st.integers(0, 800), num_slots_of_plans)
 def test_plan_fits_its_budget_or_is_refused_with_one_that_it_fits(sizes: list[int], budget: int, num_slots: int) -> None:
     layers = untimed(sizes)
@@ -217,7 +216,7 @@ def test_plan_fits_its_budget_or_is_refused_with_one_that_it_fits(sizes: list[in
         assert plan.device_bytes <= budget
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(st.lists(kinds, min_size=1, max_size=12), st.integers(0, 400), st.integers(0, 400))
 def test_larger_budget_never_streams_more_through_as_many_slots(sizes: list[int], first: int, second: int) -> None:
     least = sum(slot_sizes(sizes, 1))
@@ -254,7 +253,7 @@ def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:
 # Seconds
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=20))
 def test_resident_layers_take_exactly_their_compute(times: list[tuple[float, float]]) -> None:
     layers = [layer_of(index, MIB, forward, backward) for index, (forward, backward) in enumerate(times)]
@@ -296,7 +295,7 @@ def test_auto_streams_nothing_where_that_frees_nothing() -> None:
     assert plan.streamed == ()
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(timed_layers(), num_slots_of_plans, speeds)
 def test_auto_hides_and_leaves_least_on_the_device_of_all_ratios(
     layers: list[LayerCosts], num_slots: int, speed: float

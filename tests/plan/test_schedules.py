@@ -11,12 +11,11 @@ import warnings
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit import schedules
 from memkit.plan import call_schedule, takes_peak
-from tests.drawn import examples
 
 GIB = 2**30
 NUM_ITERATIONS = 200
@@ -108,7 +107,7 @@ def test_cosine_is_slow_at_both_ends_and_stays() -> None:
     assert (ratios[0], ratios[6:]) == (0.2, [1.0, 1.0])
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(st.sampled_from([schedules.linear, schedules.cosine]), st.floats(0, 1), st.floats(0, 1), st.integers(1, 50))
 def test_ramps_never_turn_nor_leave_their_ends(
     ramp: Callable[..., schedules.Schedule], start: float, end: float, num_iterations: int
@@ -288,7 +287,7 @@ def test_fit_memory_comes_from_above(peak: Peak, target: str) -> None:
     assert not over or over[-1] - over[0] <= 3
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(
     levels=st.lists(st.integers(1, 1000), min_size=2, max_size=12),
     places=st.lists(st.integers(1, 999), max_size=10, unique=True),

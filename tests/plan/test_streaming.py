@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.plan import LayerCosts, slot_size_of, slot_sizes
@@ -112,7 +112,7 @@ def test_no_more_slots_than_layers_of_their_size() -> None:
     assert slot_sizes([], 3) == ()
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 5))
 def test_every_layer_fits_the_slots_of_its_class(sizes: list[int], num_slots: int) -> None:
     slots = slot_sizes(sizes, num_slots)
@@ -215,7 +215,7 @@ def test_gradients_that_go_out_bound_the_backward() -> None:
     assert predict_step(layers, [], [], 1.0).total_s == 80.0
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(streaming_layers(), num_slots_of_plans, speeds)
 def test_prediction_is_what_a_step_from_empty_slots_comes_to(
     case: tuple[list[LayerCosts], list[int]], num_slots: int, speed: float
@@ -230,7 +230,7 @@ def test_prediction_is_what_a_step_from_empty_slots_comes_to(
     assert prediction.total_s == compute_s_of(layers) + sum(stalls)
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(streaming_layers(), num_slots_of_plans, speeds)
 def test_step_takes_at_least_its_compute_and_its_copies(
     case: tuple[list[LayerCosts], list[int]], num_slots: int, speed: float
@@ -244,7 +244,7 @@ def test_step_takes_at_least_its_compute_and_its_copies(
     assert total_s >= moving_bytes(layers, streamed, slots) / speed
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(streaming_layers(), num_slots_of_plans, speeds)
 def test_step_without_compute_takes_exactly_its_copies(
     case: tuple[list[LayerCosts], list[int]], num_slots: int, speed: float
@@ -257,7 +257,7 @@ def test_step_without_compute_takes_exactly_its_copies(
     assert total_s == moving_bytes(layers, streamed, slots) / speed
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(streaming_layers(), num_slots_of_plans, num_slots_of_plans, speeds)
 def test_more_slots_never_take_longer(case: tuple[list[LayerCosts], list[int]], first: int, second: int, speed: float) -> None:
     layers, streamed = case
@@ -270,7 +270,7 @@ def test_more_slots_never_take_longer(case: tuple[list[LayerCosts], list[int]], 
     assert more <= fewer
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(streaming_layers(), num_slots_of_plans, speeds, speeds)
 def test_faster_link_never_takes_longer(
     case: tuple[list[LayerCosts], list[int]], num_slots: int, first: float, second: float

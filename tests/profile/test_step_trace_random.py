@@ -34,7 +34,6 @@ def check(graph: list[Step]) -> None:
         reject()
 
 
-@pytest.mark.repeats
 @given(graph=steps)
 @settings(max_examples=10, deadline=None)
 def test_random_programs(graph: list[Step]) -> None:

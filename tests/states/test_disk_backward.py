@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -519,7 +519,7 @@ class _Compared:
 
 
 @pytest.mark.full
-@examples(60)
+@settings(max_examples=60)
 @given(
     what=st.sampled_from(["read", "write"]),
     at=st.integers(0, 14),
@@ -636,7 +636,7 @@ def test_a_disk_that_takes_no_more_writes(is_cut: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.full
-@examples(60)
+@settings(max_examples=60)
 @given(
     at=st.integers(1, 140),
     error=st.sampled_from(ERRORS),

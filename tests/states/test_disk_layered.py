@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,7 +18,6 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
 from memkit.states.on_disk import Holds
 from memkit.transfer import ReferenceDisk
-from tests.drawn import examples
 from tests.states.cases import assert_same
 from tests.states.test_layered import OPTIMIZERS, Both, _cut, _frozen_and_tied, in_groups
 from tests.states.test_layered_faults import _Trained
@@ -224,7 +223,7 @@ def test_a_write_that_fails_is_made_again_by_the_next_backward() -> None:
 
 
 @pytest.mark.full
-@examples(40)
+@settings(max_examples=40)
 @given(
     what=st.sampled_from(["read", "write"]),
     at=st.integers(0, 24),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memkit
@@ -17,7 +17,6 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.transfer import ReferenceDisk
-from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
 from tests.threads import num_own_threads
@@ -125,7 +124,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
-@examples(100)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     update=st.sampled_from(["device", "device", "host", "disk", "disk"]),
@@ -179,7 +178,7 @@ def test_a_fault_of_the_device(
         assert not device.races
 
 
-@examples(80)
+@settings(max_examples=20)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     budget=st.sampled_from([0, 16384]),
@@ -360,7 +359,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
 
 
 @pytest.mark.full
-@examples(80)
+@settings(max_examples=80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     at=st.integers(1, 120),

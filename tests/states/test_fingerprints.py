@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,13 +37,13 @@ def by_hand(words: list[int]) -> int:
 WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(WORDS)
 def test_is_that_of_splitmix(words: list[int]) -> None:
     assert fingerprint(torch.tensor(words, dtype=torch.int64)) == by_hand(words)
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(WORDS, WORDS)
 def test_tells_words_apart(one: list[int], other: list[int]) -> None:
     other = other[: len(one)] + one[len(other) :]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +20,6 @@ from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent
-from tests.drawn import examples
 from tests.refusing import PinLimit
 from tests.states.cases import assert_same, offload
 from tests.states.test_faults import ERRORS, Faulty
@@ -370,7 +369,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
     assert_same([parameter.detach() for parameter in parameters], before)
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(
     update=st.sampled_from(["host"]),
     at=st.integers(1, 90),

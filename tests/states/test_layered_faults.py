@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,7 +16,6 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.transfer import ReferenceDisk
-from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import assert_same
 from tests.states.test_faults import ERRORS, Faulty, _assert_old_or_new, _cut, _failing, _snapshot
@@ -99,7 +98,7 @@ class _Trained:
 
 
 @pytest.mark.full
-@examples(60)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(KINDS)),
     at=st.integers(1, 260),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -26,7 +26,6 @@ from memkit.states import trial
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk
-from tests.drawn import examples
 from tests.interrupts import interrupts
 from tests.refusing import PinLimit
 from tests.states.cases import (
@@ -449,7 +448,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return True
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(
     what=st.sampled_from(["read", "write"]),
     at=st.integers(0, 14),

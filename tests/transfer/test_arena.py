@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from memkit.errors import HostMemoryError
 from memkit.storages import byte_view
 from memkit.transfer import Arena, Span, arena, host_memory
 from memkit.transfer.lanes import Lanes
-from tests.drawn import examples
 
 MIB = 2**20
 PAGE = 2 * MIB
@@ -201,7 +200,7 @@ def test_storage_begins_with_pinned_memory() -> None:
 # Properties
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(1, 3 * MIB), st.integers(0, 99), st.booleans()), max_size=25), st.sampled_from([0, 2**30])
 )
@@ -235,7 +234,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
         assert (host.held_bytes, device.pinned) == (0, {})
 
 
-@examples(40)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=12), st.lists(st.sets(st.integers(0, 11)), max_size=8))
 def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subsets: list[set[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -171,7 +171,7 @@ def assert_places_are_apart(store: DiskStore, copies: list[DiskCopy]) -> None:
     assert sum(end - start for start, end in ranges) == store.in_use_bytes
 
 
-@examples(80)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=6),
     offsets=st.lists(st.integers(0, 1), min_size=6, max_size=6),
@@ -233,7 +233,7 @@ def test_failed_write_loses_nothing(host: Host, number: int, is_late: bool) -> N
     store.close()
 
 
-@examples(60)
+@settings(max_examples=15)
 @given(
     fails_at=st.dictionaries(st.integers(0, 30), st.sampled_from([errno.EIO, errno.ENOSPC, errno.EINTR, -1, -2]), max_size=6),
     seed=st.one_of(st.none(), st.integers(0, 99)),

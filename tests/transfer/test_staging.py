@@ -30,7 +30,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "CHUNK_BYTES", CHUNK)
 
 
-@pytest.fixture(params=["late", "seed 0", "seed 1", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param == "cuda":
         yield CudaDevice(torch.device("cuda"))

@@ -10,7 +10,7 @@ import torch
 from memkit.device import CudaDevice, Device, ReferenceDevice
 
 
-@pytest.fixture(params=["late", "seed 0", "seed 1", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Return a device; in the end no race was found on it."""
     if request.param == "cuda":

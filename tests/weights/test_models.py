@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
-from tests.drawn import examples
 from tests.weights.cases import (
     WIDTH,
     Block,
@@ -636,7 +635,7 @@ def _run_program(program: list[Any], backwards: list[int], model: nn.Module, bat
     return results(model, outputs)
 
 
-@examples(40)
+@settings(max_examples=40)
 @given(
     program=st.lists(passes, min_size=1, max_size=4),
     backwards=st.lists(st.integers(0, 9), max_size=4),

@@ -19,7 +19,7 @@ from memkit.transfer import Link
 from tests.activations.conftest import open_test_device
 
 
-@pytest.fixture(params=["late", "seed 0", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_test_device(request.param)
     yield device

@@ -25,7 +25,9 @@ NO_PLAN_FITS = "ignore:.*(It is exceeded by as little as can be|no plan holds fo
 """Tests that are not about budgets ask for tight ones."""
 
 
-@pytest.fixture(params=["cpu", "late", "seed 0", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=["cpu", "late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = CpuDevice() if request.param == "cpu" else open_test_device(request.param)
     yield device

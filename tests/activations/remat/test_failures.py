@@ -40,7 +40,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
     return start
 
 
-@pytest.mark.core(1, 2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("number", range(0, 12, 2))
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
 @pytest.mark.parametrize("name", ["skips", "mlp", "relu_and_residuals", "many_results", "parts_that_count_their_writes_apart"])
