@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
 from memkit.plan.remat import Outcome, drop_order, simulate
-from tests.drawn import examples
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
 SCORES = st.builds(

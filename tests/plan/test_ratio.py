@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from memkit.plan import Action, Plan, RatioSoFar, check_ratio, plan_ratio
 from memkit.plan.plans import limit_of
-from tests.drawn import examples
 
 MIB = 2**20
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from memkit.plan import LayerCosts, slot_size_of, slot_sizes
 from memkit.plan.residency import predict_step
-from tests.drawn import examples
 
 MIB = 2**20
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memkit.states.host_routes import take_fingerprint
-from tests.drawn import examples
 
 MODULO = 2**64
 

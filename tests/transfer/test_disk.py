@@ -29,7 +29,6 @@ from memkit.transfer import Arena, Lanes, ReferenceDisk, Span
 from memkit.transfer.disk import DiskCopy, DiskStore, DiskTransfer
 from memkit.transfer.disk_file import ScratchFile, cut_in_blocks
 from memkit.transfer.reference_disk import POISON
-from tests.drawn import examples
 from tests.interrupts import interrupts
 from tests.threads import num_own_threads
 
