@@ -189,7 +189,7 @@ class DeviceSteps:
             self.disk.forget(before, piece)
 
     def finish(self, piece: Piece) -> None:
-        """Have what was stepped go to where it stays. Calling it again does what was broken off."""
+        """Have what was stepped go to where it stays."""
         piece.enter(self._optimizer)
         for record in piece.due if piece.plan.is_resident else ():
             record.numbers = []  # all its states, as they were: they would take as much again until the next step

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device
-from memkit.errors import StateOffloadError
 from memkit.forks import OwnThreads, forked
-from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan.chunks import Residency
 from memkit.states.host_routes import WORD_BYTES, Route, Sections, traits_of
@@ -97,7 +95,7 @@ class Given:
                 self.state[key] = dict(given)
 
     def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
-        self._layout = None  # until all is: an interrupt may come in between
+        self._layout = None
         masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._due, rows, strict=True)]
         self._masters = [None if master is None else local_of(master) for master in masters]
         copies = zip(self._due, self._masters, strict=True)
@@ -235,7 +233,6 @@ class HostSteps:
         self._given: dict[Piece, Given] = {}
         """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
-        self._lost = dict[Piece, str]()
         self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
         """Steps that the thread is to make, in this order."""
@@ -298,9 +295,6 @@ class HostSteps:
 
     def start(self, piece: Piece, run: OneStep) -> None:
         """Have the thread step what is due of a piece, once its gradients have come."""
-        lost = self._lost.get(piece)
-        if lost is not None:
-            raise StateOffloadError(lost)
         if self._thread is None:
             self._thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         given, prepared = self._given[piece], None
@@ -341,21 +335,15 @@ class HostSteps:
         return self._begun[second] if first is piece and second is not None else None
 
     def _await(self, steps: list[Future[None]], begun: Event | None = None) -> None:
-        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile.
+        """Wait until the thread is through with some steps.
 
         Args:
             begun: what is set behind them.
         """
-        interrupt: BaseException | None = None
         while not all(running.done() for running in steps):
             if self._thread is not None and not self._thread.are_here:
                 raise forked("StateOffload")
-            try:
-                wait(steps) if begun is None else begun.wait()
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+            _ = wait(steps) if begun is None else begun.wait()
 
     def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
         """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.
@@ -398,7 +386,7 @@ class HostSteps:
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
-                self._lost[piece] = (
+                piece.whole.lost = (
                     f"the step of {piece.names} on the host has failed within the optimizer ({type(error).__name__}: {error}), "
                     "and may have written a part of its states: they are lost. Load a checkpoint "
                     "(optimizer.load_state_dict) and go on"
@@ -409,7 +397,9 @@ class HostSteps:
         finally:
             given.let_go(is_steady=is_steady)
             self._slots.host_step_s += time.perf_counter() - begin_s
-        do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
+        for mark in (*marks, *run.leave(found)):
+            mark()
+        piece.residency = Residency.DIRTY
 
     @staticmethod
     def _put(staying: list[tuple[int, Tensor | None]], made: list[dict[Any, Any]], route: Route) -> None:
@@ -451,7 +441,7 @@ class HostSteps:
         return laid_out
 
     def finish(self, piece: Piece) -> None:
-        """Have parameters be what was stepped. Calling it again does what was broken off."""
+        """Have parameters be what was stepped."""
         piece.enter(self._optimizer)
         route, slot = self._routes[piece], self._slots.of(piece)
         route.forget()
@@ -490,10 +480,6 @@ class HostSteps:
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = piece.rest
-
-    def forget_losses(self) -> None:
-        """All states were loaded."""
-        self._lost.clear()
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
         """Return the route of a piece, made anew where what is due of it has changed."""

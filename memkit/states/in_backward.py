@@ -186,7 +186,7 @@ class BackwardSteps:
             stepped = self._step_beside(piece, run)
             self._met[piece] = None
         except BaseException:
-            self.mend(self._pieces)
+            self.mend(self._pieces, goes_on=True)
             raise
         stepping.is_broken = False
         return stepped
@@ -316,7 +316,7 @@ class BackwardSteps:
                 self._drop(other)
 
     def _drop(self, piece: Piece) -> None:
-        self._begun.remove(piece)  # first: behind an interrupt it comes to its slot again, whatever that has then
+        self._begun.remove(piece)
         self._on_device.drop(piece)
 
     def drop_ahead(self) -> None:
@@ -379,12 +379,12 @@ class BackwardSteps:
         for piece in self._pieces:
             piece.records[0].done = None
 
-    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
+    def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
         """Have every piece be as before its step, or as after it: see `Stepping.mend`."""
         self._begun.clear()
         self._leaving.clear()
         with self._in_place():
-            self._stepping.mend(pieces, gives_up=gives_up)  # the host waits for all of the device
+            self._stepping.mend(pieces, goes_on=goes_on)  # the host waits for all of the device
         self._forget_held()
         for piece in pieces:
             (record,) = piece.records
@@ -494,8 +494,8 @@ class LayeredSteps(BackwardSteps):
             self._end_step()
         super().close()
 
-    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
-        super().mend(pieces, gives_up=gives_up)
+    def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
+        super().mend(pieces, goes_on=goes_on)
         for piece in pieces:
             piece.leave_parameters()
 

@@ -127,11 +127,8 @@ class HostStates:
 
 
 class StateSlot:
-    """A storage on the device that has one piece at a time.
-
-    `piece` is noted before its copy is put on the lane, and forgotten once the copy back is: see [Note: interrupts] in
-    `memkit.interrupts`.
-    """
+    """A storage on the device that has one piece at a time. `piece` is noted before its copy is put on the lane, and forgotten
+    once the copy back is, so that nothing is freed under a copy."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
         self.storage = storage

@@ -6,14 +6,12 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memkit.device.base import Device
 from memkit.errors import DiskError
-from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
 from memkit.plan.state_places import NUM_BUFFERS
@@ -216,10 +214,9 @@ class DiskRing:
         buffer = self.find(part)
         if buffer is None or buffer.holds in (Holds.DIRTY, Holds.WRITTEN):
             return
-        for copy in {buffer.copy, *part.copies}:  # an interrupt may have kept us from noting that one is read
-            if copy is not None:
-                with contextlib.suppress(DiskError):
-                    self.store.wait(copy)
+        if buffer.copy is not None:
+            with contextlib.suppress(DiskError):
+                self.store.wait(buffer.copy)
         buffer.part = None
 
     def end_transfer(self, buffer: Buffer) -> None:
@@ -400,7 +397,7 @@ class DiskStates:
         """A copy of a part is about to be put on the way from its slot to its buffer."""
         buffer = self.ring.claim(part)
         assert part.layout is not None
-        do_at_once(partial(setattr, buffer, "copy", part.layout.copy), partial(setattr, buffer, "holds", Holds.DIRTY))
+        buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
         """Have the bytes in the buffer of a part be written, once they are there.
@@ -463,11 +460,7 @@ class DiskStates:
         for row, values in zip(tensors, rows, strict=True):
             for tensor in row:
                 copy_state(tensor.on_host(span), values[tensor.name])
-        do_at_once(
-            partial(setattr, buffer, "copy", layout.copy),
-            partial(setattr, part, "layout", layout),
-            partial(setattr, buffer, "holds", Holds.DIRTY),
-        )
+        buffer.copy, buffer.holds, part.layout = layout.copy, Holds.DIRTY, layout
         self.forget(before, part)
         self.ring.write(buffer)
 

@@ -203,7 +203,7 @@ class ForwardOverlap:
         for record in piece.due:
             self._pending.pop(id(record.parameter), None)
         self._held.pop(piece, None)
-        self._stepped.pop(piece, None)  # last: an interrupt leaves a piece that is waited for again, and nothing held for good
+        self._stepped.pop(piece, None)
         if not self._stepped and not self._leaving:
             self._run = None
 

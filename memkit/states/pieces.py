@@ -190,6 +190,9 @@ class Piece:
         records: one for each parameter.
     """
 
+    is_stepped = False
+    """Whether a step has stepped it that has not stepped all of `whole` yet."""
+
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
         self.records = records
@@ -215,6 +218,8 @@ class Piece:
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
         """The records with a gradient, which the step under way steps."""
+        self.lost: str | None = None
+        """Why it can't be stepped or saved any more: a step has left it, or its states, half written. Loading ends that."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
         """Parameters with their new entries, which are still to be put into `optimizer.state`."""
 
@@ -306,24 +311,18 @@ class Piece:
     @property
     def is_half_way(self) -> bool:
         """Whether a step was broken off between its windows, so that some are stepped and others are not."""
-        return False
+        return any(part.is_stepped for part in self.parts)
 
-    def remaining(self) -> Sequence[Piece]:
-        """Return the windows that are still to be stepped, of a piece that is half way.
+    def forget_step(self) -> None:
+        """Forget which windows a step that was broken off has stepped."""
 
-        Raises:
-            StateOffloadError: they can't be stepped any more.
-        """
-        return ()
+    def refuse_lost(self) -> None:
+        """Raise `StateOffloadError` if it, or its states, were left half written."""
+        if self.lost is not None:
+            raise StateOffloadError(self.lost)
 
     def await_turn(self) -> None:
         """Raise if an earlier window of the same parameter was not stepped."""
-
-    def note_left_half_way(self) -> None:
-        """Note that it stays half way: the rest can only be stepped if nobody writes to the parameter before."""
-
-    def give_up(self) -> None:
-        """Forget that it is half way: the rest is not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Begin a step of the parameters in `due`. Nothing was copied yet.
@@ -332,8 +331,9 @@ class Piece:
             state: that of the optimizer.
 
         Raises:
-            StateOffloadError: a gradient has another dtype than the parameter.
+            StateOffloadError: it is lost, or a gradient has another dtype than the parameter.
         """
+        self.refuse_lost()
         if self.plan.update is Update.DEVICE and not self._is_cut:
             return  # the parameters are stepped themselves
         for record in self.due:
@@ -406,7 +406,7 @@ class Piece:
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
         """Return functions that note that the parameters in `due` were stepped, and where their states are. They are called at
-        once, so that an interrupt comes before all of them or after."""
+        once."""
         marks = [partial(setattr, record, "done", mark_of(record)) for record in self.due]
         return marks if self.plan.is_resident else [*marks, partial(setattr, self, "layout", layout)]
 
@@ -435,7 +435,7 @@ class Piece:
         return entered
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put `entered` into `optimizer.state`. Calling it again finishes a call that was interrupted."""
+        """Put `entered` into `optimizer.state`."""
         state = self.states_in(optimizer)
         while self.entered:
             parameter, made = self.entered[-1]

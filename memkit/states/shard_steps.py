@@ -108,7 +108,7 @@ class ShardThread:
         """
         assert self._thread is not None
         batch = _Batch(layer, records, run, landing)
-        self._batches.append(batch)  # ahead: where an interrupt keeps it from the thread, its gradients stay
+        self._batches.append(batch)
         self._thread.submit(self._step, batch)
 
     def wait(self) -> None:
@@ -116,7 +116,8 @@ class ShardThread:
         if self._thread is not None:
             self._thread.submit(int).result()
         failed = [batch for batch in self._batches if batch.error is not None]
-        do_at_once(partial(self._failed.extend, failed), partial(self._batches.clear))
+        self._failed.extend(failed)
+        self._batches.clear()
 
     def raise_failed(self) -> None:
         """Raise if a step has failed of which nobody has heard.
@@ -177,14 +178,16 @@ class ShardThread:
                     if _versions(known) != before:
                         self._note_lost(batch, error)
                     raise
-                consumed = [partial(setattr, key, "grad", ConsumedGradient.of(key)) for key in known]
-            entered = [
-                partial(optimizer.state.__setitem__, key, state[key])
-                for key, entries in known.items()
-                if key in state and not _are_same(entries, state[key])
-            ]
+                consumed = {key: ConsumedGradient.of(key) for key in known}
             self.step_s += time.perf_counter() - begin_s
-            do_at_once(*entered, *run.leave(written), partial(self.met.update, dict.fromkeys(records)), *consumed)
+            for key, entries in known.items():
+                if key in state and not _are_same(entries, state[key]):
+                    optimizer.state[key] = state[key]
+            for leave in run.leave(written):
+                leave()
+            self.met.update(dict.fromkeys(records))
+            for key, grad in consumed.items():
+                key.grad = grad
         except BaseException as error:
             batch.error = error
 
@@ -299,7 +302,7 @@ class ShardSteps:
             record.group = -1
         for layer in self._layers.keys() - found.keys():
             layer.end_steps(self)
-        self._layers = dict(found)  # ahead: a layer that has begun may tell of a reduction, whatever interrupts this
+        self._layers = dict(found)  # ahead: a layer that has begun may tell of a reduction
         for layer in found:
             layer.begin_steps(self)
         self._known = known
@@ -415,7 +418,8 @@ class ShardSteps:
         self._options.forget()
         self._unfinished = run or OneStep(optimizer)
         self._hollow = hollow_shell(optimizer)
-        do_at_once(partial(met.clear), partial(setattr, self, "num_steps", self.num_steps + 1))
+        met.clear()
+        self.num_steps += 1
         return (self._hollow, *args[1:]), kwargs
 
     def _put_in_order(self) -> None:
