@@ -40,12 +40,7 @@ class Given:
     [Note: a steady step on the host] While the thread that steps runs Python, the cores have nothing to do. So whatever a step
     has in common with the one before is looked up once. That is so where `optimizer.state` has the very tensors that it had,
     and they lie where the last step has left them: then which of them are numbers, where float32 copies are, and that nothing
-    has to be laid out anew, is known.
-
-    Args:
-        due: what is stepped.
-        route: where gradients come from and parameters go to.
-    """
+    has to be laid out anew, is known."""
 
     def __init__(self, due: Iterable[StateRecord], route: Route) -> None:
         self._due = list(due)
@@ -69,12 +64,7 @@ class Given:
         """Whether there is a float32 copy of each parameter that is to have one."""
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
-        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`.
-
-        Args:
-            layout: where the states are.
-            known: what `optimizer.state` has.
-        """
+        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
         rows = [dict(known.get(record.parameter) or ()) for record in self._due]
         if layout is not None and layout is self._layout and all(map(_are_same, rows, self.rows)):
             for value, before in self._numbers:
@@ -150,7 +140,6 @@ class Given:
         return found
 
     def put_numbers_back(self) -> None:
-        """Restore the states that are not copied, after a step that has failed."""
         for value, before in self._numbers:
             value.copy_(before)
 
@@ -173,13 +162,11 @@ def _are_same(one: Entries, other: Entries) -> bool:
 
 
 def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:
-    """Tell whether those states of a row that are copied are the tensors of a layout."""
     leaving = {name: value for name, value in row.items() if may_leave(value)}
     return lie_as(leaving, host)
 
 
 def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
-    """Tell whether states are those that a layout has."""
     return leaving.keys() == host.keys() and all(
         value is host[name] or (name == MASTER and are_one(value, host[name])) for name, value in leaving.items()
     )
@@ -202,11 +189,6 @@ class HostSteps:
     its slot.
 
     Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        lanes: what copies are put on.
-        slots: where parameters and gradients are packed on the device.
-        host: where the states are.
         runs_ahead: whether gradients of all pieces may be in host memory at once, so that nobody waits for the steps of those
             before: each piece then has room of its own.
     """
@@ -264,7 +246,6 @@ class HostSteps:
         self._rooms.update(zip(numbers, spans, strict=True))
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether parameters and gradients of a piece may be brought to the host now."""
         return self._slots.is_free_for(piece)
 
     def begin(self, piece: Piece) -> None:
@@ -294,7 +275,6 @@ class HostSteps:
             slot.piece = None  # others come there behind the copy
 
     def start(self, piece: Piece, run: OneStep) -> None:
-        """Have the thread step what is due of a piece, once its gradients have come."""
         if self._thread is None:
             self._thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         given, prepared = self._given[piece], None
@@ -316,11 +296,9 @@ class HostSteps:
         self.finish(piece)
 
     def settle(self) -> None:
-        """Wait until nothing runs in the thread any more."""
         self._await(list(self._running.values()))
 
     def is_over(self, piece: Piece) -> bool:
-        """Tell whether the thread has made the step of a piece, or failed."""
         return self._running[piece].done()
 
     def failure_of(self, piece: Piece) -> BaseException | None:
@@ -335,11 +313,6 @@ class HostSteps:
         return self._begun[second] if first is piece and second is not None else None
 
     def _await(self, steps: list[Future[None]], begun: Event | None = None) -> None:
-        """Wait until the thread is through with some steps.
-
-        Args:
-            begun: what is set behind them.
-        """
         while not all(running.done() for running in steps):
             if self._thread is not None and not self._thread.are_here:
                 raise forked("StateOffload")
@@ -441,7 +414,6 @@ class HostSteps:
         return laid_out
 
     def finish(self, piece: Piece) -> None:
-        """Have parameters be what was stepped."""
         piece.enter(self._optimizer)
         route, slot = self._routes[piece], self._slots.of(piece)
         route.forget()
@@ -466,7 +438,6 @@ class HostSteps:
         piece.residency = piece.rest
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
-        """Have what was stepped come to the slot."""
         lanes, after = self._lanes, slot.users()
         for copied in route.to_device(piece.layout):
             slot.arrived = piece.left = lanes.copy(
@@ -501,7 +472,6 @@ class HostSteps:
         return route
 
     def close(self) -> None:
-        """End the thread, and let the memory go."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

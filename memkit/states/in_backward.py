@@ -46,17 +46,7 @@ class BackwardSteps:
     [Note: held gradients] Steps wait for states, and the backward should not wait for steps: there is a stream for these. A
     gradient is held until the stream whose memory it is in has waited for its step, since what is allocated next may get that
     memory. It waits once `_HELD_BYTES` are held, for the oldest ones: then the link has work for longer than the next gradient
-    takes. When the backward is over, it waits for all.
-
-    Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        stepping: what becomes of a step that is broken off.
-        on_device: steps pieces there.
-        on_host: steps pieces on the host.
-        rest: what `optimizer.state` has of pieces between steps.
-        follow_groups: takes note of parameters that have come to the optimizer, left it, or are in another group.
-    """
+    takes. When the backward is over, it waits for all."""
 
     is_whole_step = False
     """Whether a backward is a step, and the optimizer's own steps nothing."""
@@ -106,7 +96,6 @@ class BackwardSteps:
         """What the groups had when the backward stepped the first parameter."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
-        """Have pieces be stepped when their gradients are complete."""
         for piece in pieces:
             (record,) = piece.records
             if record.parameter.requires_grad:
@@ -255,7 +244,6 @@ class BackwardSteps:
             self._end_step()
 
     def _end_step(self) -> None:
-        """End a step without the optimizer's own."""
         if self._stepping.is_broken:
             self.mend(self._pieces)
         run = self._stepping.unfinished
@@ -272,7 +260,6 @@ class BackwardSteps:
         self._held_bytes = 0
 
     def _step(self, part: Piece, run: OneStep) -> None:
-        """Step a part on the device, or have its gradient leave to be stepped on the host."""
         if part.plan.update is Update.HOST:
             self._leaving[part.whole] = None
             self._on_host.begin(part)
@@ -367,7 +354,6 @@ class BackwardSteps:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Return a context whose backwards step nothing."""
         self._num_accumulating += 1
         try:
             yield
@@ -402,12 +388,7 @@ class BackwardSteps:
 
 
 class LayeredSteps(BackwardSteps):
-    """Steps the parameters that a `LayerStepper` hands over: see [Note: who does what].
-
-    Args:
-        given: what `BackwardSteps` is given.
-        layers: who hands them over.
-    """
+    """Steps the parameters that a `LayerStepper` hands over: see [Note: who does what]."""
 
     is_whole_step = True
 
@@ -423,7 +404,6 @@ class LayeredSteps(BackwardSteps):
         return self._stream
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
-        """Have pieces be stepped when they are handed over."""
         self._note_pieces(pieces)
         self._piece_of.update({id(piece.records[0].parameter): piece for piece in pieces})
         if self._layers is not None:
@@ -529,12 +509,7 @@ class LayeredSteps(BackwardSteps):
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer, *given: Any) -> BackwardSteps:
-    """Return what steps an optimizer's parameters within the backward: those that a `LayerStepper` hands over, if it has one.
-
-    Args:
-        optimizer: whose step it is.
-        given: what `BackwardSteps` is given beside that.
-    """
+    """Return `LayeredSteps` for an optimizer whose parameters a `LayerStepper` hands over, else `BackwardSteps`."""
     layers = stepper_of(optimizer)
     if layers is None:
         return BackwardSteps(optimizer, *given)

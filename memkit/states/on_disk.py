@@ -71,13 +71,7 @@ class DiskRing:
     when somebody needs the buffer. Where that fails as well, the step is broken off, and nothing is lost.
 
     A part on its way to its slot keeps its buffer. There are no more slots than buffers, and that of the part whose turn it is
-    has none of the others any more: so one buffer is left for it.
-
-    Args:
-        store: what is on the disk.
-        device: whose copies use the buffers.
-        host: gives the memory for these.
-    """
+    has none of the others any more: so one buffer is left for it."""
 
     def __init__(self, store: DiskStore, device: Device, host: HostStates) -> None:
         self.store = store
@@ -95,7 +89,6 @@ class DiskRing:
         self.buffers += map(Buffer, rooms)
 
     def find(self, part: Piece) -> Buffer | None:
-        """Return the buffer that a part has."""
         return next((buffer for buffer in self.buffers if buffer.part is part), None)
 
     def give_free(self, part: Piece) -> Buffer | None:
@@ -240,7 +233,6 @@ class DiskRing:
                 buffer.holds, buffer.part = Holds.NOTHING, None
 
     def write_again(self) -> None:
-        """Write what could not be written."""
         for buffer in self.buffers:
             if buffer.part is not None and buffer.holds is Holds.DIRTY:
                 self.write(buffer)
@@ -253,13 +245,7 @@ class DiskRing:
 
 
 class DiskStates:
-    """The states on a disk of one `StateOffload`: a `Place` for those pieces.
-
-    Args:
-        disk: where.
-        device: whose copies use the buffers that they pass through.
-        host: gives the memory for these.
-    """
+    """The states on a disk of one `StateOffload`: a `Place` for those pieces."""
 
     def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
         self._disk, self._device, self._host = disk, device, host
@@ -270,12 +256,10 @@ class DiskStates:
 
     @property
     def read_bytes(self) -> int:
-        """What was read so far."""
         return 0 if self._ring is None else self._ring.store.read_bytes
 
     @property
     def written_bytes(self) -> int:
-        """What was written so far."""
         return 0 if self._ring is None else self._ring.store.written_bytes
 
     @property
@@ -431,10 +415,6 @@ class DiskStates:
         """Have states be those of a piece, and be written.
 
         Args:
-            piece: whose they are.
-            tensors: how they lie side by side.
-            num_bytes: what they take so.
-            rows: the states.
             entries: what `optimizer.state` has of the first of its parameters.
 
         Raises:

@@ -38,8 +38,6 @@ class ForwardOverlap:
     the forward has most of these in common, and the lanes, the slots and each gradient would be two threads' at once.
 
     Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
         in_order: whether pieces have to be stepped in the order of the optimizer's groups.
     """
 
@@ -139,7 +137,6 @@ class ForwardOverlap:
         self._stepped[piece] = device.record_event(self._stream, timed=False)
 
     def _join(self, pieces: Sequence[Piece]) -> None:
-        """Have parameters come back that are stepped on the host."""
         assert self._stepping is not None
         assert self._run is not None
         try:

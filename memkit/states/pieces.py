@@ -26,13 +26,7 @@ from memkit.transfer.spans import Span
 
 
 class StateRecord:
-    """What is known of one parameter.
-
-    Args:
-        name: what to call it.
-        parameter: the user's.
-        has_master: whether a float32 copy is stepped instead of it.
-    """
+    """What is known of one parameter."""
 
     __slots__ = (
         "__weakref__",
@@ -170,9 +164,6 @@ class Place(Protocol):
         """Return where states of a piece are from now on, with room for them.
 
         Args:
-            piece: whose states they are.
-            tensors: how they lie.
-            num_bytes: of all of them.
             is_apart: whether what is where they have been is needed yet.
 
         Raises:
@@ -183,12 +174,7 @@ class Place(Protocol):
 
 class Piece:
     """Parameters whose states are copied and stepped together. `CutPiece` and `Window` in `memkit.states.windows` are the
-    others.
-
-    Args:
-        plan: what was planned of it.
-        records: one for each parameter.
-    """
+    others."""
 
     is_stepped = False
     """Whether a step has stepped it that has not stepped all of `whole` yet."""
@@ -236,7 +222,6 @@ class Piece:
         return first if first == last else f"{first} to {last}"
 
     def bind(self, storage: torch.UntypedStorage) -> None:
-        """Make `views` and `stand_ins` over a slot."""
         layout = self.layout
         assert layout is not None
         if self._bound is not None and self._bound[0] is storage and self._bound[1] is layout:
@@ -284,7 +269,6 @@ class Piece:
 
     @property
     def copies(self) -> Sequence[DiskCopy]:
-        """The chunks on the disk that have its states."""
         return () if self.layout is None or self.layout.copy is None else (self.layout.copy,)
 
     @property
@@ -300,7 +284,6 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last unit of `whole` in a step."""
         return True
 
     @property
@@ -317,7 +300,6 @@ class Piece:
         """Forget which windows a step that was broken off has stepped."""
 
     def refuse_lost(self) -> None:
-        """Raise `StateOffloadError` if it, or its states, were left half written."""
         if self.lost is not None:
             raise StateOffloadError(self.lost)
 
@@ -326,9 +308,6 @@ class Piece:
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Begin a step of the parameters in `due`. Nothing was copied yet.
-
-        Args:
-            state: that of the optimizer.
 
         Raises:
             StateOffloadError: it is lost, or a gradient has another dtype than the parameter.
@@ -371,7 +350,6 @@ class Piece:
         """Copy what the optimizer has made of stand-ins to the user's parameters, if it has put it elsewhere."""
 
     def states_in(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
-        """Return the mapping that has the states of its parameters."""
         return optimizer.state
 
     def may_lie_as_before(self) -> bool:
@@ -396,11 +374,9 @@ class Piece:
         """Note that all units of these states are on the disk."""
 
     def empty_rows(self) -> list[dict[str, Tensor]]:
-        """Return rows of states, one per record, for `fill` to fill."""
         return [{} for _ in self.records]
 
     def fill(self, rows: list[dict[str, Tensor]], part: Piece, found: Rows) -> None:
-        """Copy the states of one unit into rows of the piece's states."""
         for row, values in zip(rows, found, strict=True):
             row.update({name: moved_state(value, torch.device("cpu")) for name, value in values.items()})
 
@@ -417,8 +393,6 @@ class Piece:
         layout has changed, the parameters that were not stepped are among them.
 
         Args:
-            state: what `optimizer.state` has.
-            layout: where the states are from now on.
             made: what was stepped, with its new entries.
         """
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
@@ -435,7 +409,6 @@ class Piece:
         return entered
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put `entered` into `optimizer.state`."""
         state = self.states_in(optimizer)
         while self.entered:
             parameter, made = self.entered[-1]
@@ -458,7 +431,6 @@ def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
 
 
 def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
-    """Give a stand-in the Python attributes that the parameter has now."""
     vars(stand_in).update(vars(parameter))
 
 

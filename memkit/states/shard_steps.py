@@ -42,9 +42,6 @@ class _Batch:
     """Shards of one layer whose gradients have come together.
 
     Args:
-        layer: whose shards they are.
-        records: what is stepped.
-        run: the step that this is a part of.
         landing: events of torch, behind which the gradients are in host memory.
     """
 
@@ -56,12 +53,7 @@ class _Batch:
 
 
 class ShardThread:
-    """Steps shards, each as a whole or not at all.
-
-    Args:
-        optimizer: whose step it is.
-        device: where layers are gathered, and gradients come from.
-    """
+    """Steps shards, each as a whole or not at all."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._optimizer = optimizer
@@ -98,21 +90,13 @@ class ShardThread:
         return any(batch.layer is layer for batch in self._batches)
 
     def send(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
-        """Have shards of a layer stepped, once their gradients are in host memory and nobody reads them.
-
-        Args:
-            layer: whose shards they are.
-            records: what is stepped.
-            run: the step that this is a part of.
-            landing: events of torch, behind which the gradients are in host memory.
-        """
+        """Have shards of a layer stepped, once their gradients are in host memory and nobody reads them."""
         assert self._thread is not None
         batch = _Batch(layer, records, run, landing)
         self._batches.append(batch)
         self._thread.submit(self._step, batch)
 
     def wait(self) -> None:
-        """Wait for all that the thread was given."""
         if self._thread is not None:
             self._thread.submit(int).result()
         failed = [batch for batch in self._batches if batch.error is not None]
@@ -149,16 +133,13 @@ class ShardThread:
                 raise StateOffloadError(self._lost[record])
 
     def forget_failed(self) -> None:
-        """What is loaded takes the place of what has failed."""
         self._failed.clear()
 
     def forget_step(self) -> None:
-        """All was loaded."""
         self._lost.clear()
         self.met.clear()
 
     def _step(self, batch: _Batch) -> None:
-        """Step shards: what the thread does."""
         optimizer, records, run = self._optimizer, batch.records, batch.run
         try:
             self.refuse_lost(records)
@@ -224,13 +205,7 @@ def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
 
 
 class ShardSteps:
-    """Steps an optimizer over shards in host memory, layer by layer.
-
-    Args:
-        optimizer: whose step it is.
-        members: its parameters.
-        device: where layers are gathered.
-    """
+    """Steps an optimizer over shards in host memory, layer by layer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
         self._optimizer = optimizer
@@ -451,7 +426,6 @@ class ShardSteps:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Return a context whose backwards step nothing."""
         self._num_accumulating += 1
         try:
             yield

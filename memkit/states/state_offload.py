@@ -103,7 +103,6 @@ class StateStats:
 
 
 def in_words(plan: StatePlan, place: torch.device, update: str) -> str:
-    """Return where states are, and where they are stepped."""
     on_disk = f"{format_bytes(plan.disk_bytes)} on the disk, " if plan.disk_bytes else ""
     return (
         f"{format_bytes(plan.host_bytes)} of states in host memory, {on_disk}{format_bytes(plan.resident_bytes)} on {place}, "
@@ -263,7 +262,6 @@ class StateOffload(NotCopied, EnteredOnce):
             self._begin()
 
     def _begin(self) -> None:
-        """Set memory aside, move the states that there are, and have steps seen."""
         optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
         pieces = self._members.add(self.plan, list(self._members.records()))
         slots = self._slots = StateSlots(device, lanes, self.plan)
@@ -389,7 +387,6 @@ class StateOffload(NotCopied, EnteredOnce):
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
-        """Have more parameters stream, in pieces of their own."""
         assert self._slots is not None
         members, before = self._members, self._members.pieces
         kept = {name: self._limits[name] for name in ("has_disk", "runs_ahead")}

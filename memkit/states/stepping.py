@@ -18,14 +18,7 @@ from memkit.states.trial import are_in_states, generators_of, states_of
 
 
 class Stepping:
-    """Steps all pieces in which something is due.
-
-    Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        on_device: steps pieces there.
-        on_host: steps pieces on the host.
-    """
+    """Steps all pieces in which something is due."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, on_device: DeviceSteps, on_host: HostSteps) -> None:
         self._optimizer = optimizer
@@ -108,7 +101,6 @@ class Stepping:
         )
 
     def _send(self, parts: Sequence[Piece], run: OneStep, note_left: Callable[[Piece], object]) -> None:
-        """Have gradients go to the host, to be stepped there."""
         for part in parts:
             self._on_host.begin(part)
             self._on_host.start(part, run)
@@ -123,7 +115,6 @@ class Stepping:
         """Wait for the steps of pieces on the host, and have the parameters come back.
 
         Args:
-            pieces: which were sent there.
             beside: what else is there, and isn't left behind where one fails.
 
         Raises:
@@ -194,7 +185,6 @@ class Stepping:
         """Have every piece be as before its step, or as after it. One that is stepped in part is lost.
 
         Args:
-            pieces: which may be half way.
             goes_on: whether to step the rest of one that is stepped in part: nobody has written to it since.
 
         Raises:
@@ -249,7 +239,6 @@ class Stepping:
         """Step the rest of a piece that is stepped in part.
 
         Args:
-            piece: the piece.
             is_torn: whether states of one of its parts were left half written.
 
         Raises:

@@ -72,14 +72,7 @@ def part_of(layout: Layout, elements: slice) -> Layout:
 class Window(Piece):
     """Neighboring elements of a large parameter, as a piece of its own within a step.
 
-    Its record has what stands for the parameter: a parameter over these elements, with such a part of the gradient.
-
-    Args:
-        plan: what was planned of it.
-        whole: the piece of the parameter.
-        start: its first element.
-        flat: all elements of the parameter.
-    """
+    Its record has what stands for the parameter: a parameter over these elements, with such a part of the gradient."""
 
     def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
         self._whole = whole
@@ -118,7 +111,6 @@ class Window(Piece):
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter over its elements, which is stepped."""
         return self.records[0].parameter
 
     def own(self, name: Any, value: Any) -> Any:
@@ -171,12 +163,7 @@ class CutPiece(Piece):
     """A large parameter. Its states are in host memory as those of any other piece; in a step, windows of them move.
 
     Where a step fails between two windows, the others are stepped at once, or the parameter is lost. Where the parameter or its
-    states lie otherwise than side by side, one by one, it is stepped as a whole, in a slot that grows.
-
-    Args:
-        plan: what was planned of it.
-        records: one, of the parameter.
-    """
+    states lie otherwise than side by side, one by one, it is stepped as a whole, in a slot that grows."""
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         super().__init__(plan, records)
