@@ -290,13 +290,19 @@ class HostSteps:
         """Wait for the step of a piece, and have the parameters come back."""
         with label("step on the host", piece):
             running = self._running[piece]
-            self._await([running], self._begun_behind(piece))
+            begun = self._begun_behind(piece)
+            while not running.done():
+                if self._thread is not None and not self._thread.are_here:
+                    raise forked("StateOffload")
+                _ = wait([running]) if begun is None else begun.wait()
             running.result()
             del self._running[piece]
         self.finish(piece)
 
     def settle(self) -> None:
-        self._await(list(self._running.values()))
+        """Wait for all that the thread was given, also for what an interrupt has kept from being noted."""
+        if self._thread is not None:
+            self._thread.submit(int).result()
 
     def is_over(self, piece: Piece) -> bool:
         return self._running[piece].done()
@@ -311,12 +317,6 @@ class HostSteps:
         as a step is over would want the interpreter just when the thread needs it to give the cores the next."""
         first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
         return self._begun[second] if first is piece and second is not None else None
-
-    def _await(self, steps: list[Future[None]], begun: Event | None = None) -> None:
-        while not all(running.done() for running in steps):
-            if self._thread is not None and not self._thread.are_here:
-                raise forked("StateOffload")
-            _ = wait(steps) if begun is None else begun.wait()
 
     def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
         """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.

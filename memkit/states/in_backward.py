@@ -287,9 +287,11 @@ class BackwardSteps:
                 self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
                 self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
                 with self._device.on_stream(self._stream):
-                    self._stepping.join(list(self._leaving))
+                    try:
+                        self._stepping.join(list(self._leaving))
+                    finally:
+                        self._leaving.clear()
         finally:
-            self._leaving.clear()
             self._let_go()
 
     def _begin(self, piece: Piece) -> None:

@@ -100,11 +100,11 @@ def _is_same(one: Any, other: Any) -> bool:
     return True
 
 
-def _assert_old_or_new(found: Any, old: Any, new: Any) -> int:
+def _assert_old_or_new(found: Any, old: Any, new: Any, where: str = "") -> int:
     """Return how many are new."""
     num_new = 0
     for mine, before, after in zip(found, old, new, strict=True):
-        assert _is_same(mine, before) or _is_same(mine, after)
+        assert _is_same(mine, before) or _is_same(mine, after), where
         num_new += _is_same(mine, after) and not _is_same(before, after)
     return num_new
 
