@@ -299,10 +299,6 @@ class Piece:
     def forget_step(self) -> None:
         """Forget which windows a step that was broken off has stepped."""
 
-    def refuse_lost(self) -> None:
-        if self.lost is not None:
-            raise StateOffloadError(self.lost)
-
     def await_turn(self) -> None:
         """Raise if an earlier window of the same parameter was not stepped."""
 
@@ -312,7 +308,8 @@ class Piece:
         Raises:
             StateOffloadError: it is lost, or a gradient has another dtype than the parameter.
         """
-        self.refuse_lost()
+        if self.lost is not None:
+            raise StateOffloadError(self.lost)
         if self.plan.update is Update.DEVICE and not self._is_cut:
             return  # the parameters are stepped themselves
         for record in self.due:

@@ -349,7 +349,8 @@ class StateOffload(NotCopied, EnteredOnce):
         if self._stepping.is_broken:
             (self._in_backward or self._stepping).mend(self._members.pieces)
         for piece in () if is_loading else self._members.pieces:
-            piece.refuse_lost()
+            if piece.lost is not None:
+                raise StateOffloadError(piece.lost)
         if self._in_backward is not None:
             self._in_backward.drop_ahead()
 
