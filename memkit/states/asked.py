@@ -60,7 +60,6 @@ def _coming_bytes(ref: weakref.ref[Any]) -> int:
 
 
 def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that the `StateOffload` of an optimizer is closed."""
     known = _opened.get(optimizer)
     if known is not None and known() is states:
         del _opened[optimizer]
@@ -85,7 +84,6 @@ def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lamb
     """Return a function that calls a method of an object without keeping the object alive.
 
     Args:
-        method: the bound method.
         when_gone: called instead once the object is dead.
     """
     ref = weakref.WeakMethod(method)
@@ -234,7 +232,6 @@ def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **as
     """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such.
 
     Args:
-        update: where it is asked to step.
         asked: other arguments of `StateOffload` by which something would have to move.
 
     Raises:
@@ -276,7 +273,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> No
     """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it.
 
     Args:
-        optimizer: what to look at.
         is_beside: whether it steps beside the backward or the forward.
 
     Raises:
@@ -317,7 +313,6 @@ def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer has a parameter more than once."""
     places: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):

@@ -30,14 +30,7 @@ _HOST = torch.device("cpu")
 
 
 class StatesAtRest:
-    """What `optimizer.state` has of pieces between steps.
-
-    Args:
-        optimizer: whose states they are.
-        device: where the parameters are.
-        host: where the states are.
-        disk: where others are; None for nowhere.
-    """
+    """What `optimizer.state` has of pieces between steps."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates | None = None
@@ -90,12 +83,7 @@ class StatesAtRest:
         return True
 
     def adopt_due(self, due: Iterable[Piece], pieces: Iterable[Piece]) -> None:
-        """Take over what others have put into `optimizer.state` of pieces that are due, where nobody should have put anything.
-
-        Args:
-            due: these.
-            pieces: all of the optimizer.
-        """
+        """Take over what others have put into `optimizer.state` of due pieces, where nobody should have put anything."""
         away = [piece for piece in due if not self.is_at_home(piece)]
         if away:
             self.separate(pieces)
@@ -127,12 +115,7 @@ class StatesAtRest:
             entries[name] = _own_copy(value, _HOST)
 
     def adopt(self, piece: Piece, *, warns: bool = False) -> None:
-        """Take over what others have put into `optimizer.state`: copy it to host memory, unless the piece stays on the device.
-
-        Args:
-            piece: what to take over.
-            warns: whether nobody should have put anything there.
-        """
+        """Copy what others have put into `optimizer.state` to host memory, unless the piece stays on the device."""
         if self.is_at_home(piece):
             return
         if piece.plan.is_resident:
@@ -335,7 +318,6 @@ def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool
 
 
 def _could_leave(value: object) -> bool:
-    """Tell whether a state is one that leaves the device, or stands for one."""
     return may_leave(value) or isinstance(value, OnDisk)
 
 
@@ -354,16 +336,7 @@ class _Settle(Protocol):
 
 
 class Saving:
-    """The hooks by which state dicts are those of plain torch.
-
-    Args:
-        optimizer: whose states they are.
-        members: its parameters.
-        rest: what `optimizer.state` has of them.
-        settle: has nothing be under way.
-        follow_groups: takes note of parameters that came.
-        forget_step: has nothing be left to be done of a step that was broken off: all was loaded.
-    """
+    """The hooks by which state dicts are those of plain torch."""
 
     def __init__(
         self,
@@ -413,11 +386,7 @@ class Saving:
 
 
 class Loading:
-    """One `load_state_dict`: torch loads the groups, the states are put where they belong without a way over the device.
-
-    Args:
-        state_dict: what is loaded.
-    """
+    """One `load_state_dict`: torch loads the groups, the states are put where they belong without a way over the device."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self._state = dict(state_dict["state"])
@@ -425,7 +394,6 @@ class Loading:
 
     @staticmethod
     def without_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what torch is to load."""
         return {**state_dict, "state": {}}
 
     def finish(
@@ -435,14 +403,7 @@ class Loading:
         masters: set[int],
         torch_device: torch.device,
     ) -> None:
-        """Put states into `optimizer.state`, each of its own precision, as copies in host memory where they may leave.
-
-        Args:
-            optimizer: what has loaded the groups.
-            kept: what it keeps for a parameter, by the parameter's id.
-            masters: ids of parameters that have a float32 copy.
-            torch_device: where parameters are stepped.
-        """
+        """Put states into `optimizer.state`, each of its own precision, as copies in host memory where they may leave."""
         members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
         found = dict(zip(chain.from_iterable(self._numbers), members, strict=True))
         state = optimizer.state
@@ -478,10 +439,6 @@ class Loading:
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:
     """Have what is saved be tensors in host memory, also what stays on the device, and what is on a disk: other code counts on
     one place for all. It comes in the order of the parameters, whatever was stepped first: ranks gather shards in this order.
-
-    Args:
-        state_dict: what torch has made of `optimizer.state`.
-        on_disk: what was read from the disk, by what stands for it.
     """
 
     def saved(value: Any) -> Any:

@@ -38,12 +38,7 @@ _FIRST = itemgetter(0)
 
 
 class Undo:
-    """Room on the device for the parameters of one piece as they were before its step.
-
-    Args:
-        device: where they are.
-        num_bytes: of the parameters of the largest piece.
-    """
+    """Room on the device for the parameters of one piece as they were before its step."""
 
     holder = "what StateOffload could undo"
 
@@ -55,7 +50,6 @@ class Undo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that it takes."""
         return self._storage.nbytes()
 
     def close(self) -> None:
@@ -63,7 +57,6 @@ class Undo:
         self._storage = torch.UntypedStorage(0)
 
     def keep(self, piece: Piece) -> None:
-        """Note the parameters of a piece that are due."""
         offset = 0
         kept, parameters = [], []
         for record in piece.due:
@@ -91,16 +84,7 @@ class Undo:
 
 
 class DeviceSteps:
-    """Steps pieces on the device.
-
-    Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        slots: where the pieces come to.
-        host: where they are between steps.
-        disk: where others are; None for nowhere.
-        undo_bytes: of the parameters of the largest piece.
-    """
+    """Steps pieces on the device."""
 
     def __init__(
         self,
@@ -120,7 +104,6 @@ class DeviceSteps:
 
     @property
     def disk(self) -> DiskStates:
-        """Where those pieces are that are on a disk."""
         assert self._disk is not None
         return self._disk
 
@@ -163,7 +146,6 @@ class DeviceSteps:
         return self._slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))
 
     def step(self, piece: Piece, run: OneStep) -> None:
-        """Step what is due of a piece, and have it go back."""
         moves = not piece.plan.is_resident
         if moves and piece.layout is not None:
             self._slots.await_arrived(piece)
@@ -189,7 +171,6 @@ class DeviceSteps:
             self.disk.forget(before, piece)
 
     def finish(self, piece: Piece) -> None:
-        """Have what was stepped go to where it stays. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
         for record in piece.due if piece.plan.is_resident else ():
             record.numbers = []  # all its states, as they were: they would take as much again until the next step
@@ -208,7 +189,6 @@ class DeviceSteps:
             self.disk.write(piece)
 
     def wait(self) -> None:
-        """Have the host wait until what was stepped is where it stays."""
         self._slots.wait()
 
     def close(self, pieces: Iterable[Piece]) -> None:
@@ -218,7 +198,6 @@ class DeviceSteps:
         self._undo.close()
 
     def _release(self, piece: Piece) -> None:
-        """Have the slot of a piece be free, and what it came through."""
         if not piece.plan.is_resident:
             self._slots.release(piece)
         if piece.plan.is_on_disk:
@@ -295,7 +274,6 @@ class DeviceSteps:
 
     @staticmethod
     def _round(piece: Piece, stepped: list[Stepped]) -> None:
-        """Have parameters be what was stepped: their float32 copies, rounded."""
         for record, key, _ in stepped:
             if record.has_master:
                 record.parameter.copy_(key)

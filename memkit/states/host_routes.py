@@ -91,7 +91,6 @@ class Sections:
 
     @classmethod
     def of(cls, piece: Piece) -> Sections:
-        """Return the sections for the parameters of a piece that are due."""
         copied = [local_of(record.parameter) for record in piece.due if record.has_master]
         rounded_bytes = sum(rounded(parameter.nbytes, _BETWEEN_BYTES) for parameter in copied)
         # the copies of all its parameters come back, also of those that are not due; and fingerprints need some scratch
@@ -130,7 +129,6 @@ class Views:
 
     @classmethod
     def over(cls, storage: torch.UntypedStorage, due: list[StateRecord], sections: Sections) -> Views:
-        """Return what is due as it lies in a storage that is cut in sections."""
         found = cls()
         float32_at, rounded_at, plain_at = 0, sections.rounded_at, sections.plain_at
         for record in due:
@@ -171,7 +169,6 @@ class CopyRange:
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, span: Span, start: int = 0) -> CopyRange:
-        """Return the range of a slot from byte `start` on that is as long as a span."""
         with torch.inference_mode(False):
             whole = byte_view(storage).narrow(0, start, span.num_bytes)
             return cls(span, start, whole.split(list(map(len, span.pieces))))
@@ -181,11 +178,6 @@ class Route:
     """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back.
 
     Args:
-        piece: whose it is.
-        due: what is due of it.
-        sections: how slot and host memory are cut.
-        storage: of the slot.
-        room: what was set aside in host memory, of which it takes the first bytes.
         stepped: where on the device the fingerprint of the parameters is kept, as they were stepped last; None if none has a
             float32 copy.
     """
@@ -272,11 +264,7 @@ class Route:
     # On the device
 
     def compare(self, layout: Layout | None) -> None:
-        """Take the fingerprint of the parameters in the slot, before gradients are there, to see if anybody wrote to them.
-
-        Args:
-            layout: where the states are.
-        """
+        """Take the fingerprint of the parameters in the slot, before gradients are there, to see if anybody wrote to them."""
         self.is_known = self._known is not None and layout is self._known[0] and self._versions(layout) == self._known[1]
         if self.is_known and self._stepped is not None:
             self._take(self._fingerprints[:1])
@@ -329,7 +317,6 @@ class Route:
         return self._staying
 
     def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
-        """Return the states of what is due, as they lie in a layout; None if there are none."""
         return None if layout is None else [layout.host[number] for number in self._numbers]
 
     # On the host

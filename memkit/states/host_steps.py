@@ -17,9 +17,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device
-from memkit.errors import StateOffloadError
 from memkit.forks import OwnThreads, forked
-from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan.chunks import Residency
 from memkit.states.host_routes import WORD_BYTES, Route, Sections, traits_of
@@ -42,12 +40,7 @@ class Given:
     [Note: a steady step on the host] While the thread that steps runs Python, the cores have nothing to do. So whatever a step
     has in common with the one before is looked up once. That is so where `optimizer.state` has the very tensors that it had,
     and they lie where the last step has left them: then which of them are numbers, where float32 copies are, and that nothing
-    has to be laid out anew, is known.
-
-    Args:
-        due: what is stepped.
-        route: where gradients come from and parameters go to.
-    """
+    has to be laid out anew, is known."""
 
     def __init__(self, due: Iterable[StateRecord], route: Route) -> None:
         self._due = list(due)
@@ -71,12 +64,7 @@ class Given:
         """Whether there is a float32 copy of each parameter that is to have one."""
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
-        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`.
-
-        Args:
-            layout: where the states are.
-            known: what `optimizer.state` has.
-        """
+        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
         rows = [dict(known.get(record.parameter) or ()) for record in self._due]
         if layout is not None and layout is self._layout and all(map(_are_same, rows, self.rows)):
             for value, before in self._numbers:
@@ -97,7 +85,7 @@ class Given:
                 self.state[key] = dict(given)
 
     def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
-        self._layout = None  # until all is: an interrupt may come in between
+        self._layout = None
         masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._due, rows, strict=True)]
         self._masters = [None if master is None else local_of(master) for master in masters]
         copies = zip(self._due, self._masters, strict=True)
@@ -152,7 +140,6 @@ class Given:
         return found
 
     def put_numbers_back(self) -> None:
-        """Restore the states that are not copied, after a step that has failed."""
         for value, before in self._numbers:
             value.copy_(before)
 
@@ -175,13 +162,11 @@ def _are_same(one: Entries, other: Entries) -> bool:
 
 
 def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:
-    """Tell whether those states of a row that are copied are the tensors of a layout."""
     leaving = {name: value for name, value in row.items() if may_leave(value)}
     return lie_as(leaving, host)
 
 
 def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
-    """Tell whether states are those that a layout has."""
     return leaving.keys() == host.keys() and all(
         value is host[name] or (name == MASTER and are_one(value, host[name])) for name, value in leaving.items()
     )
@@ -204,11 +189,6 @@ class HostSteps:
     its slot.
 
     Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        lanes: what copies are put on.
-        slots: where parameters and gradients are packed on the device.
-        host: where the states are.
         runs_ahead: whether gradients of all pieces may be in host memory at once, so that nobody waits for the steps of those
             before: each piece then has room of its own.
     """
@@ -235,7 +215,6 @@ class HostSteps:
         self._given: dict[Piece, Given] = {}
         """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
-        self._lost = dict[Piece, str]()
         self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
         """Steps that the thread is to make, in this order."""
@@ -267,7 +246,6 @@ class HostSteps:
         self._rooms.update(zip(numbers, spans, strict=True))
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether parameters and gradients of a piece may be brought to the host now."""
         return self._slots.is_free_for(piece)
 
     def begin(self, piece: Piece) -> None:
@@ -297,10 +275,6 @@ class HostSteps:
             slot.piece = None  # others come there behind the copy
 
     def start(self, piece: Piece, run: OneStep) -> None:
-        """Have the thread step what is due of a piece, once its gradients have come."""
-        lost = self._lost.get(piece)
-        if lost is not None:
-            raise StateOffloadError(lost)
         if self._thread is None:
             self._thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         given, prepared = self._given[piece], None
@@ -316,17 +290,21 @@ class HostSteps:
         """Wait for the step of a piece, and have the parameters come back."""
         with label("step on the host", piece):
             running = self._running[piece]
-            self._await([running], self._begun_behind(piece))
+            begun = self._begun_behind(piece)
+            while not running.done():
+                if self._thread is not None and not self._thread.are_here:
+                    raise forked("StateOffload")
+                _ = wait([running]) if begun is None else begun.wait()
             running.result()
             del self._running[piece]
         self.finish(piece)
 
     def settle(self) -> None:
-        """Wait until nothing runs in the thread any more."""
-        self._await(list(self._running.values()))
+        """Wait for all that the thread was given, also for what an interrupt has kept from being noted."""
+        if self._thread is not None:
+            self._thread.submit(int).result()
 
     def is_over(self, piece: Piece) -> bool:
-        """Tell whether the thread has made the step of a piece, or failed."""
         return self._running[piece].done()
 
     def failure_of(self, piece: Piece) -> BaseException | None:
@@ -339,23 +317,6 @@ class HostSteps:
         as a step is over would want the interpreter just when the thread needs it to give the cores the next."""
         first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
         return self._begun[second] if first is piece and second is not None else None
-
-    def _await(self, steps: list[Future[None]], begun: Event | None = None) -> None:
-        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile.
-
-        Args:
-            begun: what is set behind them.
-        """
-        interrupt: BaseException | None = None
-        while not all(running.done() for running in steps):
-            if self._thread is not None and not self._thread.are_here:
-                raise forked("StateOffload")
-            try:
-                wait(steps) if begun is None else begun.wait()
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
 
     def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
         """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.
@@ -398,7 +359,7 @@ class HostSteps:
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
-                self._lost[piece] = (
+                piece.whole.lost = (
                     f"the step of {piece.names} on the host has failed within the optimizer ({type(error).__name__}: {error}), "
                     "and may have written a part of its states: they are lost. Load a checkpoint "
                     "(optimizer.load_state_dict) and go on"
@@ -409,7 +370,9 @@ class HostSteps:
         finally:
             given.let_go(is_steady=is_steady)
             self._slots.host_step_s += time.perf_counter() - begin_s
-        do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
+        for mark in (*marks, *run.leave(found)):
+            mark()
+        piece.residency = Residency.DIRTY
 
     @staticmethod
     def _put(staying: list[tuple[int, Tensor | None]], made: list[dict[Any, Any]], route: Route) -> None:
@@ -451,7 +414,6 @@ class HostSteps:
         return laid_out
 
     def finish(self, piece: Piece) -> None:
-        """Have parameters be what was stepped. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
         route, slot = self._routes[piece], self._slots.of(piece)
         route.forget()
@@ -476,7 +438,6 @@ class HostSteps:
         piece.residency = piece.rest
 
     def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
-        """Have what was stepped come to the slot."""
         lanes, after = self._lanes, slot.users()
         for copied in route.to_device(piece.layout):
             slot.arrived = piece.left = lanes.copy(
@@ -490,10 +451,6 @@ class HostSteps:
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = piece.rest
-
-    def forget_losses(self) -> None:
-        """All states were loaded."""
-        self._lost.clear()
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
         """Return the route of a piece, made anew where what is due of it has changed."""
@@ -515,7 +472,6 @@ class HostSteps:
         return route
 
     def close(self) -> None:
-        """End the thread, and let the memory go."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -46,17 +46,7 @@ class BackwardSteps:
     [Note: held gradients] Steps wait for states, and the backward should not wait for steps: there is a stream for these. A
     gradient is held until the stream whose memory it is in has waited for its step, since what is allocated next may get that
     memory. It waits once `_HELD_BYTES` are held, for the oldest ones: then the link has work for longer than the next gradient
-    takes. When the backward is over, it waits for all.
-
-    Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        stepping: what becomes of a step that is broken off.
-        on_device: steps pieces there.
-        on_host: steps pieces on the host.
-        rest: what `optimizer.state` has of pieces between steps.
-        follow_groups: takes note of parameters that have come to the optimizer, left it, or are in another group.
-    """
+    takes. When the backward is over, it waits for all."""
 
     is_whole_step = False
     """Whether a backward is a step, and the optimizer's own steps nothing."""
@@ -106,7 +96,6 @@ class BackwardSteps:
         """What the groups had when the backward stepped the first parameter."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
-        """Have pieces be stepped when their gradients are complete."""
         for piece in pieces:
             (record,) = piece.records
             if record.parameter.requires_grad:
@@ -186,7 +175,7 @@ class BackwardSteps:
             stepped = self._step_beside(piece, run)
             self._met[piece] = None
         except BaseException:
-            self.mend(self._pieces)
+            self.mend(self._pieces, goes_on=True)
             raise
         stepping.is_broken = False
         return stepped
@@ -255,7 +244,6 @@ class BackwardSteps:
             self._end_step()
 
     def _end_step(self) -> None:
-        """End a step without the optimizer's own."""
         if self._stepping.is_broken:
             self.mend(self._pieces)
         run = self._stepping.unfinished
@@ -272,7 +260,6 @@ class BackwardSteps:
         self._held_bytes = 0
 
     def _step(self, part: Piece, run: OneStep) -> None:
-        """Step a part on the device, or have its gradient leave to be stepped on the host."""
         if part.plan.update is Update.HOST:
             self._leaving[part.whole] = None
             self._on_host.begin(part)
@@ -300,9 +287,11 @@ class BackwardSteps:
                 self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
                 self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
                 with self._device.on_stream(self._stream):
-                    self._stepping.join(list(self._leaving))
+                    try:
+                        self._stepping.join(list(self._leaving))
+                    finally:
+                        self._leaving.clear()
         finally:
-            self._leaving.clear()
             self._let_go()
 
     def _begin(self, piece: Piece) -> None:
@@ -316,7 +305,7 @@ class BackwardSteps:
                 self._drop(other)
 
     def _drop(self, piece: Piece) -> None:
-        self._begun.remove(piece)  # first: behind an interrupt it comes to its slot again, whatever that has then
+        self._begun.remove(piece)
         self._on_device.drop(piece)
 
     def drop_ahead(self) -> None:
@@ -367,7 +356,6 @@ class BackwardSteps:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Return a context whose backwards step nothing."""
         self._num_accumulating += 1
         try:
             yield
@@ -379,12 +367,12 @@ class BackwardSteps:
         for piece in self._pieces:
             piece.records[0].done = None
 
-    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
+    def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
         """Have every piece be as before its step, or as after it: see `Stepping.mend`."""
         self._begun.clear()
         self._leaving.clear()
         with self._in_place():
-            self._stepping.mend(pieces, gives_up=gives_up)  # the host waits for all of the device
+            self._stepping.mend(pieces, goes_on=goes_on)  # the host waits for all of the device
         self._forget_held()
         for piece in pieces:
             (record,) = piece.records
@@ -402,12 +390,7 @@ class BackwardSteps:
 
 
 class LayeredSteps(BackwardSteps):
-    """Steps the parameters that a `LayerStepper` hands over: see [Note: who does what].
-
-    Args:
-        given: what `BackwardSteps` is given.
-        layers: who hands them over.
-    """
+    """Steps the parameters that a `LayerStepper` hands over: see [Note: who does what]."""
 
     is_whole_step = True
 
@@ -423,7 +406,6 @@ class LayeredSteps(BackwardSteps):
         return self._stream
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
-        """Have pieces be stepped when they are handed over."""
         self._note_pieces(pieces)
         self._piece_of.update({id(piece.records[0].parameter): piece for piece in pieces})
         if self._layers is not None:
@@ -494,8 +476,8 @@ class LayeredSteps(BackwardSteps):
             self._end_step()
         super().close()
 
-    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
-        super().mend(pieces, gives_up=gives_up)
+    def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
+        super().mend(pieces, goes_on=goes_on)
         for piece in pieces:
             piece.leave_parameters()
 
@@ -529,12 +511,7 @@ class LayeredSteps(BackwardSteps):
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer, *given: Any) -> BackwardSteps:
-    """Return what steps an optimizer's parameters within the backward: those that a `LayerStepper` hands over, if it has one.
-
-    Args:
-        optimizer: whose step it is.
-        given: what `BackwardSteps` is given beside that.
-    """
+    """Return `LayeredSteps` for an optimizer whose parameters a `LayerStepper` hands over, else `BackwardSteps`."""
     layers = stepper_of(optimizer)
     if layers is None:
         return BackwardSteps(optimizer, *given)

@@ -25,10 +25,7 @@ class Members:
     """The parameters of an optimizer, as they are now.
 
     Args:
-        optimizer: the optimizer.
         master: the dtype of copies that are stepped instead of parameters of lower precision; None for none.
-        torch_device: where the parameters are.
-        where: the name of the feature or call, for errors.
     """
 
     def __init__(
@@ -194,7 +191,6 @@ class Members:
         return found
 
     def masters(self) -> set[int]:
-        """Return the ids of parameters that have float32 copies."""
         return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
 
 
@@ -202,7 +198,6 @@ _HALF = "optimizer.load_state_dict() was interrupted: some parameters have loade
 
 
 def _is_due(record: StateRecord) -> bool:
-    """Tell whether a parameter has a gradient to be stepped with."""
     grad = record.parameter.grad
     return grad is not None and record.group >= 0 and type(grad) is not ConsumedGradient
 

@@ -26,12 +26,7 @@ from memkit.wrappers import parts_of
 
 
 class HostStates:
-    """The host memory of one `StateOffload`.
-
-    Args:
-        device: whose copies use it.
-        limit_bytes: the most to take.
-    """
+    """The host memory of one `StateOffload`."""
 
     def __init__(self, device: Device, *, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
@@ -126,11 +121,8 @@ class HostStates:
 
 
 class StateSlot:
-    """A storage on the device that has one piece at a time.
-
-    `piece` is noted before its copy is put on the lane, and forgotten once the copy back is: see [Note: interrupts] in
-    `memkit.interrupts`.
-    """
+    """A storage on the device that has one piece at a time. `piece` is noted before its copy is put on the lane, and forgotten
+    once the copy back is, so that nothing is freed under a copy."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -150,13 +142,7 @@ class StateSlot:
 
 
 class StateSlots:
-    """The slots of a plan, and which piece is in which.
-
-    Args:
-        device: where they are.
-        lanes: what the copies are put on.
-        plan: says how many, and how large.
-    """
+    """The slots of a plan, and which piece is in which."""
 
     holder = "StateOffload's slots"
 
@@ -203,12 +189,10 @@ class StateSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that they take."""
         return sum(slot.num_bytes for slot in self.slots)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each."""
         return tuple(slot.num_bytes for slot in self.slots)
 
     def of(self, piece: Piece) -> StateSlot:

@@ -6,14 +6,12 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memkit.device.base import Device
 from memkit.errors import DiskError
-from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
 from memkit.plan.states import NUM_BUFFERS
@@ -72,13 +70,7 @@ class DiskRing:
     when somebody needs the buffer. Where that fails as well, the step is broken off, and nothing is lost.
 
     A part on its way to its slot keeps its buffer. There are no more slots than buffers, and that of the part whose turn it is
-    has none of the others any more: so one buffer is left for it.
-
-    Args:
-        store: what is on the disk.
-        device: whose copies use the buffers.
-        host: gives the memory for these.
-    """
+    has none of the others any more: so one buffer is left for it."""
 
     def __init__(self, store: DiskStore, device: Device, host: HostStates) -> None:
         self.store = store
@@ -96,7 +88,6 @@ class DiskRing:
         self.buffers += map(Buffer, rooms)
 
     def find(self, part: Piece) -> Buffer | None:
-        """Return the buffer that a part has."""
         return next((buffer for buffer in self.buffers if buffer.part is part), None)
 
     def give_free(self, part: Piece) -> Buffer | None:
@@ -215,10 +206,9 @@ class DiskRing:
         buffer = self.find(part)
         if buffer is None or buffer.holds in (Holds.DIRTY, Holds.WRITTEN):
             return
-        for copy in {buffer.copy, *part.copies}:  # an interrupt may have kept us from noting that one is read
-            if copy is not None:
-                with contextlib.suppress(DiskError):
-                    self.store.wait(copy)
+        if buffer.copy is not None:
+            with contextlib.suppress(DiskError):
+                self.store.wait(buffer.copy)
         buffer.part = None
 
     def end_transfer(self, buffer: Buffer) -> None:
@@ -242,7 +232,6 @@ class DiskRing:
                 buffer.holds, buffer.part = Holds.NOTHING, None
 
     def write_again(self) -> None:
-        """Write what could not be written."""
         for buffer in self.buffers:
             if buffer.part is not None and buffer.holds is Holds.DIRTY:
                 self.write(buffer)
@@ -255,13 +244,7 @@ class DiskRing:
 
 
 class DiskStates:
-    """The states on a disk of one `StateOffload`: a `Place` for those pieces.
-
-    Args:
-        disk: where.
-        device: whose copies use the buffers that they pass through.
-        host: gives the memory for these.
-    """
+    """The states on a disk of one `StateOffload`: a `Place` for those pieces."""
 
     def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
         self._disk, self._device, self._host = disk, device, host
@@ -272,12 +255,10 @@ class DiskStates:
 
     @property
     def read_bytes(self) -> int:
-        """What was read so far."""
         return 0 if self._ring is None else self._ring.store.read_bytes
 
     @property
     def written_bytes(self) -> int:
-        """What was written so far."""
         return 0 if self._ring is None else self._ring.store.written_bytes
 
     @property
@@ -399,7 +380,7 @@ class DiskStates:
         """A copy of a part is about to be put on the way from its slot to its buffer."""
         buffer = self.ring.claim(part)
         assert part.layout is not None
-        do_at_once(partial(setattr, buffer, "copy", part.layout.copy), partial(setattr, buffer, "holds", Holds.DIRTY))
+        buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
         """Have the bytes in the buffer of a part be written, once they are there.
@@ -433,10 +414,6 @@ class DiskStates:
         """Have states be those of a piece, and be written.
 
         Args:
-            piece: whose they are.
-            tensors: how they lie side by side.
-            num_bytes: what they take so.
-            rows: the states.
             entries: what `optimizer.state` has of the first of its parameters.
 
         Raises:
@@ -462,11 +439,7 @@ class DiskStates:
         for row, values in zip(tensors, rows, strict=True):
             for tensor in row:
                 copy_state(tensor.on_host(span), values[tensor.name])
-        do_at_once(
-            partial(setattr, buffer, "copy", layout.copy),
-            partial(setattr, part, "layout", layout),
-            partial(setattr, buffer, "holds", Holds.DIRTY),
-        )
+        buffer.copy, buffer.holds, part.layout = layout.copy, Holds.DIRTY, layout
         self.forget(before, part)
         self.ring.write(buffer)
 

@@ -60,7 +60,6 @@ class OneStep:
     """A step under way. Each part of it begins with the groups as they were before the step.
 
     Args:
-        optimizer: whose step it is.
         copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale, betas), since the
             originals may be written to while the device, or the host, is yet to step.
     """
@@ -94,11 +93,6 @@ class OneStep:
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
         """Return what is given to the optimizer's step, to step some parameters.
-
-        Args:
-            records: what is stepped.
-            keys: what stands for each of them.
-            state: their states, which the step reads and writes.
 
         Raises:
             StateOffloadError: states don't fit their shards.
@@ -252,18 +246,13 @@ class _Noted:
 
 
 class NotedOptions:
-    """Parameters, learning rates and other entries of groups, as they were when they were noted.
-
-    Args:
-        optimizer: whose they are.
-    """
+    """Parameters, learning rates and other entries of groups, as they were when they were noted."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._noted: list[_Noted] = []
 
     def note(self) -> None:
-        """What the groups have now is what parameters are stepped with."""
         self._noted = self._now()
 
     def forget(self) -> None:

@@ -38,8 +38,6 @@ class ForwardOverlap:
     the forward has most of these in common, and the lanes, the slots and each gradient would be two threads' at once.
 
     Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
         in_order: whether pieces have to be stepped in the order of the optimizer's groups.
     """
 
@@ -139,7 +137,6 @@ class ForwardOverlap:
         self._stepped[piece] = device.record_event(self._stream, timed=False)
 
     def _join(self, pieces: Sequence[Piece]) -> None:
-        """Have parameters come back that are stepped on the host."""
         assert self._stepping is not None
         assert self._run is not None
         try:
@@ -203,7 +200,7 @@ class ForwardOverlap:
         for record in piece.due:
             self._pending.pop(id(record.parameter), None)
         self._held.pop(piece, None)
-        self._stepped.pop(piece, None)  # last: an interrupt leaves a piece that is waited for again, and nothing held for good
+        self._stepped.pop(piece, None)
         if not self._stepped and not self._leaving:
             self._run = None
 

@@ -38,7 +38,6 @@ class PackedTensor:
     dtype: torch.dtype
 
     def is_like(self, tensor: object) -> bool:
-        """Tell whether the bytes of a tensor could be these."""
         return (
             isinstance(tensor, Tensor)
             and _is_plain(tensor)
@@ -48,7 +47,6 @@ class PackedTensor:
         )
 
     def offsets(self) -> Iterator[int]:
-        """Yield where the plain tensors that it is made of begin."""
         yield self.offset
 
     def is_at(self, tensor: Any, address: int) -> bool:
@@ -57,7 +55,6 @@ class PackedTensor:
         return bool(tensor.data_ptr() == address + self.offset)
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor in a storage that begins with its piece."""
         return tensor_over(storage, self.dtype, offset=self.offset // self.dtype.itemsize, size=self.size, stride=self.stride)
 
     def on_host(self, span: Span) -> Tensor:
@@ -82,13 +79,11 @@ class PackedWrapper:
     stride: tuple[int, ...]
 
     def is_like(self, tensor: object) -> bool:
-        """Tell whether the bytes of a tensor could be these."""
         if not isinstance(tensor, Tensor) or type(tensor) is not self.kind or tensor.size() != self.size:
             return False
         return all(packed.is_like(getattr(tensor, packed.name, None)) for packed in self.inner)
 
     def offsets(self) -> Iterator[int]:
-        """Yield where the plain tensors that it is made of begin."""
         for packed in self.inner:
             yield from packed.offsets()
 
@@ -106,7 +101,6 @@ class PackedWrapper:
         return True
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor in a storage that begins with its piece."""
         return self._made({packed.name: packed.over(storage) for packed in self.inner})
 
     def on_host(self, span: Span) -> Tensor:
@@ -123,13 +117,7 @@ Packed = PackedTensor | PackedWrapper
 
 class OnDisk:
     """What `optimizer.state` has in the place of a state that lies on a disk. It is no tensor: whatever is done with it, but to
-    look at it, raises an error that says what to do instead.
-
-    Args:
-        name: of the state.
-        parameter: of which parameter it is.
-        owner: who has put it there; nobody else's counts.
-    """
+    look at it, raises an error that says what to do instead."""
 
     __slots__ = ("_name", "_owner", "_parameter")
 
@@ -209,7 +197,6 @@ def _packed(name: str, tensor: Tensor, offset: int) -> Packed:
 
 
 def _inside(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
-    """Return the inner tensors of a wrapper, its other attributes, and the context for `__tensor_unflatten__`."""
     names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
     found = {name: getattr(wrapper, name) for name in names}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
@@ -224,7 +211,6 @@ def local_packed(packed: Packed) -> Packed:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes that a state takes in a piece."""
     return sum(aligned(part.nbytes) for part in parts_of(tensor))
 
 
@@ -291,12 +277,7 @@ def follow(master: Tensor, parameter: Tensor) -> None:
     """Copy those elements of a parameter to its float32 copy that the copy, rounded, is not equal to: somebody wrote to them.
 
     All elements are compared bit by bit, since a write through `.data` changes no version counter. Nothing here makes the host
-    wait for a device.
-
-    Args:
-        master: the float32 copy, which is written to; of the parameter's size.
-        parameter: of a 16-bit or 8-bit floating-point dtype.
-    """
+    wait for a device."""
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()

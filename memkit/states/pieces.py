@@ -26,13 +26,7 @@ from memkit.transfer.host_memory import Span
 
 
 class StateRecord:
-    """What is known of one parameter.
-
-    Args:
-        name: what to call it.
-        parameter: the user's.
-        has_master: whether a float32 copy is stepped instead of it.
-    """
+    """What is known of one parameter."""
 
     __slots__ = (
         "__weakref__",
@@ -170,9 +164,6 @@ class Place(Protocol):
         """Return where states of a piece are from now on, with room for them.
 
         Args:
-            piece: whose states they are.
-            tensors: how they lie.
-            num_bytes: of all of them.
             is_apart: whether what is where they have been is needed yet.
 
         Raises:
@@ -183,12 +174,10 @@ class Place(Protocol):
 
 class Piece:
     """Parameters whose states are copied and stepped together. `CutPiece` and `Window` in `memkit.states.windows` are the
-    others.
+    others."""
 
-    Args:
-        plan: what was planned of it.
-        records: one for each parameter.
-    """
+    is_stepped = False
+    """Whether a step has stepped it that has not stepped all of `whole` yet."""
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
@@ -215,6 +204,8 @@ class Piece:
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
         """The records with a gradient, which the step under way steps."""
+        self.lost: str | None = None
+        """Why it can't be stepped or saved any more: a step has left it, or its states, half written. Loading ends that."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
         """Parameters with their new entries, which are still to be put into `optimizer.state`."""
 
@@ -231,7 +222,6 @@ class Piece:
         return first if first == last else f"{first} to {last}"
 
     def bind(self, storage: torch.UntypedStorage) -> None:
-        """Make `views` and `stand_ins` over a slot."""
         layout = self.layout
         assert layout is not None
         if self._bound is not None and self._bound[0] is storage and self._bound[1] is layout:
@@ -279,7 +269,6 @@ class Piece:
 
     @property
     def copies(self) -> Sequence[DiskCopy]:
-        """The chunks on the disk that have its states."""
         return () if self.layout is None or self.layout.copy is None else (self.layout.copy,)
 
     @property
@@ -295,7 +284,6 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last unit of `whole` in a step."""
         return True
 
     @property
@@ -306,34 +294,22 @@ class Piece:
     @property
     def is_half_way(self) -> bool:
         """Whether a step was broken off between its windows, so that some are stepped and others are not."""
-        return False
+        return any(part.is_stepped for part in self.parts)
 
-    def remaining(self) -> Sequence[Piece]:
-        """Return the windows that are still to be stepped, of a piece that is half way.
-
-        Raises:
-            StateOffloadError: they can't be stepped any more.
-        """
-        return ()
+    def forget_step(self) -> None:
+        """Forget which windows a step that was broken off has stepped."""
 
     def await_turn(self) -> None:
         """Raise if an earlier window of the same parameter was not stepped."""
 
-    def note_left_half_way(self) -> None:
-        """Note that it stays half way: the rest can only be stepped if nobody writes to the parameter before."""
-
-    def give_up(self) -> None:
-        """Forget that it is half way: the rest is not stepped."""
-
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Begin a step of the parameters in `due`. Nothing was copied yet.
 
-        Args:
-            state: that of the optimizer.
-
         Raises:
-            StateOffloadError: a gradient has another dtype than the parameter.
+            StateOffloadError: it is lost, or a gradient has another dtype than the parameter.
         """
+        if self.lost is not None:
+            raise StateOffloadError(self.lost)
         if self.plan.update is Update.DEVICE and not self._is_cut:
             return  # the parameters are stepped themselves
         for record in self.due:
@@ -371,7 +347,6 @@ class Piece:
         """Copy what the optimizer has made of stand-ins to the user's parameters, if it has put it elsewhere."""
 
     def states_in(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
-        """Return the mapping that has the states of its parameters."""
         return optimizer.state
 
     def may_lie_as_before(self) -> bool:
@@ -396,17 +371,15 @@ class Piece:
         """Note that all units of these states are on the disk."""
 
     def empty_rows(self) -> list[dict[str, Tensor]]:
-        """Return rows of states, one per record, for `fill` to fill."""
         return [{} for _ in self.records]
 
     def fill(self, rows: list[dict[str, Tensor]], part: Piece, found: Rows) -> None:
-        """Copy the states of one unit into rows of the piece's states."""
         for row, values in zip(rows, found, strict=True):
             row.update({name: moved_state(value, torch.device("cpu")) for name, value in values.items()})
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
         """Return functions that note that the parameters in `due` were stepped, and where their states are. They are called at
-        once, so that an interrupt comes before all of them or after."""
+        once."""
         marks = [partial(setattr, record, "done", mark_of(record)) for record in self.due]
         return marks if self.plan.is_resident else [*marks, partial(setattr, self, "layout", layout)]
 
@@ -417,8 +390,6 @@ class Piece:
         layout has changed, the parameters that were not stepped are among them.
 
         Args:
-            state: what `optimizer.state` has.
-            layout: where the states are from now on.
             made: what was stepped, with its new entries.
         """
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
@@ -435,7 +406,6 @@ class Piece:
         return entered
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put `entered` into `optimizer.state`. Calling it again finishes a call that was interrupted."""
         state = self.states_in(optimizer)
         while self.entered:
             parameter, made = self.entered[-1]
@@ -458,7 +428,6 @@ def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
 
 
 def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
-    """Give a stand-in the Python attributes that the parameter has now."""
     vars(stand_in).update(vars(parameter))
 
 

@@ -42,9 +42,6 @@ class _Batch:
     """Shards of one layer whose gradients have come together.
 
     Args:
-        layer: whose shards they are.
-        records: what is stepped.
-        run: the step that this is a part of.
         landing: events of torch, behind which the gradients are in host memory.
     """
 
@@ -56,12 +53,7 @@ class _Batch:
 
 
 class ShardThread:
-    """Steps shards, each as a whole or not at all.
-
-    Args:
-        optimizer: whose step it is.
-        device: where layers are gathered, and gradients come from.
-    """
+    """Steps shards, each as a whole or not at all."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._optimizer = optimizer
@@ -98,25 +90,18 @@ class ShardThread:
         return any(batch.layer is layer for batch in self._batches)
 
     def send(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
-        """Have shards of a layer stepped, once their gradients are in host memory and nobody reads them.
-
-        Args:
-            layer: whose shards they are.
-            records: what is stepped.
-            run: the step that this is a part of.
-            landing: events of torch, behind which the gradients are in host memory.
-        """
+        """Have shards of a layer stepped, once their gradients are in host memory and nobody reads them."""
         assert self._thread is not None
         batch = _Batch(layer, records, run, landing)
-        self._batches.append(batch)  # ahead: where an interrupt keeps it from the thread, its gradients stay
+        self._batches.append(batch)
         self._thread.submit(self._step, batch)
 
     def wait(self) -> None:
-        """Wait for all that the thread was given."""
         if self._thread is not None:
             self._thread.submit(int).result()
         failed = [batch for batch in self._batches if batch.error is not None]
-        do_at_once(partial(self._failed.extend, failed), partial(self._batches.clear))
+        self._failed.extend(failed)
+        self._batches.clear()
 
     def raise_failed(self) -> None:
         """Raise if a step has failed of which nobody has heard.
@@ -148,16 +133,13 @@ class ShardThread:
                 raise StateOffloadError(self._lost[record])
 
     def forget_failed(self) -> None:
-        """What is loaded takes the place of what has failed."""
         self._failed.clear()
 
     def forget_step(self) -> None:
-        """All was loaded."""
         self._lost.clear()
         self.met.clear()
 
     def _step(self, batch: _Batch) -> None:
-        """Step shards: what the thread does."""
         optimizer, records, run = self._optimizer, batch.records, batch.run
         try:
             self.refuse_lost(records)
@@ -177,14 +159,16 @@ class ShardThread:
                     if _versions(known) != before:
                         self._note_lost(batch, error)
                     raise
-                consumed = [partial(setattr, key, "grad", ConsumedGradient.of(key)) for key in known]
-            entered = [
-                partial(optimizer.state.__setitem__, key, state[key])
-                for key, entries in known.items()
-                if key in state and not _are_same(entries, state[key])
-            ]
+                consumed = {key: ConsumedGradient.of(key) for key in known}
             self.step_s += time.perf_counter() - begin_s
-            do_at_once(*entered, *run.leave(written), partial(self.met.update, dict.fromkeys(records)), *consumed)
+            for key, entries in known.items():
+                if key in state and not _are_same(entries, state[key]):
+                    optimizer.state[key] = state[key]
+            for leave in run.leave(written):
+                leave()
+            self.met.update(dict.fromkeys(records))
+            for key, grad in consumed.items():
+                key.grad = grad
         except BaseException as error:
             batch.error = error
 
@@ -221,13 +205,7 @@ def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
 
 
 class ShardSteps:
-    """Steps an optimizer over shards in host memory, layer by layer.
-
-    Args:
-        optimizer: whose step it is.
-        members: its parameters.
-        device: where layers are gathered.
-    """
+    """Steps an optimizer over shards in host memory, layer by layer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
         self._optimizer = optimizer
@@ -299,7 +277,7 @@ class ShardSteps:
             record.group = -1
         for layer in self._layers.keys() - found.keys():
             layer.end_steps(self)
-        self._layers = dict(found)  # ahead: a layer that has begun may tell of a reduction, whatever interrupts this
+        self._layers = dict(found)  # ahead: a layer that has begun may tell of a reduction
         for layer in found:
             layer.begin_steps(self)
         self._known = known
@@ -415,7 +393,8 @@ class ShardSteps:
         self._options.forget()
         self._unfinished = run or OneStep(optimizer)
         self._hollow = hollow_shell(optimizer)
-        do_at_once(partial(met.clear), partial(setattr, self, "num_steps", self.num_steps + 1))
+        met.clear()
+        self.num_steps += 1
         return (self._hollow, *args[1:]), kwargs
 
     def _put_in_order(self) -> None:
@@ -447,7 +426,6 @@ class ShardSteps:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Return a context whose backwards step nothing."""
         self._num_accumulating += 1
         try:
             yield

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the part of a parameter's gradient that this rank has; None if there is no gradient."""
     grad = parameter.grad
     return None if grad is None else local_of(grad)
 
@@ -43,7 +42,6 @@ def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def write_local(parameter: Tensor, values: Tensor) -> None:
-    """Copy values to the local tensor of a parameter."""
     local_of(parameter).copy_(values)
     note_written(parameter)
 
@@ -72,9 +70,7 @@ class LocalStep:
     """The local tensors and states that a step of shards is given; afterwards, its results as shards.
 
     Args:
-        records: what is stepped.
         keys: what stands for each of them: a shard, or a plain tensor over the local one.
-        state: their states, by these keys.
 
     Raises:
         StateOffloadError: a state is no shard like its parameter.
@@ -146,7 +142,6 @@ class LocalStep:
 
 
 def _stand_in(key: Tensor) -> nn.Parameter:
-    """Return a parameter over the local tensor of a shard, with its local gradient and its Python attributes."""
     stand_in = nn.Parameter(local_of(key), requires_grad=key.requires_grad)
     vars(stand_in).update(vars(key))
     stand_in.grad = local_gradient(key)

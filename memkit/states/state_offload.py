@@ -103,7 +103,6 @@ class StateStats:
 
 
 def in_words(plan: StatePlan, place: torch.device, update: str) -> str:
-    """Return where states are, and where they are stepped."""
     on_disk = f"{format_bytes(plan.disk_bytes)} on the disk, " if plan.disk_bytes else ""
     return (
         f"{format_bytes(plan.host_bytes)} of states in host memory, {on_disk}{format_bytes(plan.resident_bytes)} on {place}, "
@@ -263,7 +262,6 @@ class StateOffload(NotCopied, EnteredOnce):
             self._begin()
 
     def _begin(self) -> None:
-        """Set memory aside, move the states that there are, and have steps seen."""
         optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
         pieces = self._members.add(self.plan, list(self._members.records()))
         slots = self._slots = StateSlots(device, lanes, self.plan)
@@ -338,18 +336,21 @@ class StateOffload(NotCopied, EnteredOnce):
             run.write_of_others(hollow)
             if self._in_backward is not None:
                 self._in_backward.forget_done()
-            self._stepping.unfinished = None  # last: an interrupt ahead of it leaves a step of which nothing is to be done
+            self._stepping.unfinished = None
 
-    def _settle(self, *, gives_up: bool = False) -> None:
+    def _settle(self, *, is_loading: bool = False) -> None:
         """Put right what a step has left that was broken off, or not waited for. Nothing is on its way then."""
         try:
             self._join()
         except StateOffloadError as error:
-            if not gives_up:
+            if not is_loading:
                 raise
             warn_user(f"StateOffload: {error}")
         if self._stepping.is_broken:
-            (self._in_backward or self._stepping).mend(self._members.pieces, gives_up=gives_up)
+            (self._in_backward or self._stepping).mend(self._members.pieces)
+        for piece in () if is_loading else self._members.pieces:
+            if piece.lost is not None:
+                raise StateOffloadError(piece.lost)
         if self._in_backward is not None:
             self._in_backward.drop_ahead()
 
@@ -387,7 +388,6 @@ class StateOffload(NotCopied, EnteredOnce):
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
-        """Have more parameters stream, in pieces of their own."""
         assert self._slots is not None
         members, before = self._members, self._members.pieces
         kept = {name: self._limits[name] for name in ("has_disk", "runs_ahead")}
@@ -428,15 +428,16 @@ class StateOffload(NotCopied, EnteredOnce):
         return nullcontext() if steps is None else steps.accumulate()
 
     def _settle_for(self, *, is_loading: bool) -> None:
-        """Have nothing be under way. What is loaded takes the place of what a step has left half done."""
-        self._settle(gives_up=is_loading)
+        """Have nothing be under way. What is loaded takes the place of what is lost."""
+        self._settle(is_loading=is_loading)
         self._wait()
         if is_loading and self._in_backward is not None:
             self._in_backward.end()
 
     def _forget_step(self) -> None:
         self._stepping.unfinished = None
-        self._on_host.forget_losses()
+        for piece in self._members.pieces:
+            piece.lost = None
 
     # What there is
 
@@ -469,7 +470,7 @@ class StateOffload(NotCopied, EnteredOnce):
                 self._settle()
             except StateOffloadError as error:
                 warn_user(f"StateOffload: {error}")
-                self._settle(gives_up=True)
+                self._settle(is_loading=True)
             if self._in_backward is not None:
                 self._in_backward.close()
             self._wait()

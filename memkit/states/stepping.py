@@ -18,14 +18,7 @@ from memkit.states.trial import are_in_states, generators_of, states_of
 
 
 class Stepping:
-    """Steps all pieces in which something is due.
-
-    Args:
-        optimizer: whose step it is.
-        device: where the parameters are.
-        on_device: steps pieces there.
-        on_host: steps pieces on the host.
-    """
+    """Steps all pieces in which something is due."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, on_device: DeviceSteps, on_host: HostSteps) -> None:
         self._optimizer = optimizer
@@ -40,7 +33,7 @@ class Stepping:
         self._has_drawn = False
         """Whether a step has drawn random numbers that was taken for one that doesn't."""
         self._untold: StateOffloadError | None = None
-        """A step on the host that has failed, whose gradient is gone, and of which nobody has heard since an interrupt came."""
+        """A step on the host that has failed, whose gradient is gone, and of which an interrupt kept everybody from hearing."""
 
     def run(
         self,
@@ -91,11 +84,11 @@ class Stepping:
                 run.write_changes()
         except BaseException as error:
             try:
-                self.mend(pieces)
+                self.mend(pieces, goes_on=True)
             finally:
                 self._note(error, pieces)
             raise
-        self.is_broken = False  # last: an interrupt behind this would find nothing to be put right
+        self.is_broken = False
 
     def _note_drawn(self) -> None:
         """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
@@ -108,7 +101,6 @@ class Stepping:
         )
 
     def _send(self, parts: Sequence[Piece], run: OneStep, note_left: Callable[[Piece], object]) -> None:
-        """Have gradients go to the host, to be stepped there."""
         for part in parts:
             self._on_host.begin(part)
             self._on_host.start(part, run)
@@ -123,7 +115,6 @@ class Stepping:
         """Wait for the steps of pieces on the host, and have the parameters come back.
 
         Args:
-            pieces: which were sent there.
             beside: what else is there, and isn't left behind where one fails.
 
         Raises:
@@ -137,11 +128,11 @@ class Stepping:
         except Exception as error:
             self._on_host.settle()
             failed = [piece for piece in under_way if any(map(self._on_host.failure_of, piece.parts))]
-            self.mend(under_way)
+            self.mend(under_way, goes_on=True)
             self._untold = None
             raise _failure(failed, error) from error
         except BaseException:
-            self.mend(under_way)
+            self.mend(under_way, goes_on=True)
             raise
         self.is_broken = False
 
@@ -190,23 +181,28 @@ class Stepping:
             "after the step. optimizer.step() with the same gradients steps the others only",
         )
 
-    def mend(self, pieces: Sequence[Piece], *, gives_up: bool = False) -> None:
-        """Have every piece be as before its step, or as after it: one that is stepped in part is stepped to its end.
+    def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
+        """Have every piece be as before its step, or as after it. One that is stepped in part is lost.
 
         Args:
-            pieces: which may be half way.
-            gives_up: whether to leave one in part.
+            goes_on: whether to step the rest of one that is stepped in part: nobody has written to it since.
 
         Raises:
-            StateOffloadError: stepped states cannot be brought to host memory, or a parameter is stepped in part.
+            StateOffloadError: stepped states cannot be brought to host memory, or the rest of a parameter can't be stepped.
         """
         self.is_broken = True
         self._settle(pieces)
         for piece in pieces:
-            if piece.is_half_way and gives_up:
-                piece.give_up()
-            elif piece.is_half_way:
-                self._go_on(piece)
+            if not piece.is_half_way:
+                continue
+            is_torn = piece.lost is not None
+            piece.lost = (
+                f"the step was broken off within {piece.names}: a part of the parameter, and of its states, is as after the "
+                "step, the others as before. Load a checkpoint of the model and the optimizer"
+            )
+            if goes_on:
+                self._go_on(piece, is_torn=is_torn)
+            piece.forget_step()
         self.is_broken = False
 
     def _settle(self, pieces: Sequence[Piece]) -> None:
@@ -214,7 +210,7 @@ class Stepping:
         self._on_host.settle()
         self._device.synchronize()
         failed: list[tuple[Piece, Exception]] = []
-        gone = [piece for piece in pieces if any(map(self._on_host.failure_of, piece.parts)) and _has_let_go(piece)]
+        gone = [piece for piece in pieces if any(map(self._on_host.failure_of, piece.parts)) and _has_let_go([piece])]
         if gone:
             error = next(filter(None, map(self._on_host.failure_of, gone[0].parts)))
             self._untold = _failure(gone, error)
@@ -239,35 +235,33 @@ class Stepping:
                 f"{why}. They are still on the device; the next step tries again"
             ) from why
 
-    def _go_on(self, piece: Piece) -> None:
+    def _go_on(self, piece: Piece, *, is_torn: bool) -> None:
         """Step the rest of a piece that is stepped in part.
+
+        Args:
+            is_torn: whether states of one of its parts were left half written.
 
         Raises:
             StateOffloadError: that has failed.
         """
+        rest, run, error = [part for part in piece.parts if not part.is_stepped], self.unfinished, None
         try:
-            parts = piece.remaining()
-            assert self.unfinished is not None  # what was sent to the host has let its gradients go
-            self._run(parts, self.unfinished)
-        except BaseException as error:
-            if self.unfinished is not None:
-                self.unfinished.keep_options()
-            self._settle([piece])
-            piece.note_left_half_way()
-            if not isinstance(error, Exception):
-                raise
-            raise StateOffloadError(
-                f"the step was broken off within {piece.names}, and the rest of it failed: {type(error).__name__}: {error}. A "
-                "part of the parameter, and of its states, is as after the step, the others as before. Another "
-                "optimizer.step() goes on with it, as state_dict() does; to leave it, load a checkpoint of the model and the "
-                "optimizer"
-            ) from error
-        self._device.synchronize()
+            if run is not None and not is_torn and not _has_let_go(rest):  # as of what was sent to the host
+                self._run(rest, run)
+                self._device.synchronize()
+                piece.lost = None
+                return
+        except Exception as found:
+            error = found
+        self._settle([piece])
+        piece.forget_step()
+        said = "" if error is None else f". The rest failed: {type(error).__name__}: {error}"
+        raise StateOffloadError(f"{piece.lost}{said}") from error
 
 
-def _has_let_go(piece: Piece) -> bool:
-    """Tell whether a gradient is gone that a piece was to be stepped with."""
-    gradients = [record.parameter.grad for record in piece.due]
+def _has_let_go(parts: Sequence[Piece]) -> bool:
+    """Tell whether a gradient is gone that parts were to be stepped with."""
+    gradients = [record.parameter.grad for part in parts for record in part.due]
     return any(gradient is None or type(gradient) is ConsumedGradient for gradient in gradients)
 
 

@@ -39,23 +39,19 @@ from memkit.torch_state import is_dtensor, local_of
 
 
 def generators_of(torch_device: torch.device) -> list[torch.Generator]:
-    """Return the default generators of the host and of a device."""
     return [torch.default_generator, default_generator(torch_device)]
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Return the states of generators."""
     return [generator.get_state() for generator in generators]
 
 
 def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
-    """Seed all generators."""
     for generator in generators:
         generator.manual_seed(seed)
 
 
 def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> bool:
-    """Tell whether generators are in these states: nothing was drawn since."""
     return all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
 
 
@@ -447,7 +443,6 @@ class _CutTrial(Trial):
                 window.grad = grad
 
     def is_like(self, whole: Trial) -> bool:
-        """Tell whether parameters, states and groups are bit for bit those of the whole tensors."""
         for number, parameter in enumerate(whole.parameters):
             windows = self.parameters[number * _NUM_WINDOWS : (number + 1) * _NUM_WINDOWS]
             if not self._are_like(parameter, windows, whole):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
-from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
 from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
 from memkit.states.pieces import (
@@ -27,7 +26,6 @@ from memkit.states.pieces import (
     mark_of,
     stand_in_of,
     stand_ins_for,
-    version_of,
 )
 from memkit.states.shards import note_written, shard_like
 from memkit.torch_state import is_dtensor, local_of
@@ -74,21 +72,12 @@ def part_of(layout: Layout, elements: slice) -> Layout:
 class Window(Piece):
     """Neighboring elements of a large parameter, as a piece of its own within a step.
 
-    Its record has what stands for the parameter: a parameter over these elements, with such a part of the gradient.
-
-    Args:
-        plan: what was planned of it.
-        whole: the piece of the parameter.
-        start: its first element.
-        flat: all elements of the parameter.
-    """
+    Its record has what stands for the parameter: a parameter over these elements, with such a part of the gradient."""
 
     def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
         self._whole = whole
         self._left: Event | None = None
         self.elements = slice(start, start + plan.numel)
-        self.is_stepped = False
-        """Whether a step has stepped it that has not stepped all of the parameter yet."""
         (record,) = whole.records
         self.view = flat[self.elements]
         self._counts: dict[Any, Tensor] = {}
@@ -122,7 +111,6 @@ class Window(Piece):
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter over its elements, which is stepped."""
         return self.records[0].parameter
 
     def own(self, name: Any, value: Any) -> Any:
@@ -174,13 +162,8 @@ class Window(Piece):
 class CutPiece(Piece):
     """A large parameter. Its states are in host memory as those of any other piece; in a step, windows of them move.
 
-    A step that is broken off between two windows is gone on with until the last: half of a parameter is never left. Where the
-    parameter or its states lie otherwise than side by side, one by one, it is stepped as a whole, in a slot that grows.
-
-    Args:
-        plan: what was planned of it.
-        records: one, of the parameter.
-    """
+    Where a step fails between two windows, the others are stepped at once, or the parameter is lost. Where the parameter or its
+    states lie otherwise than side by side, one by one, it is stepped as a whole, in a slot that grows."""
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         super().__init__(plan, records)
@@ -193,11 +176,7 @@ class CutPiece(Piece):
         """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
         """The states without dimensions that the first window of a step came to: those of all others must be equal."""
-        self._as_left: tuple[int, int] | None = None
-        """Where the parameter was, and how often it was written to, when a step was left half way."""
-        self._address = self._version = _NOWHERE
-        self._shard: Tensor | None = None
-        """The gradient, if it is a shard: a write to it doesn't count in the windows, which are of its local tensor."""
+        self._address = _NOWHERE
 
     @property
     def may_come_early(self) -> bool:
@@ -211,10 +190,6 @@ class CutPiece(Piece):
     def alternatives(self) -> Sequence[Piece]:
         return self.windows
 
-    @property
-    def is_half_way(self) -> bool:
-        return any(window.is_stepped for window in self.windows)
-
     def prepare(self, state: Mapping[Any, Any]) -> None:
         (record,) = self.records
         parameter, grad = local_of(record.parameter), record.parameter.grad
@@ -227,8 +202,7 @@ class CutPiece(Piece):
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
             flat = local_of(grad).detach().reshape(-1)
-            self._shard = grad if is_dtensor(grad) else None
-            self.coming, self._version = self.layout, version_of(flat if self._shard is None else grad)
+            self.coming = self.layout
             for window in self.windows:
                 own = window.records[0]
                 own.group, own.position = record.group, record.position
@@ -290,7 +264,7 @@ class CutPiece(Piece):
 
     def note_put(self, tensors: tuple[tuple[Packed, ...], ...]) -> None:
         layout = Layout(None, tensors, stand_ins_for(self, tensors))
-        do_at_once(partial(setattr, self, "layout", layout), partial(setattr, self, "seen", layout))
+        self.layout = self.seen = layout
 
     def empty_rows(self) -> list[dict[str, Tensor]]:
         if self.stored[0] is self:
@@ -378,39 +352,21 @@ class CutPiece(Piece):
         entered = self.new_entries(optimizer.state, self.coming, [(record, made)])
         marks = [partial(setattr, record, "done", mark_of(record)), partial(setattr, self, "entered", entered)]
         marks += [partial(setattr, self, "layout", self.coming), partial(setattr, self, "seen", self.coming)]
-        marks.append(partial(setattr, self, "_shard", None))
         return marks + [partial(setattr, other, "is_stepped", False) for other in self.windows]
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         super().enter(optimizer)
         note_written(self.records[0].parameter)
 
-    def remaining(self) -> Sequence[Piece]:
-        (record,) = self.records
-        rest = [window for window in self.windows if not window.is_stepped]
-        grad = rest[0].parameter.grad
-        if grad is None or version_of(grad if self._shard is None else self._shard) != self._version:
-            raise StateOffloadError(f"the gradient of {record.name} was let go, or written to, meanwhile")
-        if self._as_left not in (None, _place_of(record.parameter)):
-            raise StateOffloadError(f"{record.name} was written to meanwhile")
-        self._as_left = None
-        return rest
-
     def leave_parameters(self) -> None:
         if self._address == _NOWHERE:
             return
-        if self.is_half_way:  # the rest can't be stepped there any more
-            self._as_left = _NOWHERE, _NOWHERE
         self._address = _NOWHERE
         with torch.inference_mode(False), torch.no_grad():
             for window in self.windows:
                 window.leave()
 
-    def note_left_half_way(self) -> None:
-        self._as_left = _place_of(self.records[0].parameter)
-
-    def give_up(self) -> None:
-        self._as_left = self._shard = None
+    def forget_step(self) -> None:
         for window in self.windows:
             window.is_stepped = False
             window.let_gradients_go()
@@ -424,17 +380,12 @@ class CutPiece(Piece):
     def let_go(self) -> None:
         super().let_go()
         self.states.clear()
-        self.coming = self.seen = self._shard = None
+        self.coming = self.seen = None
         self._is_cut = False
         self.windows = []  # they hold views of states
 
 
 _NOWHERE = -1
-
-
-def _place_of(parameter: Tensor) -> tuple[int, int]:
-    """Return where a parameter is, and how often it was written to."""
-    return local_of(parameter).data_ptr(), version_of(parameter)
 
 
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -474,7 +473,7 @@ def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         with pytest.raises(StateOffloadError, match="in windows, and its optimizer keeps other states for one of them"):
             train(model, optimizer, device, range(8, 9))
-        with pytest.raises(StateOffloadError, match="to leave it, load a checkpoint of the model and the optimizer"):
+        with pytest.raises(StateOffloadError, match=r"a part of the parameter.* Load a checkpoint of the model"):
             optimizer.step()
         assert num_cut(states) == 2
         model.load_state_dict(saved[0])
@@ -522,18 +521,16 @@ def test_values_that_the_optimizer_refuses_leave_the_parameter_or_are_told(monke
 
     parameter.grad = torch.ones_like(parameter)
     parameter.grad[3, 0] = float("nan")
-    told = r"broken off within parameter 0\.0, and the rest of it failed: AssertionError: not finite"
-    with pytest.raises(StateOffloadError, match=told):
+    told = r"broken off within parameter 0\.0: a part of the parameter, and of its states, is as after the step"
+    with pytest.raises(StateOffloadError, match=rf"{told}.*The rest failed: AssertionError: not finite"):
         optimizer.step()
     optimizer.zero_grad()
-    parameter.grad = torch.ones_like(parameter)
-    for go_on in (optimizer.step, optimizer.state_dict):
+    for use in (optimizer.step, optimizer.state_dict):
         with pytest.raises(StateOffloadError, match=told):
-            go_on()
+            use()
     with torch.no_grad():
         parameter.copy_(before[0])
-    with pytest.raises(StateOffloadError, match=r"parameter 0\.0 was written to meanwhile"):
-        optimizer.state_dict()
+    parameter.grad = torch.ones_like(parameter)
     optimizer.load_state_dict(before[1])
     assert_same((parameter, optimizer.state_dict()), before)
     optimizer.step()
@@ -547,54 +544,9 @@ def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter.grad[3, 0] = float("nan")
     with pytest.raises(StateOffloadError, match="broken off within"):
         optimizer.step()
-    with pytest.warns(UserWarning, match="A part of the parameter, and of its states, is as after the step"):
+    with pytest.warns(UserWarning, match="a part of the parameter, and of its states, is as after the step"):
         states.close()
     assert not states._host.arena.held_bytes
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_rest_is_stepped_with_the_options_of_the_step(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    """Both tries of the fourth window fail, and then somebody sets another learning rate."""
-
-    class Failing(torch.optim.AdamW):
-        fails: tuple[int, ...] = ()
-        num_calls = 0
-
-        def step(self, closure: Any = None) -> Any:
-            Failing.num_calls += 1
-            if Failing.num_calls in Failing.fails:
-                raise ArithmeticError("no")
-            return super().step(closure)
-
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 4096)
-    values = torch.randn(7, 512, generator=torch.Generator().manual_seed(0))
-    parameters = [nn.Parameter(values.clone()) for _ in range(2)]
-    rates = [torch.tensor(0.1) if in_place else 0.1 for _ in range(2)]
-    optimizers = [
-        kind([parameter], lr=rate, foreach=False)
-        for kind, parameter, rate in zip((torch.optim.AdamW, Failing), parameters, rates, strict=True)
-    ]
-    with offload(optimizers[1], ReferenceDevice()) as states:
-        assert len(states.plan.pieces[0].windows) == 7
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizers[0].step()
-        Failing.num_calls, Failing.fails = 0, (4, 5)
-        with pytest.raises(StateOffloadError, match="and the rest of it failed: ArithmeticError"):
-            optimizers[1].step()
-        for own in optimizers:
-            if in_place:
-                own.param_groups[0]["lr"].fill_(0.5)
-            else:
-                own.param_groups[0]["lr"] = 0.5
-        optimizers[1].step()
-        assert_same(*parameters)
-        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
-        for parameter, own in zip(parameters, optimizers, strict=True):
-            parameter.grad = torch.ones_like(parameter)
-            own.step()
-        assert_same(*parameters)
-        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
 def test_whole_and_in_windows_by_turns_beside_the_forward() -> None:
@@ -653,8 +605,8 @@ def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
     with pytest.raises((ArithmeticError, StateOffloadError)) as raised:
         step()
     if not torch.equal(parameter, before):
-        assert "A part of the parameter, and of its states, is as after the step" in str(raised.value)
+        assert "a part of the parameter, and of its states, is as after the step" in str(raised.value)
         moved = (parameter != before).view(7, 512)[:, 1:].any(1).tolist()
         assert moved == sorted(moved, reverse=True)  # none behind the one that has failed
-    with pytest.warns(UserWarning, match="A part of the parameter") if not torch.equal(parameter, before) else nullcontext():
+    with pytest.warns(UserWarning, match="a part of the parameter|they are lost"):
         states.close()

@@ -689,71 +689,6 @@ def test_an_exception_in_the_backward(is_late: bool) -> None:
     compared.close()
 
 
-@pytest.mark.parametrize("num_lines", [6, pytest.param(150, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_interrupts_at_any_line(is_late: bool, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=is_late))
-    held = set()
-
-    def step() -> None:
-        compared.backward()
-        compared.optimizer.step()
-
-    for place in interrupts(step, num_lines, prepare=compared.begin_anew):
-        compared.assert_whole(place)
-        compared.optimizer.step()
-        compared.assert_whole(place)
-        held.add(compared.states.stats().host_bytes)
-    compared.assert_goes_on()
-    assert len(held) == 1
-    compared.close()
-
-
-@pytest.mark.parametrize("num_lines", [8, pytest.param(200, marks=pytest.mark.full)])
-def test_interrupts_of_what_drops_parts_that_were_fetched(num_lines: int) -> None:
-    """Another backward comes to these behind the interrupt, within the same step."""
-    compared, x = _Compared(ReferenceDevice(), _Prompt()), batch(ReferenceDevice(), 0)
-    compared.plain.load_state_dict(compared.begin[0])
-    compared.plain_optimizer.load_state_dict(copy.deepcopy(compared.begin[1]))
-    for part in (compared.plain.head, compared.plain.layers[3]):
-        part(x).square().mean().backward()
-    compared.plain_optimizer.step()
-    new = _copied(compared.plain, compared.plain_optimizer)
-
-    def prepare() -> None:
-        compared.begin_anew()
-        compared.backward()
-        compared.optimizer.step()  # so that the order is known
-        compared.begin_anew()
-        compared.model.head(x).square().mean().backward()
-
-    for place in interrupts(compared.optimizer.step, num_lines, prepare=prepare, within="_drop"):
-        compared.model.layers[3](x).square().mean().backward()
-        compared.optimizer.step()
-        assert_same(_copied(compared.model, compared.optimizer), new, place)
-    compared.states.close()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("within", ["bring", "read_ahead", "claim", "write", "note_coming", "note_written", "finish", "tidy"])
-def test_interrupts_of_what_goes_to_the_disk(within: str) -> None:
-    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=False))
-
-    def step() -> None:
-        compared.backward()
-        compared.optimizer.step()
-
-    for place in interrupts(step, 60, prepare=compared.begin_anew, within=within):
-        compared.assert_whole(place)
-        compared.optimizer.step()
-        compared.assert_whole(place)
-    compared.assert_goes_on()
-    compared.close()
-
-
 def test_why_a_step_beside_the_forward_is_refused() -> None:
     optimizer = _adamw(make_net(ReferenceDevice()))
 
@@ -867,32 +802,3 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
             train(net, optimizer, device, range(11))
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
     assert num_read
-
-
-@pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")  # it has read them itself by then
-@pytest.mark.parametrize("num_lines", [3, pytest.param(60, marks=pytest.mark.full)])
-def test_interrupts_as_states_that_lay_as_a_whole_are_cut_in_windows(num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _cut(monkeypatch)
-    compared = _Compared(ReferenceDevice(), ReferenceDisk(is_late=False))
-    weights = [layer.weight for layer in compared.model.layers[:2]]
-
-    def prepare() -> None:
-        compared.begin_anew()
-        for weight in weights:
-            weight.data = weight.data.mT.contiguous().mT
-        compared.backward()
-        compared.optimizer.step()
-        compared.begin_anew()
-        for weight in weights:
-            weight.data = weight.data.contiguous()
-
-    def step() -> None:
-        compared.backward()
-        compared.optimizer.step()
-
-    for place in interrupts(step, num_lines, prepare=prepare, within="_put"):
-        compared.assert_whole(place)
-        compared.optimizer.step()
-        compared.assert_whole(place)
-    compared.assert_goes_on()
-    compared.close()

@@ -703,67 +703,6 @@ def test_a_state_dict_that_can_not_be_read() -> None:
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-@pytest.mark.parametrize("num_lines", [4, pytest.param(120, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
-def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    train(plain, plain_optimizer, device, range(2))
-    begin = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
-    plain(batch(device, 50)).square().mean().backward()
-    plain_optimizer.step()
-    new = _copied(plain, plain_optimizer)
-    with offload(optimizer, device, disk=ReferenceDisk()) as states:
-
-        def begin_anew() -> None:
-            model.load_state_dict(begin[0])
-            optimizer.load_state_dict(begin[1])
-            model.zero_grad()
-            model(batch(device, 50)).square().mean().backward()
-
-        held = set()
-        for place in interrupts(optimizer.step, num_lines, prepare=begin_anew):
-            optimizer.step()
-            assert_same(_copied(model, optimizer), new, place)
-            held.add(states.stats().host_bytes)
-        assert len(held) == 1
-    device.synchronize()
-    assert not device.races
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize("num_lines", [5, pytest.param(100, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("what", ["save", "load"])
-def test_interrupts_while_saving_and_loading(what: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    train(plain, plain_optimizer, device, range(2))
-    saved = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
-    with offload(optimizer, device, disk=ReferenceDisk()):
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-
-        def act() -> None:
-            if what == "save":
-                optimizer.state_dict()
-            else:
-                optimizer.load_state_dict(saved[1])
-
-        for place in interrupts(act, num_lines):
-            act()
-            assert_same(optimizer.state_dict(), saved[1], place)
-        train(plain, plain_optimizer, device, range(2, 4))
-        train(model, optimizer, device, range(2, 4))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
 # What is taken
 
 
