@@ -28,7 +28,7 @@ from memkit.states.pieces import (
     stand_ins_for,
 )
 from memkit.states.shards import note_written, shard_like
-from memkit.torch_state import is_dtensor, local_of
+from memkit.torch_state import local_of
 from memkit.transfer.disk import DiskCopy
 
 

@@ -28,7 +28,6 @@ from memkit.states.memory import StateSlots
 from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk import DiskStore, DiskTransfer
-from tests.interrupts import interrupts
 from tests.refusing import PinLimit
 from tests.states.cases import (
     OPTIMIZERS,

@@ -17,7 +17,6 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.transfer import ReferenceDisk
-from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")

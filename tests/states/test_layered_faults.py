@@ -15,7 +15,6 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.transfer import ReferenceDisk
-from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import assert_same
 from tests.states.test_faults import ERRORS, Faulty, _assert_old_or_new, _cut, _failing, _snapshot
 from tests.weights.cases import Stack, inputs

@@ -26,7 +26,6 @@ from memkit.states import trial
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk
-from tests.interrupts import interrupts
 from tests.refusing import PinLimit
 from tests.states.cases import (
     OPTIMIZERS,
