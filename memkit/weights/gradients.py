@@ -108,7 +108,7 @@ class LayerBuffers:
         self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
         self.num_bytes = sum(self._sizes_bytes)
         self._is_as_before: Callable[..., bool] | None = None
-        """What tells in one call that gradients lie as those that were sent before. Without it they are looked at each time."""
+        """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
         """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
@@ -171,7 +171,7 @@ _stride_of = attrgetter("gradient_stride")
 
 
 _MOST_TARGETS = 8
-"""How many sets of parameters whose gradients come together are remembered, for each layer."""
+"""For each layer, so many sets of parameters with gradients that come together are remembered."""
 
 
 class HostGradients(LayerAccumulation):
@@ -198,14 +198,14 @@ class HostGradients(LayerAccumulation):
         self._lanes = lanes_of(device)
         self._gradients: dict[StreamedParameter, HostGradient] = {}
         self._before: dict[StreamedParameter, Tensor] = {}
-        """While a backward runs: what was in `grad` before."""
+        """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
         """And all that was brought to the host, or is on its way, behind that."""
         self._in_flight: deque[Flight] = deque()
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
-        """Where gradients were sent together the last time: of sets of parameters, those that came up last."""
+        """Buffers for parameters whose gradients came together, the last ones used."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
@@ -254,7 +254,7 @@ class HostGradients(LayerAccumulation):
                 del self._gradients[streamed]
 
     def _give_unused(self) -> None:
-        """Give back what no gradient lies in any more."""
+        """Give back spans that no gradient lies in any more."""
         used = {buffer.taken for gradient in self._gradients.values() for buffer in gradient.buffers}
         used.update(buffer.taken for buffer in self._kept)
         unused = [span for span in self._spans if span not in used]
@@ -284,7 +284,7 @@ class HostGradients(LayerAccumulation):
         self._put_back()
 
     def _give_lost(self) -> None:
-        """Give back what was taken and not noted. All copies have come."""
+        """Give back spans that were taken and not noted. All copies have come."""
         self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
 
@@ -352,7 +352,7 @@ class HostGradients(LayerAccumulation):
         return True
 
     def _take_more(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Take a gradient that is added to what was there before, or that is sparse."""
+        """Add a gradient to an earlier one, or take a sparse one."""
         total = self._totals.get(streamed)
         if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
@@ -423,7 +423,7 @@ class HostGradients(LayerAccumulation):
         self._totals.update(zip(parameters, totals, strict=True))
 
     def _claim(self, parameters: tuple[StreamedParameter, ...]) -> tuple[LayerBuffers, list[Tensor]]:
-        """Return buffers for gradients that nobody holds, and the gradients as they are to lie there."""
+        """Return free buffers, and the tensors over them that become the gradients."""
         totals, buffers = list[Tensor](), list[GradientBuffer]()
         for streamed in parameters:
             gradient = self._gradients[streamed]
@@ -467,7 +467,7 @@ class HostGradients(LayerAccumulation):
         return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Have what copies read, and as many bytes beside that, take no more of the device than it may."""
+        """Wait until gradients in flight, with so many bytes more, fit into the window."""
         while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
             self._await_oldest()  # may raise, and then nothing writes to the span
 

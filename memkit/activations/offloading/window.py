@@ -328,7 +328,7 @@ class OffloadWindow:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
                     return True
-                if not self._make_room_for(forward, record) or (use_order is None and not self.is_turn_of(record.use_order)):
+                if not self._make_room_for(forward, record) or (use_order is None and not self.bring_sooner(record.use_order)):
                     return False
                 try:
                     self.ledger.fetch(record)
@@ -337,10 +337,10 @@ class OffloadWindow:
             forward.cursor += 1
         return True
 
-    def is_turn_of(self, use_order: int) -> bool:
+    def bring_sooner(self, use_order: int) -> bool:
         """Tell whether what was used at `use_order` may be fetched now, before what other prefetchers bring."""
         self._is_asking = True
-        is_turn = self.lanes.is_turn_of(self, use_order)
+        is_turn = self.lanes.bring_sooner(self, use_order)
         self._is_asking = False
         return is_turn
 
