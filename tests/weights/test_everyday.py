@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -403,3 +404,26 @@ def test_gradients_are_shared_with_other_processes() -> None:
             assert all(torch.equal(one, other) for one, other in zip(kept, expected, strict=True))
             sizes.append(offload.stats().host_bytes)
         assert sizes == sizes[:1] * 4
+
+
+def test_what_is_kept_until_closed_goes_at_once_where_it_is_closed(device: Device) -> None:
+    model, seen = _model(device), list[str]()
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
+    offload.close()
+
+    offload.until_closed(model.register_forward_hook(lambda *_: seen.append("open")))
+    model(inputs(device)[0])
+
+    assert seen == []
+
+
+def test_stats_are_printed(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=2, device=device) as offload:
+        run_step(model, inputs(device))
+        stats = offload.stats()
+
+    lines = [re.split(r"  +", line) for line in str(stats).splitlines()]
+    assert lines[:2] == [["layers that stream", "3 (15.00 KiB)"], ["layers that stay", "3"]]
+    assert ["overflows", "0"] in lines
+    assert set(stats.stall_s) == set(offload.plan.streamed)

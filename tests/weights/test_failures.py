@@ -520,3 +520,11 @@ def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
 
 def _raise(*_: object) -> None:
     raise torch.OutOfMemoryError("once")
+
+
+def test_error_in_gather_is_not_masked(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        with pytest.raises(ModelError, match="body"), case.offload.gather("layers.1") as layer:
+            fail(layer.half())
+        case.model.float()

@@ -402,3 +402,13 @@ print(memory("VmHWM") - before, offload.stats().host_bytes)
     assert bytes_of_weights <= host_bytes <= bytes_of_weights + num_layers * 2 * 2**20
     slot_bytes = bytes_of_weights // num_layers  # the reference device is in host memory as well
     assert bytes_of_weights <= peak_bytes < host_bytes + slot_bytes + 40 * 2**20
+
+
+def test_buffer_that_was_cast_is_made_anew_and_cast(tmp_path: Path) -> None:
+    plain = Whole().to(torch.bfloat16)
+    model = on_meta(Whole).to(torch.bfloat16)
+    model.positions.original = model.positions.inv_freq
+    path = saved(plain, tmp_path)
+
+    with memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice()):
+        assert torch.equal(model.positions.inv_freq, plain.positions.inv_freq)

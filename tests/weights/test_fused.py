@@ -372,3 +372,21 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
             return x + checkpoint(self.down, y.tanh(), use_reentrant=True) + self.lora_b(self.lora_a(x))
 
     _compare(Stack(3, block=Parts), device, "sgd", 3, num_slots=2)
+
+
+def test_layer_that_was_stepped_is_used_within_the_same_backward(device: Device) -> None:
+    plain, (batch,) = Stack(6).to(device.torch_device), inputs(device, 1)
+    model, found = copy.deepcopy(plain), []
+
+    def use_last(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            found.append(model.layers[5](batch))
+
+    with _fused(model, device, "sgd", num_slots=2):
+        model.stem.register_forward_hook(lambda _, __, output: output.register_hook(use_last) and None)
+        model(batch).square().mean().backward()
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    plain(batch).square().mean().backward()
+    optimizer.step()
+
+    assert torch.equal(found[0], plain.layers[5](batch))
