@@ -18,7 +18,7 @@ from memkit.bench.engines import plain
 from memkit.bench.layers import StepOf
 from memkit.bench.measure import let_go
 from memkit.device import Device
-from memkit.weights.host_copies import Placement
+from memkit.weights.host_copies import DevicePlacement
 from memkit.weights.selection import find_layers
 
 
@@ -78,7 +78,7 @@ def _diffusers(model: nn.Module, device: Device, *, record_stream: bool) -> Iter
     holder = model.get_submodule(parents.pop())  # it looks for lists among the children
     inside = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
     others = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside)
-    Placement().place(others, device.torch_device)
+    DevicePlacement().place(others, device.torch_device)
     hooks.apply_group_offloading(
         holder,
         onload_device=device.torch_device,
@@ -125,7 +125,7 @@ def _block_swap(model: nn.Module, device: Device) -> Iterator[None]:
     """Each layer, frozen weights only; all else on the device. Source: `block_swap.py`."""
     swap = BlockSwap([*find_layers(model, None).values()], device)
     moved = {id(parameter) for parameter in swap.parameters}
-    Placement().place([x for x in (*model.parameters(), *model.buffers()) if id(x) not in moved], device.torch_device)
+    DevicePlacement().place([x for x in (*model.parameters(), *model.buffers()) if id(x) not in moved], device.torch_device)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from memkit.plan import check_ratio
 from memkit.storages import storage_bytes
 from memkit.transfer import Link, measure_link
 from memkit.weights import LayerOffload, LayerStats
-from memkit.weights.host_copies import Placement
+from memkit.weights.host_copies import DevicePlacement
 from memkit.weights.selection import find_layers
 
 _log = logging.getLogger("memkit.bench")
@@ -178,7 +178,7 @@ def _measure_plainly(step_of: StepOf, model: nn.Module, device: Device, *, num_s
 @contextmanager
 def _on_device(model: nn.Module, device: Device) -> Iterator[None]:
     """Have a model on the device for a while."""
-    placement = Placement()
+    placement = DevicePlacement()
     try:
         placement.place([*model.parameters(), *model.buffers()], device.torch_device)
         yield

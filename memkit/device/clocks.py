@@ -30,7 +30,7 @@ class ReferenceStream(Stream):
     is_compute: bool
     """Whether torch's own work runs on it, which is done at once: then what it waits for must land at once, too."""
     clock: dict[int, int] = field(default_factory=dict)
-    queue: deque[Copy | ReferenceEvent] = field(default_factory=deque)
+    queue: deque[ReferenceCopy | ReferenceEvent] = field(default_factory=deque)
     num_enqueued: int = 0
 
     @property
@@ -108,7 +108,7 @@ class Accesses:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CopySide:
     """One side of a copy. A storage of the device is held weakly: keeping it alive is the caller's business."""
 
     host: Tensor | None
@@ -117,11 +117,11 @@ class Place:
     num_bytes: int
 
     @classmethod
-    def on_host(cls, tensor: Tensor) -> Place:
+    def on_host(cls, tensor: Tensor) -> CopySide:
         return cls(tensor, None, tensor.data_ptr(), tensor.nbytes)
 
     @classmethod
-    def on_device(cls, tensor: Tensor) -> Place:
+    def on_device(cls, tensor: Tensor) -> CopySide:
         return cls(None, weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor.nbytes)
 
     def tensor(self) -> Tensor:
@@ -138,9 +138,9 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    destination: Place
-    source: Place
+class ReferenceCopy:
+    destination: CopySide
+    source: CopySide
 
 
 def own(stream: Stream) -> ReferenceStream:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, MemoryCounter, Stream
-from memkit.device.clocks import Accesses, Copy, Place, ReferenceEvent, ReferenceStream, Stamp, own
+from memkit.device.clocks import Accesses, CopySide, ReferenceCopy, ReferenceEvent, ReferenceStream, Stamp, own
 from memkit.errors import RaceError
 from memkit.storages import byte_view
 
@@ -36,7 +36,7 @@ POISON = 0xFF
 
 
 @dataclass(slots=True)
-class _Storage:
+class _KnownStorage:
     """A storage on the device. It goes back to its home stream when it is freed."""
 
     home: ReferenceStream
@@ -120,7 +120,7 @@ class ReferenceDevice(Device):
         self._streams: list[ReferenceStream] = []
         self._default = self._make_stream("compute", is_compute=True)
         self._current = threading.local()
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, _KnownStorage] = {}
         self._host_ranges: list[_HostRange] = []
         self._pinned: list[Tensor] = []
         self._allocated_bytes = 0
@@ -234,7 +234,7 @@ class ReferenceDevice(Device):
             self._access(destination, stamp, is_write=True)
             if not self._is_awaited(destination):
                 destination.fill_(POISON)
-            lane.queue.append(Copy(self._place(destination), self._place(source)))
+            lane.queue.append(ReferenceCopy(self._place(destination), self._place(source)))
             lane.num_enqueued += 1
             if lane.is_compute:
                 self._land(lane, lane.num_enqueued)
@@ -327,10 +327,10 @@ class ReferenceDevice(Device):
 
     # Who touched what
 
-    def _know(self, storage: torch.UntypedStorage) -> _Storage:
+    def _know(self, storage: torch.UntypedStorage) -> _KnownStorage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""
         home, key = self.current_stream(), torch_private.storage_address(storage)
-        known = self._storages[key] = _Storage(home, storage.nbytes(), Accesses(home.tick()))
+        known = self._storages[key] = _KnownStorage(home, storage.nbytes(), Accesses(home.tick()))
         self._allocated_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
         weakref.finalize(storage, self._forget, key).atexit = False
@@ -355,8 +355,8 @@ class ReferenceDevice(Device):
         start = tensor.data_ptr()
         return any(pinned.data_ptr() <= start < pinned.data_ptr() + pinned.nbytes for pinned in self._pinned)
 
-    def _place(self, tensor: Tensor) -> Place:
-        return Place.on_host(tensor) if self._is_host(tensor) else Place.on_device(tensor)
+    def _place(self, tensor: Tensor) -> CopySide:
+        return CopySide.on_host(tensor) if self._is_host(tensor) else CopySide.on_device(tensor)
 
     def _is_awaited(self, tensor: Tensor) -> bool:
         """Tell whether a copy that has not landed yet touches these bytes."""
@@ -365,7 +365,7 @@ class ReferenceDevice(Device):
             entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)
             for stream in self._streams
             for entry in stream.queue
-            if isinstance(entry, Copy)
+            if isinstance(entry, ReferenceCopy)
         )
 
     def _access(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:

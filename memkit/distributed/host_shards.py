@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class _ShardRegion:
     """The place of one parameter's shard in its layer's chunk."""
 
     start: int
@@ -46,11 +46,11 @@ class _Region:
         return tensor_over(storage, self.dtype, offset=offset, size=(self.numel,), stride=(1,))
 
 
-Layout = tuple[_Region, ...]
+Layout = tuple[_ShardRegion, ...]
 """Where all shards of a layer are in its chunk. Layers whose shards lie alike have the same one, and not only an equal one."""
 
 
-class Buffer:
+class ShardBuffer:
     """Device memory for chunks of one layout, one after the other, with views of the shards that are made once.
 
     Args:
@@ -70,7 +70,7 @@ class Buffer:
 
 
 data_of = attrgetter(torch_private.FSDP_SHARD)
-"""Of one of FSDP2's parameters, what it gathers: filled up to the length of all ranks, as [numel]."""
+"""What FSDP2 gathers of a parameter: padded to the same length on all ranks, as [numel]."""
 _own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")
 """What is the rank's own of that, in the shape that it has: what the optimizer steps. It may be nothing."""
 
@@ -79,7 +79,7 @@ class HostLayer:
     def __init__(self, group: Any, device: Device, arena: Arena, layouts: dict[Layout, Layout]) -> None:
         self.group = group
         self.device = device
-        self.brought: Buffer | None = None
+        self.brought: ShardBuffer | None = None
         """Where its chunk is on the device, or comes to, until FSDP2 has read it."""
         self.layout: Layout = ()
         self._arena, self._layouts = arena, layouts
@@ -87,7 +87,7 @@ class HostLayer:
         self.pieces: tuple[Tensor, ...] = ()
         """The bytes of its chunk, in as many parts as they are copied in."""
         self._memories: list[tuple[Span, weakref.ref[Any]]] = []
-        """Chunks that it has had, each with its memory, which is there as long as a tensor is in it."""
+        """Chunks it has had, each with its memory, held until no tensor is in it."""
         self.last_read: Event | None = None
         """Behind the last copy of its chunk."""
         self._addresses: tuple[list[int], list[int]] = [], []
@@ -132,10 +132,10 @@ class HostLayer:
 
     @torch.no_grad()
     def _move_in(self) -> None:
-        """Have the shards lie in the chunk. What the caller has kept of those that lay elsewhere stays what it was."""
+        """Move the shards into the chunk. Tensors that the caller kept of them stay as they are."""
         parameters, regions, end = self.group.fsdp_params, [], 0
         for flat in map(data_of, parameters):
-            regions.append(_Region(end, flat.numel(), flat.dtype))
+            regions.append(_ShardRegion(end, flat.numel(), flat.dtype))
             end += rounded(flat.nbytes, ALIGNMENT_BYTES)
         layout = self._layouts.setdefault(tuple(regions), tuple(regions))
         with torch.inference_mode(False):
@@ -220,7 +220,7 @@ class HostShards:
         self._lanes = lanes_of(device)
         self._arena = Arena(device)
         self._layouts: dict[Layout, Layout] = {}
-        self._spare: list[Buffer] = []
+        self._spare: list[ShardBuffer] = []
         """What layers that are yet to be brought in this forward or backward will need."""
         self._packing: tuple[object, Stream] | None = None
         """FSDP2's stream for packing, and the same one as the device has it: to ask for that takes as long as a copy."""
@@ -230,7 +230,7 @@ class HostShards:
         self._end: BackwardEnd | None = None
         self._task = -1
         self.layers: list[HostLayer] = []
-        """What FSDP2 gathers as one: layers in the order in which they run, and behind these what is in none."""
+        """The groups that FSDP2 gathers: layers in running order, then the rest."""
         self._numbers: dict[int, int] = {}
         """Of layers, by the ids of what FSDP2 gathers."""
         for function in (self._unshard, self._wait_for_unshard, self._reduce, self._begin, self._leave):
@@ -346,14 +346,14 @@ class HostShards:
                 device.synchronize()  # some parts may be on their way to a buffer that goes back now
                 raise
 
-    def _buffer_for(self, layer: HostLayer, num_bytes: int) -> Buffer:
-        """Return memory for a layer's chunk that the stream for packing is done with when it comes to what it is given next."""
+    def _buffer_for(self, layer: HostLayer, num_bytes: int) -> ShardBuffer:
+        """Return memory for a layer's chunk that FSDP2's packing stream is done with."""
         for number, buffer in enumerate(self._spare):
             if buffer.layout is layer.layout:
                 return self._spare.pop(number)
         packing = getattr(layer.group.comm_ctx, "all_gather_copy_in_stream", None)  # none before the first forward
         with layer.group.device_handle.stream(packing) if packing is not None else nullcontext():
-            return Buffer(self._device.allocate(num_bytes), layer.layout, self._device.current_stream())
+            return ShardBuffer(self._device.allocate(num_bytes), layer.layout, self._device.current_stream())
 
     def _stream_of(self, layer: HostLayer, stream: object) -> Stream:
         if stream is None:
@@ -364,7 +364,7 @@ class HostShards:
                 known = self._packing = stream, self._device.current_stream()
         return known[1]
 
-    def _is_reused(self, layer: HostLayer, buffer: Buffer) -> bool:
+    def _is_reused(self, layer: HostLayer, buffer: ShardBuffer) -> bool:
         """Tell whether the buffer of a layer that was read is reused for the next layer but one: see [Note: ahead of the
         gather]."""
         is_forward = torch_private.backward_task() == -1

@@ -19,7 +19,7 @@ from torch import Tensor
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
 from memkit.sizes import ALIGNMENT_BYTES, HOST_PAGE_BYTES, rounded
-from memkit.transfer.host_memory import Gaps, PinError, Range, Segment, Segments, Span, shares
+from memkit.transfer.host_memory import Gaps, PinError, PinnedSegments, Range, Segment, Span, shares
 from memkit.transfer.staging import CHUNK_BYTES, NUM_BUFFERS, Staging, describe_refusal
 
 LOOSE_BYTES = 2**30
@@ -81,7 +81,7 @@ class Arena:
         self.peak_in_use_bytes = 0
         self._device = device
         self._lock = threading.RLock()  # the threads that pin never take it: its holder may wait for them
-        self._committed = Segments(device)
+        self._committed = PinnedSegments(device)
         self._segments = self._committed.all
         self._gaps = Gaps()
         """Committed memory that is not in use."""
@@ -281,7 +281,7 @@ class Arena:
             self._staging.drain()
 
     def _mend(self) -> None:
-        """Put right what a call has left that was broken off: see [Note: interrupted arena]."""
+        """Repair the state after a call that was broken off: see [Note: interrupted arena]."""
         assert self._broken_at is not None
         while len(self._spans) > self._broken_at:
             self._spans.popitem()  # those that the call has taken, and its caller was not given
@@ -290,7 +290,7 @@ class Arena:
         self._broken_at = None
 
     def _recount(self) -> None:
-        """Find the gaps, and what is in use, by the segments and the spans."""
+        """Derive gaps and bytes in use from the segments and the spans."""
         self._in_use_bytes = sum(rounded(span.num_bytes, ALIGNMENT_BYTES) for span in self._spans.values())
         self._gaps.ranges = []
         for segment in self._segments:

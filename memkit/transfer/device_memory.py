@@ -13,7 +13,7 @@ from memkit.errors import note_on
 from memkit.sizes import format_bytes
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """A part of memkit that keeps device memory from step to step, such as slots."""
 
     holder: str
@@ -33,13 +33,13 @@ class DeviceMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._holders = weakref.WeakSet[Holder]()
+        self._holders = weakref.WeakSet[MemoryHolder]()
 
-    def join(self, holder: Holder) -> None:
+    def join(self, holder: MemoryHolder) -> None:
         """Count what a holder has from now on, for as long as it lives."""
         self._holders.add(holder)
 
-    def allocate(self, holder: Holder, num_bytes: int) -> torch.UntypedStorage:
+    def allocate(self, holder: MemoryHolder, num_bytes: int) -> torch.UntypedStorage:
         """Return a storage for a holder, which counts it from now on."""
         try:
             with torch.inference_mode(False):

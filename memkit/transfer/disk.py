@@ -18,7 +18,7 @@ from memkit.errors import DiskError, warn_user
 from memkit.forks import forked
 from memkit.interrupts import mended
 from memkit.sizes import DISK_PAGE_BYTES, check_budget_bytes, format_bytes, rounded
-from memkit.transfer.disk_file import BLOCK_BYTES, Block, DiskFile, ScratchFile, cut_in_blocks
+from memkit.transfer.disk_file import BLOCK_BYTES, DiskBlock, DiskFile, ScratchFile, cut_in_blocks
 from memkit.transfer.host_memory import Gaps, Range, Span
 
 
@@ -36,8 +36,8 @@ class DiskTransfer:
     def __init__(
         self,
         what: str,
-        blocks: Sequence[Block],
-        move: Callable[[Block], None],
+        blocks: Sequence[DiskBlock],
+        move: Callable[[DiskBlock], None],
         begin: Callable[[], None] | None = None,
         *,
         is_read: bool,
@@ -72,7 +72,7 @@ class DiskTransfer:
         return self._begin is None and not self._is_beginning
 
     def take_step(self) -> Callable[[], None]:
-        """Take what is to be done next, under the queue's lock; it is to be called without, and then `end_step`."""
+        """Return the next piece of work, under the queue's lock. Call it without, and then `end_step`."""
         self._num_moving += 1
         if self._begin is not None:
             begin, self._begin, self._is_beginning = self._begin, None, True
@@ -81,7 +81,7 @@ class DiskTransfer:
         return partial(self.move, self.blocks[self._next - 1])
 
     def end_step(self, error: BaseException | None) -> None:
-        """Note that it is done, or what it has raised, under the queue's lock."""
+        """Note the end of a piece of work, or its error, under the queue's lock."""
         self._is_beginning = False
         self._num_moving -= 1
         self.error = self.error or error
@@ -90,7 +90,7 @@ class DiskTransfer:
 class DiskQueue(ABC):
     @abstractmethod
     def put(self, transfer: DiskTransfer) -> None:
-        """Have a transfer done, behind those that were put before. Does not wait."""
+        """Queue a transfer. Does not wait."""
 
     @abstractmethod
     def wait(self, transfer: DiskTransfer) -> None:
@@ -98,11 +98,11 @@ class DiskQueue(ABC):
 
     @abstractmethod
     def cancel(self, transfer: DiskTransfer) -> None:
-        """Have a transfer end that may have been put or not: no more blocks of it are moved. Waits for those under way."""
+        """End a transfer, queued or not: no more of its blocks move. Waits for those under way."""
 
     @abstractmethod
     def close(self) -> None:
-        """Have all transfers end, and then every thread. Calling it again does nothing, or what an interrupt has prevented."""
+        """End all transfers, and then every thread. May be called again."""
 
 
 class DiskThreads(DiskQueue):
@@ -194,7 +194,7 @@ class DiskCopy:
         """Where its bytes are in the file, those of the last write that has ended well; and where those go that are being
         written. Empty for none."""
         self.transfer: DiskTransfer | None = None
-        """The read or write that is under way, or whose end was not noted yet, or that has failed as the last one."""
+        """The transfer under way, or not yet settled, or the last one if it has failed."""
 
     @property
     def is_written(self) -> bool:
@@ -383,7 +383,7 @@ class DiskStore:
     # Transfers
 
     def _prepare(self, copy: DiskCopy, span: Span) -> None:
-        """Check what is asked for, and note what has ended."""
+        """Check a request, and settle transfers that have ended."""
         assert not self._is_closed, "the disk store is closed"
         assert span.num_bytes == copy.num_bytes
         self._settle_all(must_wait=False)
@@ -408,7 +408,7 @@ class DiskStore:
         self._beginning = None
 
     def _settle_all(self, *, must_wait: bool) -> None:
-        """Note the ends of transfers: of all, or of those that are over."""
+        """Settle all transfers, or those that are over."""
         for copy in tuple(self._moving.values()):
             assert copy.transfer is not None
             if must_wait:
@@ -459,7 +459,7 @@ class DiskStore:
     # Errors
 
     def _raise_untold(self) -> None:
-        """Raise what a transfer has raised of which the caller does not know, and would not hear."""
+        """Raise errors of transfers that no caller has heard of."""
         if self._waits_for_all:
             return
         for copy in self._moving.values():

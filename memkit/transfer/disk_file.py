@@ -26,7 +26,7 @@ _MOST_BUFFERS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class DiskBlock:
     """Bytes that one thread reads or writes."""
 
     offset: int
@@ -38,7 +38,7 @@ class Block:
     """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
 
 
-def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
     """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file.
 
     What is left at the end that fills no page is a block of its own, so that all others may be aligned.
@@ -51,21 +51,21 @@ def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_by
         >>> [block.num_bytes for block in cut_in_blocks([(0, 12288)], [torch.zeros(9000, dtype=torch.uint8)])]
         [8192, 808]
     """
-    memory = _Memory(pieces)
+    memory = _MemoryCursor(pieces)
     whole = memory.num_bytes // DISK_PAGE_BYTES * DISK_PAGE_BYTES
     blocks, done = [], 0
     for start, end in ranges:
         while start < end and done < memory.num_bytes:
             num_bytes = min(block_bytes, end - start, (whole if done < whole else memory.num_bytes) - done)
             buffers, is_aligned = memory.take(num_bytes)
-            blocks.append(Block(offset=start, buffers=buffers, num_bytes=num_bytes, is_aligned=is_aligned))
+            blocks.append(DiskBlock(offset=start, buffers=buffers, num_bytes=num_bytes, is_aligned=is_aligned))
             start += rounded(num_bytes, DISK_PAGE_BYTES)
             done += num_bytes
     assert done == memory.num_bytes, "more bytes than the file has room for"
     return blocks
 
 
-class _Memory:
+class _MemoryCursor:
     """Bytes of some tensors, taken from the first to the last."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
@@ -124,7 +124,7 @@ class DiskFile(ABC):
 
     @abstractmethod
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
-        """Have the system let go of what it keeps in memory of the file."""
+        """Drop the file's pages from the system's cache."""
 
     @abstractmethod
     def map(self, place: Range) -> memoryview:
@@ -140,7 +140,7 @@ class DiskFile(ABC):
     def close(self) -> None:
         """Give the room on the disk back. Calling it again does nothing."""
 
-    def read(self, block: Block) -> None:
+    def read(self, block: DiskBlock) -> None:
         """Read a block."""
         if block.is_aligned or not self.is_direct:
             self._move_all(self._read_some, block.buffers, block.offset)
@@ -153,7 +153,7 @@ class DiskFile(ABC):
         if not self.is_direct:
             self._forget_cached(block.offset, block.num_bytes)
 
-    def write(self, block: Block) -> None:
+    def write(self, block: DiskBlock) -> None:
         """Write a block."""
         if block.is_aligned or not self.is_direct:
             self._move_all(self._write_some, block.buffers, block.offset)

@@ -215,7 +215,7 @@ class Gaps:
         return tuple(sorted(taken))
 
     def free(self, byte_range: Range) -> None:
-        """Add a range, as one with those that touch it."""
+        """Add a range, merged with its neighbours."""
         start, end = byte_range
         at = bisect_left(self.ranges, byte_range)
         if at < len(self.ranges) and self.ranges[at][0] == end:
@@ -248,7 +248,7 @@ class Segment:
     is_pinned: bool
 
 
-class Segments:
+class PinnedSegments:
     """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it.
 
     As [Note: interrupted arena] in `memkit.transfer.arena` has it, a segment is noted before it is pinned and until it is
@@ -307,7 +307,7 @@ class Segments:
         self._dropping.pop()
 
     def mend(self) -> None:
-        """Put right what a call has left that was broken off."""
+        """Repair the state after a call that was broken off."""
         while self._dropping:
             self._finish_drop()
         for segment in [segment for segment in self.all if segment.pinned.cancel()]:
@@ -315,7 +315,7 @@ class Segments:
 
 
 def _unpin(device: Device, segments: list[Segment]) -> None:
-    """Undo what was pinned of segments, and keep from being pinned what was not yet."""
+    """Unpin segments, and cancel pins that have not begun."""
     for segment in segments:
         if not segment.pinned.cancel() and segment.pinned.exception() is None and segment.is_pinned:
             device.unpin(segment.bytes)

@@ -129,7 +129,7 @@ class Lanes:
     [Note: one queue for all] Copies on a lane run in order. Weights and activations are brought back by several prefetchers, so
     one of them could put many copies on the lane that are needed late, and those of another, needed now, would wait behind
     them. A backward needs what the forward used in reverse order. So in the forward, whatever will be needed again takes a
-    number from one counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `is_turn_of`
+    number from one counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner`
     before each copy, and stops there if another has yet to bring something that is needed sooner. What is needed at once is
     fetched without asking.
 
@@ -161,9 +161,8 @@ class Lanes:
         """Tell whether another prefetcher may have something to bring."""
         return any(other is not prefetcher and other.is_active for other in tuple(self.prefetchers))
 
-    def is_turn_of(self, prefetcher: Prefetcher, use_order: int) -> bool:
-        """Have the other prefetchers bring what is needed sooner than what was used at `use_order`; tell whether they have, so
-        that this one may bring that: see [Note: one queue for all]."""
+    def bring_sooner(self, prefetcher: Prefetcher, use_order: int) -> bool:
+        """Let other prefetchers bring what they need before `use_order`; return whether all of it is on its way."""
         return all(other.bring_until(use_order) for other in tuple(self.prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:

@@ -84,11 +84,11 @@ class Accumulation(ABC):
 
     @abstractmethod
     def _take_left(self, task: int) -> None:
-        """Hand over what is still held of a backward that has ended."""
+        """Hand over what an ended backward has not handed over yet."""
 
     @abstractmethod
     def _forget_parts(self, task: int) -> None:
-        """Drop what is held of a backward that is over."""
+        """Drop the parts of a backward that is over."""
 
     @abstractmethod
     def _finish(self, has_failed: bool) -> None:
@@ -96,11 +96,11 @@ class Accumulation(ABC):
 
     @abstractmethod
     def _reset(self) -> None:
-        """Drop what is left of a backward that has failed some time ago, and for which `_finish` was interrupted."""
+        """Drop the gradients of a backward that failed earlier, and for which `_finish` was interrupted."""
 
     @abstractmethod
     def _ask_each(self, task: int) -> None:
-        """Have `_refuse_more` called ahead of each gradient that the engine has in a backward that is refused."""
+        """From now on call `_refuse_more` ahead of each gradient of a refused backward."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         for chunk in chunks:
@@ -115,7 +115,7 @@ class Accumulation(ABC):
         return []
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
-        """Have `note_recompute` called for modules that do not stream as well. Calling it again does nothing."""
+        """Call `note_recompute` for modules that do not stream, too. Calling it again does nothing."""
 
     def note_recompute(self) -> None:  # noqa: B027
         """Called when a forward begins within a backward: a checkpoint may run another backward inside of this one."""
@@ -185,8 +185,7 @@ class Accumulation(ABC):
         del self._tasks[task]
 
     def reset_interrupted(self) -> None:
-        """Drop what is left of backwards that were interrupted, and whose end was, too; wait for those that are not over. No
-        forward, nor a backward in this thread, may be running."""
+        """End backwards whose end was interrupted. No forward may run, nor a backward in this thread."""
         if backwards.join(self._tasks.values()) and self._tasks:
             for task in self._tasks:
                 self._forget_parts(task)
@@ -248,7 +247,7 @@ class _LayerGradients:
         self.requires_grad: tuple[bool, ...] = ()
         self.hooks = HookSet()
         self.task = -1
-        """The backward whose gradients `grad` is, or is about to be; -1 while the layer is not under way."""
+        """The backward that `grad` belongs to, or is about to; -1 while the layer is not open."""
         self.stream_number = 0
         """The stream on which these are made."""
         self.stream: Stream
@@ -301,7 +300,7 @@ class LayerAccumulation(Accumulation):
 
     @abstractmethod
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
-        """A backward is about to bring a gradient of a parameter whose `grad` was this; it is None now."""
+        """A backward is about to bring a gradient of a parameter that has this `grad`, which is None now."""
 
     @abstractmethod
     def _prepare(self, chunk: LayerChunk) -> None:
@@ -347,7 +346,7 @@ class LayerAccumulation(Accumulation):
         layer.tensors, layer.requires_grad = binding.tensors, requires_grad
 
     def _arrives(self, layer: _LayerGradients, streamed: StreamedParameter) -> Callable[[Tensor], None]:
-        """Return what is called when the engine is about to add to a parameter's gradient."""
+        """Return the hook that the engine calls before it adds to a parameter's gradient."""
         stream_number, is_on_host = self._device.stream_number, self._is_on_host
 
         def arrives(grad: Tensor) -> None:
@@ -468,7 +467,7 @@ class LayerAccumulation(Accumulation):
             self._take(made)
 
     def _complete(self, layer: _LayerGradients, task: int, made: Iterable[Made]) -> Iterable[Made]:
-        """Add parts to those that are held, and yield the gradients that are complete by that."""
+        """Add parts to the held ones, and yield the gradients that are complete now."""
         for streamed, gradient in made:
             layer.add_part(task, streamed, gradient)
             if layer.num_come[task, streamed] == layer.num_alive(streamed):
@@ -548,7 +547,7 @@ class ParameterAccumulation(Accumulation):
 
     @abstractmethod
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
-        """A backward is about to bring a gradient of a parameter whose `grad` was this; it is None now."""
+        """A backward is about to bring a gradient of a parameter that has this `grad`; it is None now."""
 
     @abstractmethod
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:

@@ -98,7 +98,7 @@ class StreamedParameter:
     def note_stride(self) -> None:
         self.stride = self.parameter.stride()
         self.gradient_stride = self.stride if is_dense(self.size, self.stride) else _contiguous(self.size)
-        """How those of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
+        """`AccumulateGrad` gives gradients the parameter's strides."""
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
@@ -115,8 +115,7 @@ class StreamedParameter:
             set_reported_device(wrapper, HOST)
 
     def set_gradient_at_rest(self, gradient: Tensor) -> None:
-        """Let `grad` be a tensor of the host, which torch refuses while the parameter lies in a slot: in a forward that an
-        interrupt has left there, and whose end is yet to come."""
+        """Set `grad` to a tensor of the host while the parameter lies in a slot, which torch refuses."""
         lying, device = [part.tensor.data for part in self.parts], self.parameter.device
         with without_modes():
             self.unbind()
@@ -167,7 +166,7 @@ class StreamedParameter:
         return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
 
     def current_tensors(self) -> list[Tensor]:
-        """Return the plain tensors that these are made of, and those that it was made of."""
+        """Return the plain tensors inside `current_parameters()`, and those it was made of."""
         now = (tensor for parameter in self.current_parameters() for tensor in parts_of(parameter))
         return list({id(tensor): tensor for tensor in (*(part.tensor for part in self.parts), *now)}.values())
 
@@ -227,14 +226,14 @@ class Binding:
         self._addresses = tuple(part.address for part in parts)
         self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
         self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
-        """What tells in one call that the tensors lie, and require grad, as they did when `is_unchanged` has looked at each.
+        """What tells in one call that the tensors lie, and require grad, as they did when `check_unchanged` has looked at each.
         Autocast and inference mode are part of what it compares: so there are two."""
         self.is_frozen = False
-        """Whether no tensor required grad when `is_unchanged` has last said yes."""
+        """Whether no tensor required grad when `check_unchanged` has last said yes."""
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
         self._sample = next(floating, 0)
 
-    def is_unchanged(self, *, in_modules: bool = True) -> bool:
+    def check_unchanged(self, *, in_modules: bool = True) -> bool:
         """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
         this says no: what wraps other tensors is not looked into.
 
@@ -262,13 +261,13 @@ class Binding:
         return True
 
     def may_be_cast(self) -> bool:
-        """Tell by one parameter, which costs far less than `is_unchanged`, whether all may have been cast or replaced."""
+        """Tell by one parameter, which costs far less than `check_unchanged`, whether all may have been cast or replaced."""
         at = self._sample
         now = torch_private.parameters_of(self._holders[at]).get(self._keys[at])
         return bool(self.wrappers) or now is not self._expected[at] or self.tensors[at].data_ptr() != self._addresses[at]
 
     def point_at(self, views: Sequence[Tensor], device: torch.device) -> None:
-        """Let the parameters be the views, which are on a device; those that are made of others say so."""
+        """Point the parameters at views on a device; wrappers report that device."""
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
             deque(self.set_data(views), maxlen=0)
@@ -339,7 +338,7 @@ class LayerChunk:
         self.slot: Slot | None = None
         """Where the bytes are, or will be, if they are in flight, on the device or dirty."""
         self.uses = set[object]()
-        """Who has the parameters lie in a slot, or is about to: the calls of the layer that are going on, and its backward."""
+        """The calls and the backward of the layer for which its parameters lie in a slot, or are about to."""
         self._restored: dict[int, torch.UntypedStorage] = {}
         """While the parameters are restored: storages of the host copy, by key, each with one of the same bytes elsewhere."""
         self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -482,7 +481,7 @@ _ADVICE = "Call offload.close() first, change the model, and make a new LayerOff
 
 def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
     """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them."""
-    if chunk.binding.is_unchanged():
+    if chunk.binding.check_unchanged():
         return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]
     for streamed in adopted:
@@ -510,7 +509,7 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
 
 
 def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> None:
-    """Raise where a parameter that was put in the place of another is that of a second place that streams."""
+    """Raise if an adopted parameter streams at a second place as well."""
     for other in (item for chunk in chunks for item in chunk.parameters):
         if other is not adopted and other.parameter is adopted.parameter:
             raise LayerOffloadError(
@@ -524,7 +523,7 @@ def adopt_data(chunk: LayerChunk) -> None:
 
     Those that were put in the place of others are left to the next forward: the graph is one of the others.
     """
-    if chunk.binding.is_unchanged():
+    if chunk.binding.check_unchanged():
         return
     for streamed in chunk.parameters:
         module, key = streamed.places[0]
@@ -569,7 +568,7 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
 
 
 def _take_over(streamed: StreamedParameter) -> None:
-    """Write to the host copy what a parameter is now, and let it be that."""
+    """Write the parameter's data to its host copy, and point it there."""
     for part in streamed.parts:
         if part.is_host_copy(part.tensor):
             continue

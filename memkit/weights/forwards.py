@@ -59,7 +59,7 @@ class InnerHooks(HookSet):
         self._behind.append((behind, behind_number, behind.pop(behind_number)))
 
     def expect_end(self, place: int) -> None:
-        """A forward is about to begin: call what is behind it."""
+        """A forward is about to begin: add its hook behind it."""
         hooks, number, hook = self._behind[place]
         self._due.append((hooks, number))
         hooks[number] = hook
@@ -85,7 +85,7 @@ class InnerHooks(HookSet):
             self._due.pop()
 
     def put_back(self) -> None:
-        """Have what was set aside called again, ahead of all other hooks. Calling it again does nothing."""
+        """Put the hooks back, ahead of all others. Calling it again does nothing."""
         if not self._aside:
             return
         if None not in self._aside:
@@ -126,7 +126,7 @@ class Forwards(NotCopied):
         self._timing: StepTiming | None = None
         self._streamer: Streamer
         self._saved_hooks: WeightHooks
-        """For what is saved where there are no other hooks."""
+        """Used where no other saved-tensor hooks are set."""
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
@@ -242,7 +242,7 @@ class Forwards(NotCopied):
             self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
-        """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`."""
+        """Raise within transforms of torch.func that wrap tensors, also one that is set as `data`."""
         if self._streamer.chunks and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "
@@ -272,7 +272,7 @@ class Forwards(NotCopied):
             self._refuse_thread("forward")
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()
-        is_unchanged = not chunk.uses and chunk.binding.is_unchanged()
+        is_unchanged = not chunk.uses and chunk.binding.check_unchanged()
         if not is_unchanged and not chunk.uses:
             self._adopt(chunk)
         if streamer.device.is_capturing():
@@ -322,7 +322,7 @@ class Forwards(NotCopied):
     def _begin_backward(self, chunk: LayerChunk, _: object, __: object) -> None:
         if self._timing is not None:
             self._timing.begin_layer(chunk.name)
-        if chunk.is_on_host and not chunk.uses and not chunk.binding.is_unchanged(in_modules=False):
+        if chunk.is_on_host and not chunk.uses and not chunk.binding.check_unchanged(in_modules=False):
             adopt_data(chunk)
         if self._gradients is not None:
             self._gradients.begin_backward(chunk)

@@ -274,7 +274,7 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return what is in one file: eight bytes with the header's length, the header as JSON, then the tensors' bytes."""
+    """Read a file's header: eight bytes with its length, JSON, then the tensors' bytes."""
     try:
         file_bytes = file.stat().st_size
         with file.open("rb") as opened:
@@ -361,7 +361,7 @@ class FileWeights:
             )
 
     def open(self) -> None:
-        """Let all tensors without data be such of the CPU, whose bytes mean nothing yet."""
+        """Give tensors without data memory on the CPU, with undefined bytes."""
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.inference_mode(False), torch.no_grad():
             for tensor in self._meta:

@@ -126,7 +126,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._written: list[Event] = []
         """Behind the copies to host copies of the backward that runs."""
         self._consumed: list[nn.Parameter] = []
-        """Whose `grad` says that a step has consumed it."""
+        """Parameters whose `grad` is a stand-in: a step has consumed it."""
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         """What says so, for each size, data type and device."""
         self._stepped: dict[int, nn.Parameter] = {}
@@ -134,7 +134,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._whole = set[int]()
         """The backwards that have stepped something since the user's own step, and have not failed."""
         self._due: dict[int, nn.Parameter] = {}
-        """The parameters, by their ids, whose `grad` is, or is about to be, what they are stepped with."""
+        """By id, the parameters whose `grad` holds, or is about to hold, the gradient of their step."""
         self.d2h_bytes = 0
         self._outermost = 0
         self._group_of: dict[int, int] = {}
@@ -252,7 +252,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     # In a backward
 
     def _before_state_dict(self, *_: Any) -> None:
-        """Have weights and states be of one step, also where two interrupts in a row have kept a backward from ending."""
+        """End backwards that two interrupts in a row left open, so that weights and states are of one step."""
         if self._tasks and torch_private.backward_task() == -1:
             self.reset_interrupted()
 
@@ -323,7 +323,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         return super()._enter_backward()
 
     def _say_consumed(self) -> None:
-        """Have `grad` of what was stepped raise if it is used: None would be taken for no gradient, by what clips, say."""
+        """Set `grad` to a stand-in that raises when used: clipping would take None for no gradient."""
         self.streamer.rest()
         for parameter in self._stepped.values():
             if type(parameter) is nn.Parameter and parameter.grad is None:
@@ -355,7 +355,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         super()._end_backward(task, has_failed)
 
     def _finish(self, has_failed: bool) -> None:
-        """Have the host copies be what was stepped, each parameter whole or not at all, and let its gradient go."""
+        """Write stepped weights to the host copies, each parameter whole or not at all, and drop gradients."""
         if has_failed:
             self._reset()
             return
@@ -425,7 +425,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     @contextmanager
     def _only(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Return a context in which the optimizer's groups are one, that of a parameter, with nothing else in it."""
+        """Return a context in which the optimizer has one group, with one parameter in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
         entries = entries_of(group)

@@ -108,7 +108,7 @@ class LayerBuffers:
         self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
         self.num_bytes = sum(self._sizes_bytes)
         self._is_as_before: Callable[..., bool] | None = None
-        """What tells in one call that gradients lie as those that were sent before. Without it they are looked at each time."""
+        """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
         """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
@@ -144,14 +144,6 @@ class LayerBuffers:
         return storages if [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes else None
 
 
-class HostGradient:
-    __slots__ = ("buffers", "num_bytes")
-
-    def __init__(self, buffer: GradientBuffer) -> None:
-        self.num_bytes = buffer.span.num_bytes
-        self.buffers = [buffer]
-
-
 class Flight:
     """Gradients that copies read, or are about to: their storages, which are held until then."""
 
@@ -171,7 +163,7 @@ _stride_of = attrgetter("gradient_stride")
 
 
 _MOST_TARGETS = 8
-"""How many sets of parameters whose gradients come together are remembered, for each layer."""
+"""For each layer, so many sets of parameters with gradients that come together are remembered."""
 
 
 class HostGradients(LayerAccumulation):
@@ -196,16 +188,17 @@ class HostGradients(LayerAccumulation):
         self._others = others
         self._arena = arena
         self._lanes = lanes_of(device)
-        self._gradients: dict[StreamedParameter, HostGradient] = {}
+        self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
+        """More than one where the caller keeps gradients of earlier steps."""
         self._before: dict[StreamedParameter, Tensor] = {}
-        """While a backward runs: what was in `grad` before."""
+        """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
         """And all that was brought to the host, or is on its way, behind that."""
         self._in_flight: deque[Flight] = deque()
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
-        """Where gradients were sent together the last time: of sets of parameters, those that came up last."""
+        """Buffers for parameters whose gradients came together, the last ones used."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
@@ -220,11 +213,13 @@ class HostGradients(LayerAccumulation):
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
         """Take memory for the gradients of groups of parameters, each group's pinned as one."""
-        ends = [list(accumulate((_room_bytes(item) for item in group), initial=0)) for group in groups]
+        ends = [
+            list(accumulate((rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group), initial=0)) for group in groups
+        ]
         spans = self._take_pinned([found[-1] for found in ends])
         for group, starts, span in zip(groups, ends, spans, strict=True):
             for item, start in zip(group, starts, strict=False):
-                self._gradients[item] = HostGradient(GradientBuffer(span.part(start, start + _gradient_bytes(item)), span))
+                self._buffers[item] = [GradientBuffer(span.part(start, start + _gradient_bytes(item)), span)]
 
     def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
         spans = self._arena.take_pinned_as_one(sizes_bytes)
@@ -240,22 +235,22 @@ class HostGradients(LayerAccumulation):
         """Leave the host memory; gradients stay where they are, in memory of their own. The arena goes next."""
         super().close()
         self._threads.shutdown()
-        self._leave(list(self._gradients))
+        self._leave(list(self._buffers))
         self._rest, self._others = lambda: None, list  # those before belong to an object that holds this one
         return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
         self._targets.clear()  # first: what is given back is not to be sent to
         for streamed in parameters:
-            gradient = self._gradients.get(streamed)
-            if gradient is not None:
+            buffers = self._buffers.get(streamed)
+            if buffers is not None:
                 _have_own_gradient(streamed)
-                self._kept += [buffer for buffer in gradient.buffers if not buffer.is_idle]
-                del self._gradients[streamed]
+                self._kept += [buffer for buffer in buffers if not buffer.is_idle]
+                del self._buffers[streamed]
 
     def _give_unused(self) -> None:
-        """Give back what no gradient lies in any more."""
-        used = {buffer.taken for gradient in self._gradients.values() for buffer in gradient.buffers}
+        """Give back spans that no gradient lies in any more."""
+        used = {buffer.taken for buffers in self._buffers.values() for buffer in buffers}
         used.update(buffer.taken for buffer in self._kept)
         unused = [span for span in self._spans if span not in used]
         self._spans = [span for span in self._spans if span in used]
@@ -265,7 +260,7 @@ class HostGradients(LayerAccumulation):
     # In a backward
 
     def _admit(self, parameters: Sequence[StreamedParameter]) -> None:
-        unknown = [streamed for streamed in parameters if streamed not in self._gradients]
+        unknown = [streamed for streamed in parameters if streamed not in self._buffers]
         if unknown:
             self._take_memory([unknown])
 
@@ -284,7 +279,7 @@ class HostGradients(LayerAccumulation):
         self._put_back()
 
     def _give_lost(self) -> None:
-        """Give back what was taken and not noted. All copies have come."""
+        """Give back spans that were taken and not noted. All copies have come."""
         self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
 
@@ -352,14 +347,14 @@ class HostGradients(LayerAccumulation):
         return True
 
     def _take_more(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Take a gradient that is added to what was there before, or that is sparse."""
+        """Add a gradient to an earlier one, or take a sparse one."""
         total = self._totals.get(streamed)
         if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
             # Added where it is made, as in the plain run: the host's kernels add entries in another order.
             self._totals[streamed] = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
             return
-        span = self._arena.take(self._gradients[streamed].num_bytes)
+        span = self._arena.take(_gradient_bytes(streamed))
         try:
             landed = self._copy_out(streamed, made, span)
         except BaseException:
@@ -383,8 +378,9 @@ class HostGradients(LayerAccumulation):
         if made.is_conj() or made.is_neg():
             made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
         storage = made.untyped_storage()
-        if storage.nbytes() != self._gradients[streamed].num_bytes or made.stride() != streamed.gradient_stride:
-            packed = streamed.over_gradient(self._device.allocate(self._gradients[streamed].num_bytes))
+        num_bytes = self._buffers[streamed][0].span.num_bytes
+        if storage.nbytes() != num_bytes or made.stride() != streamed.gradient_stride:
+            packed = streamed.over_gradient(self._device.allocate(num_bytes))
             packed.copy_(made)
             storage = packed.untyped_storage()
         return storage
@@ -423,18 +419,18 @@ class HostGradients(LayerAccumulation):
         self._totals.update(zip(parameters, totals, strict=True))
 
     def _claim(self, parameters: tuple[StreamedParameter, ...]) -> tuple[LayerBuffers, list[Tensor]]:
-        """Return buffers for gradients that nobody holds, and the gradients as they are to lie there."""
+        """Return free buffers, and the tensors over them that become the gradients."""
         totals, buffers = list[Tensor](), list[GradientBuffer]()
         for streamed in parameters:
-            gradient = self._gradients[streamed]
-            for buffer in gradient.buffers:
+            known = self._buffers[streamed]
+            for buffer in known:
                 total = buffer.lend(streamed)
                 if total is not None:
                     break
             else:  # the caller keeps the gradients of earlier steps
-                (span,) = self._take_pinned([gradient.num_bytes])
+                (span,) = self._take_pinned([known[0].span.num_bytes])
                 buffer = GradientBuffer(span, span)
-                gradient.buffers.append(buffer)
+                known.append(buffer)
                 total = buffer.lend(streamed)
             assert total is not None
             totals.append(total)
@@ -467,7 +463,7 @@ class HostGradients(LayerAccumulation):
         return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Have what copies read, and as many bytes beside that, take no more of the device than it may."""
+        """Wait until gradients in flight, with so many bytes more, fit into the window."""
         while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
             self._await_oldest()  # may raise, and then nothing writes to the span
 
@@ -504,7 +500,3 @@ def _have_own_gradient(streamed: StreamedParameter) -> None:
 
 def _gradient_bytes(streamed: StreamedParameter) -> int:
     return streamed.parameter.numel() * streamed.dtype.itemsize
-
-
-def _room_bytes(streamed: StreamedParameter) -> int:
-    return rounded(_gradient_bytes(streamed), ALIGNMENT_BYTES)

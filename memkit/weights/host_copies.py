@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
-    """Move tensors, each in place; those that have bytes in common still have them in common then."""
+    """Move tensors in place; those that share bytes still share them."""
     with torch.inference_mode(False), torch.no_grad(), torch_private.without_dispatch_modes():
         movable = [tensor for tensor in tensors if has_plain_parts(tensor)]
         for tensor in tensors:
@@ -49,7 +49,7 @@ def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
                 tensor.grad = tensor.grad.to(torch_device)
 
 
-class Placement:
+class DevicePlacement:
     """Has tensors on the device, and knows where they were found."""
 
     def __init__(self) -> None:
@@ -128,15 +128,15 @@ def refuse_streamed(model: nn.Module) -> None:
 NUM_BUFFERS = 4
 
 
-class _Buffer:
+class _ReadBuffer:
     """Host memory for the bytes of one layer at a time, between the disk and a slot."""
 
     def __init__(self, room: Span) -> None:
         self.room = room
         self.chunk: LayerChunk | None = None
-        """Whose bytes were asked for last."""
+        """The layer that was read here last, or is being read."""
         self.state: tuple[int, ...] | None = None
-        """What the chunk's `state()` was when it was read; None if what is here counts for nothing."""
+        """The chunk's `state()` when it was read; None: the bytes are stale."""
         self.sent: Event | None = None
         self.has_unknown = False
         """Whether such a copy may be under way of which no event is known: an interrupt came in between."""
@@ -158,7 +158,7 @@ class DiskCopies:
         self._opened: DiskStore | None = None
         """Made when layers are to lie there."""
         self._copies: dict[LayerChunk, DiskCopy] = {}
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_ReadBuffer] = []
 
     def take(self, chunks: list[LayerChunk], arena: Arena) -> None:
         """Take room on the disk for layers, and buffers in host memory."""
@@ -169,7 +169,7 @@ class DiskCopies:
         largest = rounded(max(sizes), DISK_PAGE_BYTES)
         with torch.inference_mode(False):
             rooms = arena.take_pinned_as_one([largest] * min(NUM_BUFFERS, len(sizes)))
-        self._buffers = [_Buffer(room) for room in rooms]
+        self._buffers = [_ReadBuffer(room) for room in rooms]
         for chunk in chunks:
             self._copies[chunk] = copy = self._store.add(chunk.name, chunk.num_bytes)
             chunk.mapped = self._store.map(copy)
@@ -200,7 +200,7 @@ class DiskCopies:
             buffer.state = None
 
     def read_ahead(self, chunks: Iterable[LayerChunk]) -> None:
-        """Have layers be read that are needed next, in this order."""
+        """Begin to read the layers that are needed next, in this order."""
         wanted = [chunk for chunk, _ in zip(chunks, self._buffers, strict=False)]
         for chunk in wanted:
             if self._find(chunk) is None:
@@ -235,11 +235,11 @@ class DiskCopies:
         buffer = self._buffers[-1]
         buffer.sent, buffer.has_unknown = sent, False
 
-    def _find(self, chunk: LayerChunk) -> _Buffer | None:
+    def _find(self, chunk: LayerChunk) -> _ReadBuffer | None:
         return next((buffer for buffer in self._buffers if buffer.holds(chunk)), None)
 
-    def _read(self, chunk: LayerChunk, buffer: _Buffer) -> None:
-        """Have a layer be read to a buffer, behind all that uses that."""
+    def _read(self, chunk: LayerChunk, buffer: _ReadBuffer) -> None:
+        """Read a layer to a buffer, behind all that uses it."""
         buffer.state = None
         if buffer.chunk is not None:
             with contextlib.suppress(DiskError):
@@ -301,7 +301,7 @@ class HostCopies:
             chunk.span = span
 
     def move_in(self, chunk: LayerChunk, read: Callable[[Tensor, Tensor], None]) -> None:
-        """Have the parameters of a layer be host copies, which are read by a function."""
+        """Turn a layer's parameters into host copies, which a function fills."""
         chunk.move_to_host(read)
         if self.disk is not None:
             self.disk.settle(chunk)

@@ -25,7 +25,7 @@ from memkit.weights.forwards import Forwards
 from memkit.weights.from_files import FilePath, FileWeights
 from memkit.weights.fused import FusedSteps, MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.gradients import HostGradients
-from memkit.weights.host_copies import HostCopies, Placement, claim, is_streamed, refuse_streamed
+from memkit.weights.host_copies import DevicePlacement, HostCopies, claim, is_streamed, refuse_streamed
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
 from memkit.weights.shares import (
@@ -152,13 +152,13 @@ class LayerOffload(NotCopied, EnteredOnce):
             self.device, self._candidates, train=self.train, num_slots=num_slots, is_open=isinstance(offload_ratio, str)
         )
         self._chunks = self._streaming()
-        self._placement, self._hooks = Placement(), HookSet()
+        self._placement, self._hooks = DevicePlacement(), HookSet()
         self._process = os.getpid()
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
         self._gradients: HostGradients | FusedSteps | None = None
         self._leaving: list[LayerChunk] = []
-        """Layers that stay on the device from now on, and have yet to give back what they took."""
+        """Layers that stay on the device from now on, and have not given back their memory."""
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
         self._arena = self._host.arena
         files = FileWeights(model, weights)
@@ -221,7 +221,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         return timing
 
     def _before_pass(self) -> None:
-        """A forward begins: finish what an interrupt has left, and take up what a step took that was timed."""
+        """A forward begins: end what an interrupt has left, and plan by the step that was timed."""
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
@@ -245,7 +245,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._begin_timing().begin_pass()
 
     def _choose(self, times: StepTimes) -> None:
-        """Have as many layers stay on the device as is best by what a step took in which all stream."""
+        """Choose, by the timed step, which layers stay on the device from now on."""
         before, chosen = self.plan, self._choice.choose(self.plan, times)
         staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
         if not staying:
@@ -267,7 +267,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._choice.note_chosen(before, self.plan, times)
 
     def _stream_anew(self) -> None:
-        """Have what streams by the plan do so, and nothing else."""
+        """Stream the layers of the current plan, and no others."""
         before, self._chunks = self._streams, self._streaming()
         for chunk in self._chunks:
             if not chunk.is_at_rest:

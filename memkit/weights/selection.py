@@ -162,7 +162,7 @@ def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.
 
 
 def _blocks_of(name: str, stage: nn.Module) -> dict[str, nn.Module]:
-    """Return what is in a stage's lists of modules that have modules in them, or else the stage itself."""
+    """Return the elements of a stage's lists that hold modules, or the stage itself."""
     lists = _lists_in(dict(stage.named_modules(prefix=name, remove_duplicate=False)), at_least=1)
     blocks = {f"{path}.{key}": block for path, found in lists.items() for key, block in found.named_children()}
     return blocks if blocks and all(map(_has_modules, blocks.values())) else {name: stage}
@@ -182,7 +182,7 @@ def _sizes_bytes(layers: Mapping[str, nn.Module]) -> list[int]:
 
 
 def _freed_bytes(layers: Mapping[str, nn.Module], nums_slots: Sequence[int] = range(1, _MAX_SLOTS + 1)) -> float:
-    """Return what streaming all of them would free, on average over numbers of slots."""
+    """Return the bytes that streaming all of them frees, on average over numbers of slots."""
     sizes_bytes = _sizes_bytes(layers)
     slots_bytes = sum(sum(slot_sizes(sizes_bytes, num_slots)) for num_slots in nums_slots)
     return sum(sizes_bytes) - slots_bytes / len(nums_slots)
@@ -194,7 +194,7 @@ def _is_homogeneous(module: nn.ModuleList | nn.Sequential) -> bool:
 
 
 def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
-    """Return those that no other contains."""
+    """Leave out modules that are inside of another one."""
     inside = {id(inner) for module in found.values() for inner in module.modules() if inner is not module}
     return {name: module for name, module in found.items() if id(module) not in inside}
 

@@ -79,7 +79,7 @@ class StepTiming:
         self._log_transfers = log_transfers
         self._resets_peak = resets_peak
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
-        """By grad mode, how many more passes without a backward are not what is to be timed."""
+        """By grad mode, how many more passes without a backward are skipped."""
         self._points: list[_Point] = []
         self._transfers: list[Transfer] = []
         self._seen = set[bool]()
@@ -347,7 +347,7 @@ def plan_measured(
 
 
 def costs_of(layers: Mapping[str, LayerChunk | None], times: StepTimes | None = None) -> list[LayerCosts]:
-    """Return what a plan has to know of the layers, with their seconds if they were measured."""
+    """Return the layers' bytes for a plan, with their seconds if they were measured."""
     return [_costs(name, chunk, times) for name, chunk in layers.items()]
 
 
@@ -377,7 +377,7 @@ class MeasuredChoice:
         self.timing: StepTiming | None = None
         """Of the step that is to be timed; None once there is nothing to find out."""
         self.times: StepTimes | None = None
-        """What a step took with what streams for good."""
+        """Times of a step with the plan that holds for good."""
         self.predicted_peak_bytes: int | None = None
         self._device, self._layers = device, layers
         self._train, self._num_slots = train, num_slots
@@ -387,7 +387,7 @@ class MeasuredChoice:
         return self.timing
 
     def begin_pass(self, streamer: Streamer) -> StepTimes | None:
-        """A pass begins. Return what a step took, if one was timed whole, and by that layers may be told to stay."""
+        """A pass begins. Return the times of the step before, if it was timed whole and layers may move now."""
         if self.timing is None or not self.timing.begin_pass():
             return None
         if self.is_open and (streamer.handles or any(chunk.uses for chunk in streamer.chunks)):
@@ -395,7 +395,7 @@ class MeasuredChoice:
         return self.timing.result()
 
     def choose(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
-        """Return the plan that is best by what a step took in which all stream, which is what `plan` says."""
+        """Return the best plan by the times of a step in which all layers stream."""
         counter = self._device.memory_counter()
         return plan_measured(
             self._layers,
@@ -407,12 +407,12 @@ class MeasuredChoice:
         )
 
     def note_chosen(self, before: ResidencyPlan, plan: ResidencyPlan, times: StepTimes) -> None:
-        """Predict the peak with a plan by that of another one."""
+        """Predict the peak of a plan from another one's."""
         if times.peak_bytes is not None:
             self.predicted_peak_bytes = times.peak_bytes - before.device_bytes + plan.device_bytes
 
     def end(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
-        """A step of what streams for good was timed: return the plan, with a prediction."""
+        """Return the plan with a prediction, once a step with it was timed."""
         self.times, self.timing = times, None
         if plan.predicted_s is not None:
             return plan

@@ -22,7 +22,7 @@ class Stalls:
         """Between which two events a stream has waited for a layer, by its position."""
 
     def tidy(self) -> None:
-        """Read what is known by now, if there is much of it."""
+        """Read reached events, if many are pending."""
         if len(self.pending) > _MOST_PENDING:
             self.seconds()
 

@@ -43,7 +43,7 @@ _MOST_NOTED = 4096
 _MOST_KNOWN_AHEAD = 512
 
 
-class Phase(Enum):
+class UsePhase(Enum):
     """When a layer is used. Each phase has an order of its own."""
 
     FORWARD = "forward"
@@ -66,7 +66,7 @@ class LayerOrder:
         self._noted: list[int] = []
         self._place = -1
         self._ahead: dict[tuple[int, int], dict[int, int]] = {}
-        """What `ahead` has returned, by the place in the order and by what was used there."""
+        """Results of `ahead`, by place in the order and layer."""
 
     @property
     def known(self) -> Sequence[int]:
@@ -147,9 +147,9 @@ class Streamer:
         self.ring = SlotRing(device, slot_bytes, self)
         self.stalls = Stalls(0.0 for _ in self.chunks)
         self.transfers: list[Transfer] | None = None
-        """The copies to the device, for who wants to time them."""
+        """Copies to the device, while they are timed."""
         self.handles: weakref.WeakSet[StreamedHandle] | None = None
-        """Saved tensors that lie in slots, or did, for who wants to know whether a graph is alive."""
+        """Saved tensors in slots, while somebody asks whether a graph is alive."""
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0
@@ -158,11 +158,11 @@ class Streamer:
         self._lanes.join(self)
         order = range(len(self.chunks))
         self._orders = {
-            phase: LayerOrder(order[::-1] if phase is Phase.BACKWARD else order, turns_back=phase is Phase.FORWARD)
-            for phase in Phase
+            phase: LayerOrder(order[::-1] if phase is UsePhase.BACKWARD else order, turns_back=phase is UsePhase.FORWARD)
+            for phase in UsePhase
         }
         self._current: LayerChunk | None = None
-        self._phase = Phase.FORWARD
+        self._phase = UsePhase.FORWARD
         self._ahead: Mapping[int, int] = {}
         """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
@@ -173,7 +173,7 @@ class Streamer:
         self._is_closed = False
 
     def count_on(self, before: Streamer) -> None:
-        """Count on from what another one has done, of whose layers some stream here."""
+        """Take over the counters of the streamer before."""
         self.h2d_bytes, self.num_fetches = before.h2d_bytes, before.num_fetches
         self.num_demand_fetches, self.ring.num_overflows = before.num_demand_fetches, before.ring.num_overflows
         waited_s = dict(zip(before.chunks, before.stalls.seconds(), strict=True))
@@ -209,15 +209,15 @@ class Streamer:
                 self._disk.invalidate()
             self._current = None
             self.stalls.tidy()
-            for phase in (Phase.FORWARD, Phase.SAMPLING):
+            for phase in (UsePhase.FORWARD, UsePhase.SAMPLING):
                 self._orders[phase].begin()
-            self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+            self._phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
             self._ahead = self._orders[self._phase].ahead(-1)
             self._prefetch()
 
     def _turn_back(self) -> None:
         """A backward begins, which expects the layers in reverse."""
-        layer_order = self._orders[Phase.BACKWARD]
+        layer_order = self._orders[UsePhase.BACKWARD]
         layer_order.begin()
         layer_order.expect(self._orders[self._phase].noted[::-1])
 
@@ -231,9 +231,9 @@ class Streamer:
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
             if torch_private.backward_task() == -1:
-                phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+                phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
             else:
-                phase = Phase.BACKWARD
+                phase = UsePhase.BACKWARD
                 if self._phase is not phase:
                     self._turn_back()
             if chunk is not self._current or phase is not self._phase:
@@ -312,7 +312,7 @@ class Streamer:
                     slot.users[stream] = None if is_held else device.record_event(stream, timed=False)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
-        """Have a stream wait for what is in a slot, and note how long that takes."""
+        """Let a stream wait for a slot's bytes, and note how long that takes."""
         assert slot.ready is not None
         slot.is_ready = slot.ready.is_reached()
         start = None if slot.is_ready else self.device.record_event(stream)
@@ -349,7 +349,7 @@ class Streamer:
             if not is_free:
                 return True  # another thread is at it, and perhaps waits for the one that asks
             with torch_private.without_python_dispatch():
-                return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=use_order)
+                return self._is_closed or self._phase is not UsePhase.BACKWARD or self._prefetch(until=use_order)
         finally:
             if is_free:
                 self.lock.release()
@@ -376,8 +376,8 @@ class Streamer:
             there = chunk.slot  # whether it was written to since is asked when it is used
             if there is not None and there.chunk is chunk and (there.state is not None or chunk.residency is Residency.DIRTY):
                 continue
-            is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
-            if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
+            is_alone = until is not None or self._phase is not UsePhase.BACKWARD or len(self._lanes.prefetchers) == 1
+            if not is_alone and not self._lanes.bring_sooner(self, chunk.use_order):
                 return False
             slot = ring.find_idle(chunk, ahead, place, current)
             if slot is None or (disk is not None and not disk.is_here(chunk)):
@@ -396,7 +396,7 @@ class Streamer:
         self.num_fetches += 1
 
     def write_back(self, chunk: LayerChunk) -> Event:
-        """Have the host copy of a layer be what is in its slot, which was written to; return what is reached then."""
+        """Copy a layer's written slot to its host copy; return the event behind that."""
 
         def copy(storage: torch.UntypedStorage, after: Event) -> Event:
             assert chunk.span is not None
@@ -408,8 +408,7 @@ class Streamer:
             return chunk.written
 
     def flush(self) -> None:
-        """Have the host copies be what is in slots that were written to; the host waits for all copies, also for those that are
-        not noted, since an interrupt came ahead of that."""
+        """Write all dirty slots to their host copies; the host waits for all copies, noted or not."""
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memkit
-from memkit.device import CpuDevice, CudaDevice, Device, ReferenceDevice, open_device
+from memkit.device import CudaDevice, Device, ReferenceDevice, open_device
 from memkit.errors import DeviceUnavailableError
 
 
@@ -123,10 +123,6 @@ def test_counter_follows_allocations(device: Device) -> None:
     assert peak >= during
     assert counter.peak_bytes() == counter.allocated_bytes() == before
     assert (counter.peak_reserved_bytes() or 0) >= before
-
-
-def test_cpu_keeps_no_count() -> None:
-    assert CpuDevice().memory_counter() is None
 
 
 def test_unknown_kind_is_refused() -> None:

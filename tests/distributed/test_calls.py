@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from tests.calls import num_calls
 from tests.distributed.cases import make, step
 from tests.distributed.groups import fake_group, group_of_one
 
-PACKAGE = str(Path(memkit.__file__).parent)
 NUM_LAYERS = 12
 NUM_GATHERS = 2 * NUM_LAYERS + 1
 """In a step: those of all layers, twice, and that of what is in none."""
@@ -77,27 +75,6 @@ def test_gather_from_the_host_costs_few_calls(num_ranks: int, monkeypatch: pytes
     assert counts["untimed"] <= 2 * NUM_GATHERS, counts
     assert counts["waits"] <= 2 * NUM_GATHERS, counts
     assert counts["stops"] == 1, counts
-
-
-def test_two_buffers_take_turns_in_a_forward_and_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_group(8):
-        model, device = _on_host(make(num_layers=NUM_LAYERS), monkeypatch)
-        step(model, 0, 2)
-
-    assert device.counts["storages"] == 2 + 2 + 1  # and what is in no layer
-
-
-@pytest.mark.full
-def test_more_parameters_cost_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adaptors make two more of each matrix."""
-    found = []
-    for lora in (False, True):
-        with fake_group(8):
-            model, _ = _on_host(make(lora=lora, num_layers=NUM_LAYERS), monkeypatch)
-            found.append(num_calls(lambda model=model: step(model, 0, 2)))  # type: ignore[misc]
-
-    views = 4 * 4 * 2  # of four more shards in each of four buffers: for each its place, and the tensor
-    assert found[1] - found[0] <= views
 
 
 # Contexts within sharded layers

@@ -6,7 +6,6 @@ On two ranks see test_two_ranks.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -19,12 +18,10 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 import memkit
-from memkit import torch_private
 from memkit.activations.budgeting.limits import UNKNOWN_STATE_BYTES
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.recomputing.regions import why_not_region
 from memkit.device import ReferenceDevice
-from memkit.recording.borders import FSDP
 from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, train
 from tests.distributed.composing import (
     BY_HAND,
@@ -37,7 +34,6 @@ from tests.distributed.composing import (
     check_by_hand,
     check_regions,
     check_same,
-    check_two_forwards,
     check_whole_layers,
 )
 from tests.distributed.groups import group_of_one
@@ -125,11 +121,6 @@ def test_budget_of_a_sharded_model_is_used() -> None:
     stats = memkit.stats(TAG)
     assert stats.follows_plan
     assert 0.8 * 18 * 2**10 < stats.predicted_peak_bytes <= 18 * 2**10
-
-
-@pytest.mark.full
-def test_two_forwards_in_one_context() -> None:
-    check_two_forwards()
 
 
 class _Pair(nn.Module):
@@ -271,27 +262,12 @@ def test_sharded_module_with_hooks_of_the_user_is_no_region() -> None:
     assert "it has hooks" in why_not_region(block)
 
 
-def test_sharded_module_that_is_compiled_is_no_region() -> None:
-    block = fully_shard(make().blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    block.compile(backend="eager")
-
-    assert "and is compiled" in why_not_region(block)
-
-
 def test_what_gathers_tensors_made_of_others_is_no_region() -> None:
     """Such a gather may count as a write."""
     model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
     model.blocks[0].up.weight._local_tensor = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
 
     assert "made up of others" in why_not_region(model.blocks[0])
-
-
-def test_what_is_sharded_after_it_was_attached_to() -> None:
-    mesh, model = init_device_mesh("cpu", (1,)), make()
-    memkit.attach(model, memkit.Rematerialize(0.1, tag=TAG, min_bytes=0, device=ReferenceDevice()))
-
-    assert_same(train(by_hand(model, mesh), 0), train(by_hand(make(), mesh), 0))
-    assert memkit.stats(TAG).num_dropped > 0
 
 
 def test_marks_are_set_once_and_around_the_hook_of_fsdp_alone() -> None:
@@ -326,19 +302,6 @@ class _Doubled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Take and return [batch, 16]."""
         return torch.sigmoid(self.second(self.first(x).exp() + 1).tanh())
-
-
-def test_models_without_shards_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where FSDP2 was not imported, its names are not asked for, and nothing has hooks."""
-    monkeypatch.delitem(sys.modules, FSDP)
-    monkeypatch.setitem(vars(torch_private), "sharded_modules", None)
-    model = nn.Linear(4, 4)
-    with memkit.Rematerialize(0.5, tag=TAG, min_bytes=0, device=ReferenceDevice()):
-        loss = model(torch.ones(2, 4)).sum()
-    loss.backward()
-
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
 
 
 @pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "both" and not name.startswith("CPUOffload")])

@@ -3,9 +3,7 @@ ranks see test_two_ranks."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import memkit
@@ -23,11 +20,10 @@ from memkit.device import ReferenceDevice, Stream
 from memkit.distributed import host_shards
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import HostMemoryError, RaceError
-from memkit.storages import storage_bytes
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
-from tests.distributed.cases import WIDTH, Model, assert_same, local, make, optimizer_of, step, train
+from tests.distributed.cases import WIDTH, Model, assert_same, local, make, step, train
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import HOST, on_host, racing
 
@@ -206,26 +202,6 @@ def test_gradients_and_states_are_on_the_host(one: None) -> None:
     assert all(item.device.type == "cpu" for state in optimizer.state.values() for item in state.values())
 
 
-def test_fused_optimizer_steps_as_by_hand(one: None) -> None:
-    def run(model: Model) -> list[torch.Tensor]:
-        return train(model, 0, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
-
-    assert_same(run(on_host(make())), run(hosting.by_hand_on_host(make())))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 8])
-def test_saving_a_shard_writes_its_bytes_alone(num_ranks: int) -> None:
-    with fake_group(num_ranks):
-        model = on_host(make())
-        for item in model.parameters():
-            saved = io.BytesIO()
-            torch.save(local(item.detach()), saved)
-            assert saved.tell() < local(item).untyped_storage().nbytes() + 2500
-        rows = sum(-(-item.shape[0] // num_ranks) * item[0].numel() * 4 for item in make().parameters())
-
-        assert storage_bytes(map(local, model.parameters())) == rows
-
-
 def test_model_without_data_is_filled_afterwards(one: None) -> None:
     with torch.device("meta"):
         model = Model()
@@ -283,24 +259,6 @@ def test_model_that_is_all_layers(one: None, seed: int | None) -> None:
     assert_same(run(lambda model: on_host(model, seed=seed)), run(memkit.shard))
 
 
-def test_forward_in_inference_mode() -> None:
-    """What others would send is undefined here: races show. FSDP2 itself raises in a group of one, and in a step after it."""
-    with fake_group(2):
-        model = on_host(make().eval())
-        with torch.inference_mode():
-            for _ in range(2):
-                assert model(torch.arange(8)).shape == (8, 17)
-
-
-def test_shard_that_is_put_elsewhere_is_brought_as_it_is_there(one: None) -> None:
-    """As torch does by itself with what it finds not to be pinned: the optimizer steps that from then on."""
-    model = on_host(make())
-    for item in model.parameters():
-        item._local_tensor = item._local_tensor.clone()
-
-    assert_same(train(model, 0), train(make(), 0))
-
-
 class _Failing(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -335,22 +293,6 @@ def test_model_goes_on_after_an_exception(one: None, trains: bool, seed: int | N
     assert_same(run(lambda model: on_host(model, seed=seed)), run(memkit.shard))
 
 
-def test_interrupted_forward_leaves_nothing_for_the_next(one: None) -> None:
-    """Torch calls no hook then. What was brought ahead is not gathered after the shards were written to."""
-    plain, model = make().eval(), make().eval()
-    model.blocks = nn.ModuleList(map(_Failing, model.blocks))
-    model = on_host(model, prefetch=0)
-    model.blocks[2].fails = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(torch.arange(8))
-    model.blocks[2].fails = None
-    for item in (*model.blocks[3].parameters(), *plain.blocks[3].parameters()):
-        item.data.mul_(0.5)
-
-    with torch.no_grad():
-        assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
-
-
 @pytest.mark.parametrize("seed", [None, 1])
 def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to(
     one: None, seed: int | None, monkeypatch: pytest.MonkeyPatch
@@ -374,18 +316,6 @@ def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to
         assert device.races == []
         with torch.no_grad():
             assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
-
-
-def test_failing_forward_leaves_nothing_on_the_device(one: None) -> None:
-    model = make()
-    model.blocks = nn.ModuleList(map(_Failing, model.blocks))
-    model.blocks[1].fails = ArithmeticError
-    with racing() as device:
-        memkit.shard(model, offload_policy=HOST)
-        with pytest.raises(ArithmeticError):
-            model(torch.arange(8))
-
-    assert device.memory_counter().allocated_bytes() == 0
 
 
 def test_host_waits_for_copies_before_it_may_write(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,15 +374,6 @@ def test_a_gather_that_does_not_wait_is_a_race(one: None, monkeypatch: pytest.Mo
 # Which policy
 
 
-def test_states_of_an_optimizer_on_the_host_are_there_already(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_host(make())
-    optimizer = optimizer_of(model)
-    monkeypatch.setattr(DeviceMesh, "device_type", "cuda")  # as with a GPU, where parameters are on the host
-
-    with pytest.raises(ValueError, match=r"on cuda, in host memory: its step is on the CPU, and its states are there already"):
-        memkit.StateOffload(optimizer)
-
-
 @pytest.mark.parametrize("policy", [None, OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
 def test_other_policies_are_left_to_fsdp(one: None, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostShards, "add", None)
@@ -496,20 +417,3 @@ def test_says_where_host_memory_is_missing(one: None, monkeypatch: pytest.Monkey
     with pytest.raises(HostMemoryError, match="no room on purpose") as error:
         on_host(make())
     assert any("raised on rank 0 of 1 while sharding it" in note for note in error.value.__notes__)
-
-
-def test_checkpoint_of_states_is_loaded(one: None) -> None:
-    model = on_host(make())
-    optimizer = optimizer_of(model)
-    train(model, 0, optimizer=optimizer)
-    saved = {name: local(item).clone() for name, item in model.state_dict().items()}
-    states = copy.deepcopy(optimizer.state_dict())
-    expected = train(model, 0, numbers=[5, 6], optimizer=optimizer)
-
-    other = on_host(make())
-    other_optimizer = optimizer_of(other)
-    with torch.no_grad():
-        for name, item in other.named_parameters():
-            local(item).copy_(saved[name])
-    other_optimizer.load_state_dict(states)
-    assert_same(train(other, 0, numbers=[5, 6], optimizer=other_optimizer), expected)

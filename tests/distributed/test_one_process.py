@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -31,7 +28,6 @@ from tests.distributed.cases import (
 )
 from tests.distributed.groups import fake_group
 from tests.distributed.hosting import check_ends, with_ends
-from tests.distributed.profiling import profile
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -93,15 +89,6 @@ def test_states_that_are_left_free_for_are_those_of_a_rank() -> None:
         assert budget_states.open("rank").coming.num_bytes() == UNKNOWN_STATE_BYTES * numel
         assert coming_state_bytes(optimizer_of(model)) == 2 * 4 * numel
         assert numel < sum(item.numel() for item in model.parameters()) / 6
-
-
-def test_frozen_parameters_have_no_gradients(one: None) -> None:
-    model = memkit.shard(make(lora=True))
-
-    step(model, 0, 0)
-
-    for item in model.parameters():
-        assert (item.grad is not None) == item.requires_grad
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -175,14 +162,6 @@ def test_model_without_data_is_sharded_and_filled_afterwards() -> None:
         assert local(model.head.weight).device.type == "cpu"
 
 
-def test_tied_weights_outside_of_layers_stay_tied(one: None) -> None:
-    model = memkit.shard(make(tied=True))
-    plain = train(make(tied=True), 0)
-
-    assert model.head.weight is model.embedding.weight
-    assert_same(train(model, 0), plain)
-
-
 @pytest.mark.parametrize("layers", [["blocks.1", "blocks.3"], None, lambda name, module: isinstance(module, nn.Linear)])
 def test_layers_are_chosen(one: None, layers: object) -> None:
     model = memkit.shard(make(), layers=layers)
@@ -206,22 +185,3 @@ def test_ends_are_gathered_ahead_as_layers_are() -> None:
         ahead = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in (model, *layers)]
 
         assert ahead == [*([layer._get_fsdp_state()] for layer in layers), []]
-
-
-def test_ends_as_layers_take_less() -> None:
-    found = []
-    for shard in (memkit.shard, partial(with_ends, memkit.shard)):
-        with fake_group(2):
-            found.append(profile(shard(make()), 0, optimizer=None, backward=True))
-
-    of_one, of_layers = (report.sharding for report in found)
-    assert of_one is not None
-    assert of_layers is not None
-    assert of_layers.gathered_bytes < of_one.gathered_bytes  # type: ignore[operator]  # nothing is compiled
-    assert found[1].step_peak_bytes < found[0].step_peak_bytes  # type: ignore[operator]  # there was a backward
-
-
-def test_group_is_left_as_it_was(one: None) -> None:
-    memkit.shard(make())
-
-    assert dist.get_world_size() == 1

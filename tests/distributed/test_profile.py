@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from memkit.profile import MemoryCategory, MemoryReport
 from memkit.profile.sharded import Shards
 from memkit.profile.tracker import trace_ahead
 from memkit.torch_state import fsdp_groups
-from tests.distributed.cases import Model, assert_same, by_hand, groups_of, local, make, optimizer_of, step, tokens_of, train
+from tests.distributed.cases import Model, assert_same, by_hand, groups_of, local, make, optimizer_of, step, train
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import on_host
 from tests.distributed.profiling import (
@@ -97,14 +97,6 @@ def test_training_goes_on_as_if_there_was_no_profile(one: None) -> None:
     check_training("")
 
 
-def test_state_dict_has_shards_after_a_profile_ahead_of_the_first_forward(one: None) -> None:
-    model = memkit.shard(make())
-    profile(model, 0)
-    model(tokens_of(0, 0))  # what is in no layer stays gathered
-
-    assert all(isinstance(item, DTensor) for item in model.state_dict().values())
-
-
 def test_forward_alone_leaves_shards(one: None) -> None:
     plain = profile(make(), 0, backward=False, optimizer=None)
     model = memkit.shard(make())
@@ -118,32 +110,6 @@ def test_forward_alone_leaves_shards(one: None) -> None:
     assert 0 < report.sharding.gathered_bytes < plain.param_bytes
     assert report.step_memory is None
     assert_same(train(model, 0), train(make(), 0))
-
-
-def test_forward_of_the_users_goes_on_after_a_profile(one: None) -> None:
-    found = []
-    for profiles in (False, True):
-        model = memkit.shard(make())
-        torch.manual_seed(0)
-        loss = model(tokens_of(0, 3)).square().mean()
-        if profiles:
-            profile(model, 0)
-        loss.backward()
-        found.append([local(item.grad) for item in model.parameters()])
-
-    assert_same(*found)
-
-
-def test_gathered_in_another_dtype_is_no_activation(one: None) -> None:
-    plain = profile(make().bfloat16(), 0)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    report = profile(memkit.shard(make(), mp_policy=policy), 0)
-
-    assert report.activation_bytes == plain.activation_bytes
-    assert report.param_cast_bytes == 0
-    assert report.param_bytes == 2 * plain.param_bytes
-    assert report.grad_bytes == 2 * plain.grad_bytes  # type: ignore[operator]  # there was a backward
 
 
 def test_casts_of_what_is_gathered_are_casts(one: None) -> None:
@@ -175,23 +141,6 @@ def test_checkpointed_layers(one: None) -> None:
 
     assert profile(model, 0).activation_bytes == profile(build(), 0).activation_bytes
     assert_same(train(model, 0), train(make(), 0))
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
-def test_compiled_layers_are_profiled_without_what_is_inside(one: None) -> None:
-    def build() -> Model:
-        model = make()
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        return model
-
-    report = profile(memkit.shard(build()), 0)
-
-    assert report.activation_bytes == profile(build(), 0).activation_bytes
-    assert report.sharding is not None
-    assert report.sharding.gathered_bytes is None
-    assert "gathered at once" not in str(report)
 
 
 def test_shards_in_host_memory_are_told_from_those_on_the_device(one: None) -> None:
@@ -303,15 +252,6 @@ def test_report_says_that_parameters_are_shards(capsys: pytest.CaptureFixture[st
     assert "rank 0 of 8" in printed[0]
     assert printed[1] == ""
     assert MemoryReport.from_json(report.to_json()) == report
-
-
-def test_plans_of_a_rank_are_refused(one: None) -> None:
-    report = profile(memkit.shard(make()), 0)
-
-    with pytest.raises(ValueError, match=r"one rank of a model that is sharded has none\. .*memkit plan --ranks N"):
-        report.fit_in("1GiB")
-    with pytest.raises(ValueError, match="one rank of a model that is sharded"):
-        memkit.plan_memory(report, budget="1GiB", gpu="H100")
 
 
 # What is refused

@@ -69,13 +69,6 @@ def test_plan_counts_what_comes_from_the_host(num_ranks: int, lora: bool) -> Non
     assert plan.total_bytes == plan.gathered_bytes + plan.brought_bytes
 
 
-def test_total_is_the_sum() -> None:
-    plan = plan_shards([[ShardedParameter(shape=(4, 2), itemsize=4)]], num_ranks=2)
-
-    assert plan == ShardPlan(num_ranks=2, param_bytes=16, grad_bytes=16, state_bytes=32, gathered_bytes=32)
-    assert plan.total_bytes == 96
-
-
 def test_gathered_and_state_dtypes_count() -> None:
     weight = ShardedParameter(shape=(4,), itemsize=4, gathered_itemsize=2)
 
@@ -94,8 +87,3 @@ def test_gathered_and_state_dtypes_count() -> None:
 def test_counts_out_of_range(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_shards([], **options)  # type: ignore[arg-type]
-
-
-def test_scalar_is_no_sharded_parameter() -> None:
-    with pytest.raises(ValueError, match="one dimension at least"):
-        ShardedParameter(shape=(), itemsize=4)

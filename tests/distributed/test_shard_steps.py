@@ -31,7 +31,6 @@ from tests.distributed.hosting import on_host, racing
 from tests.distributed.stepping import (
     OPTIMIZERS,
     Spied,
-    checkpointed,
     late_gradients,
     outcome,
     raise_for,
@@ -113,28 +112,6 @@ def test_last_layer_is_stepped_before_the_backward_is_over(one: None) -> None:
 
     assert found == [True]
     assert num_threads == {torch.get_num_threads()}
-
-
-def test_backward_does_not_wait_for_a_step(one: None) -> None:
-    model, goes_on = make(), threading.Event()
-    held_backward(model, goes_on.set)
-    model = on_host(model)
-    optimizer, _ = spied_states(model)
-    found: list[bool] = []
-    optimizer.before = lambda _: found.append(goes_on.wait(30))
-    step(model, 0, 0)
-
-    assert found == [True] * 5  # four layers, and what is in none
-
-
-def test_all_is_stepped_once_the_backward_is_over(one: None) -> None:
-    model = on_host(make())
-    optimizer, _ = spied_states(model)
-    before = [local(item.detach()).clone() for item in model.parameters()]
-    step(model, 0, 0)
-
-    assert set(optimizer.state) == set(model.parameters())
-    assert not any(torch.equal(local(item), was) for item, was in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -308,23 +285,6 @@ def test_gradients_that_are_not_synchronized_are_stepped_when_they_are(one: None
     assert_same(run(True), run(False))
 
 
-@pytest.mark.full
-def test_group_that_is_added_is_stepped(one: None) -> None:
-    def run(opens: bool) -> list[Tensor]:
-        model = on_host(make())
-        first, *others = trained(model)
-        optimizer = torch.optim.AdamW(others, lr=1e-2, fused=True)
-        if opens:
-            memkit.StateOffload(optimizer, when="backward")
-        step(model, 0, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.add_param_group({"params": [first], "lr": 1e-3})
-        return train(model, optimizer, numbers=[1, 2])
-
-    assert_same(run(True), run(False))
-
-
 def test_group_that_comes_between_the_backward_and_its_step(one: None) -> None:
     def run(opens: bool) -> list[Tensor]:
         model = on_host(make())
@@ -339,19 +299,6 @@ def test_group_that_comes_between_the_backward_and_its_step(one: None) -> None:
         return train(model, optimizer, numbers=[1, 2])
 
     assert_same(run(True), run(False))
-
-
-@pytest.mark.full
-def test_parameter_that_leaves_is_left_alone(one: None) -> None:
-    model = on_host(make())
-    optimizer, _ = spied_states(model)
-    item = optimizer.param_groups[0]["params"].pop()
-    was = local(item.detach()).clone()
-    step(model, 0, 0)
-    optimizer.step()
-
-    assert torch.equal(local(item), was)
-    assert type(item.grad) is not ConsumedGradient
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
@@ -395,25 +342,6 @@ def test_another_backward_of_one_step_raises(one: None) -> None:
     states.optimizer.step()
 
     assert states.stats().num_steps == 2
-
-
-@pytest.mark.full
-def test_two_optimizers_of_one_layer_step_their_own(one: None) -> None:
-    def run(opens: bool) -> list[Tensor]:
-        model = on_host(make())
-        matrices, others = ([item for item in model.parameters() if (item.dim() == 2) == is_one] for is_one in (True, False))
-        optimizers = OPTIMIZERS["fused AdamW"](matrices), OPTIMIZERS["SGD"](others)
-        if opens:
-            for optimizer in optimizers:
-                memkit.StateOffload(optimizer, when="backward")
-        for number in range(2):
-            step(model, 0, number)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [local(item.detach()).clone() for item in model.parameters()]
-
-    assert_same(run(True), run(False))
 
 
 @pytest.mark.full
@@ -482,22 +410,6 @@ def test_closing_gives_the_optimizer_back(one: None) -> None:
     assert repr(states) == "<StateOffload of Spied: closed>"
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_closing_within_a_step_leaves_no_gradient_of_what_was_stepped(one: None) -> None:
-    model = on_host(make())
-    states = opened(model)
-    step(model, 0, 0)
-    states.close()
-
-    assert {item.grad for item in model.parameters()} == {None}
-
-
-def test_says_where_states_are(one: None) -> None:
-    states = opened(on_host(make()))
-
-    assert repr(states) == '<StateOffload of AdamW: 36.00 KiB of states in host memory, 0 bytes on cpu, update="host">'
-    assert states.stats().host_bytes == states.stats().room_bytes == 0
 
 
 # Failures
@@ -598,32 +510,6 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
     assert log == ["node", "next"]
 
 
-def test_blocks_that_a_backward_inside_of_the_backward_runs_again(one: None) -> None:
-    model = on_host(checkpointed())
-    expected = train(model, spied(model))
-    model = on_host(checkpointed())
-    optimizer, states = spied_states(model)
-
-    assert_same(train(model, optimizer, states=states), expected)
-
-
-def test_failure_is_told_once_the_outermost_backward_is_over(one: None) -> None:
-    """Where it was told before, other ranks would wait for this one's collectives."""
-    model, goes_on = checkpointed(), list[bool]()
-    model.embedding.register_forward_hook(
-        lambda _module, _args, output: output.register_hook(lambda _: goes_on.append(True)) and None
-    )
-    model = on_host(model)
-    optimizer, _ = spied_states(model)
-    optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
-    with pytest.raises(StateOffloadError, match="on purpose"):
-        step(model, 0, 0)
-    stepped = {item for item in model.parameters() if type(item.grad) is ConsumedGradient}
-
-    assert goes_on == [True]
-    assert stepped == {*model.parameters()} - {*model.blocks[3].parameters()}
-
-
 def test_failure_is_told_behind_what_fsdp_reduces_at_the_end(one: None) -> None:
     """Also where a layer is gathered in the backward ahead of all that FSDP2 does there: the model itself runs again."""
     model = on_host(make())
@@ -660,28 +546,6 @@ def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: p
     assert_same(train(model, optimizer, states=states, numbers=[1, 2]), expected[1:])
 
 
-def test_interrupt_while_a_layer_is_begun_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(opens: bool) -> list[Tensor]:
-        model = on_host(make())
-        first, others = [*model.blocks[3].parameters()], [*model.parameters()]
-        optimizer = Spied((item for item in others if all(item is not one for one in first)), lr=1e-2, momentum=0.9)
-        if opens:
-            memkit.StateOffload(optimizer, when="backward")
-        optimizer.add_param_group({"params": first})
-        begin = HostLayer.begin_steps
-
-        def interrupted(layer: HostLayer, steps: Any) -> None:
-            begin(layer, steps)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if opens else nullcontext():
-            patch.setattr(HostLayer, "begin_steps", interrupted)
-            optimizer.step()
-        return train(model, optimizer)
-
-    assert_same(run(True), run(False))
-
-
 def _states_behind_two_failures() -> tuple[Any, memkit.StateOffload]:
     """Return an optimizer and its states behind a backward that has failed, and a step within it that has as well."""
     model = make()
@@ -696,14 +560,6 @@ def _states_behind_two_failures() -> tuple[Any, memkit.StateOffload]:
     with pytest.raises(ArithmeticError, match="of the backward"):
         step(model, 0, 0)
     return optimizer, states
-
-
-@pytest.mark.full
-def test_failure_of_a_backward_that_has_failed_is_told_by_the_next_step(one: None) -> None:
-    optimizer, _ = _states_behind_two_failures()
-    with pytest.raises(StateOffloadError, match="on purpose"):
-        optimizer.step()
-    optimizer.step()
 
 
 @pytest.mark.full

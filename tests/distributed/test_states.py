@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -160,37 +159,6 @@ def test_steps_float32_copies_as_of_a_whole_model(update: str, is_cut: bool) -> 
         assert entries["master"].dtype == torch.float32
 
 
-def test_parameters_that_come_later_are_stepped() -> None:
-    nets = [sharded(), sharded()]
-    rows = [list(net.parameters()) for net in nets]
-    plain, optimizer = (adamw(row[::2]) for row in rows)
-    train(nets[0], plain, range(2))
-    with offload(optimizer) as states:
-        train(nets[1], optimizer, range(2))
-        for own, row in zip((plain, optimizer), rows, strict=True):
-            own.add_param_group({"params": row[1::2], "lr": 3e-3})
-        train(nets[0], plain, range(2, 4))
-        train(nets[1], optimizer, range(2, 4))
-        assert sum(map(len, (piece.parameters for piece in states.plan.pieces))) == len(rows[1])
-
-        assert_same(found_in(nets[1], optimizer), found_in(nets[0], plain))
-
-
-def test_shards_and_plain_parameters_are_stepped_side_by_side() -> None:
-    values = torch.randn(6, 4)
-    one, other = _shard(values.clone()), nn.Parameter(values.clone())
-    optimizer = adamw([one, other])
-    with offload(optimizer):
-        for seed in range(3):
-            other.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
-            one.grad = distribute_tensor(other.grad, one.device_mesh, one.placements)
-            optimizer.step()
-
-        assert torch.equal(one.to_local(), other)
-        assert isinstance(optimizer.state[one]["exp_avg"], DTensor)
-        assert type(optimizer.state[other]["exp_avg"]) is Tensor
-
-
 def test_states_change_places_and_begin_anew() -> None:
     """The class puts another tensor into the data of parameters as well."""
     values = torch.randn(6, 4)
@@ -222,17 +190,6 @@ def test_states_between_steps_are_shards_in_host_memory_of_their_own() -> None:
         assert saved["exp_avg"] is mean
         assert mean.to_local().untyped_storage().nbytes() == mean.to_local().nbytes
         assert copy.deepcopy(saved)["exp_avg"].full_tensor().equal(mean.full_tensor())
-
-
-def test_a_step_counts_as_a_write_to_the_parameter() -> None:
-    for options in ({}, {"update": "host"}, {"device_budget": "1KiB"}):
-        parameters = [_shard(torch.randn(6, 4)), _shard(torch.randn(60, 4))]
-        optimizer = adamw(parameters)
-        with offload(optimizer, **options):
-            before = [parameter._version for parameter in parameters]
-            _step(optimizer)
-
-            assert all(parameter._version > version for parameter, version in zip(parameters, before, strict=True))
 
 
 def test_a_rank_without_any_elements_steps() -> None:
@@ -270,23 +227,6 @@ def test_a_step_that_fails_is_made_again(failing: Callable[..., None], options: 
 
         for one, other in zip(*made, strict=True):
             assert torch.equal(one.to_local(), other.to_local())
-
-
-def test_a_gradient_that_was_written_to_is_not_gone_on_with(failing: Callable[..., None]) -> None:
-    parameter = _shard(torch.randn(40, 26))
-    optimizer = Failing([parameter], lr=1e-2)
-    with in_windows(), offload(optimizer) as states:
-        assert states.plan.pieces[0].windows
-        _step(optimizer)
-        failing(2, 3)
-        with pytest.raises((ValueError, StateOffloadError)):
-            _step(optimizer)
-        failing()
-        parameter.grad.mul_(2)  # moves the version of the shard, not that of its local tensor
-
-        with pytest.raises(StateOffloadError, match=r"the gradient of parameter 0\.0 was let go, or written to, meanwhile"):
-            optimizer.step()
-        states._stepping.mend(states._members.pieces, gives_up=True)
 
 
 # Refusals
@@ -431,11 +371,3 @@ def test_a_shard_in_host_memory_may_be_of_ranks_with_gpus() -> None:
         assert other.device_mesh == mesh
         assert torch.equal(shards.local_of(other), local)
     assert find_state_dict_object({"mean": made}, _create_write_items("mean", made)[0].index).data_ptr() == local.data_ptr()
-
-
-def test_plain_tensors_are_no_shards() -> None:
-    plain = torch.randn(3)
-
-    assert shards.local_of(plain) is plain
-    assert shards.shard_like(plain, plain) is plain
-    assert dist.is_initialized()

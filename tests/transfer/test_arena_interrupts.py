@@ -52,12 +52,11 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("trims", [False, True])
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.full)])
-def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(count: int, trims: bool) -> None:
+def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(trims: bool) -> None:
     case = Case(trims=trims)
     case.step()
 
-    for place in interrupts(case.step, count):
+    for place in interrupts(case.step, 60):
         case.go_on()
         assert (case.arena.in_use_bytes, case.arena.held_bytes, case.arena._gaps.ranges) == (0, 0, []), place
         assert case.device._pinned == [], place
@@ -70,14 +69,3 @@ def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(count: int, 
         assert sum(pinned.numel() for pinned in case.device._pinned) == case.arena.held_bytes, place
         for span in spans:
             case.arena.give(span)
-
-
-def test_span_that_nobody_was_given_is_free_again() -> None:
-    host, taken = Arena(ReferenceDevice()), list[Span]()
-
-    places = list(interrupts(lambda: taken.append(host.take(1000)), 100, within="_span"))
-
-    assert places
-    host.trim()
-    assert len(taken) == 1
-    assert host.in_use_bytes == 1024

@@ -26,7 +26,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import DiskError
 from memkit.sizes import DISK_PAGE_BYTES as PAGE
 from memkit.transfer import Arena, Lanes, ReferenceDisk, Span
-from memkit.transfer.disk import DiskCopy, DiskStore, DiskTransfer
+from memkit.transfer.disk import DiskCopy, DiskStore
 from memkit.transfer.disk_file import ScratchFile, cut_in_blocks
 from memkit.transfer.reference_disk import POISON
 from tests.interrupts import interrupts
@@ -290,18 +290,6 @@ def test_short_and_interrupted_calls_go_on(host: Host) -> None:
     store.close()
 
 
-def test_disk_that_moves_nothing_is_an_error(host: Host) -> None:
-    store = ReferenceDisk(fault=Faults(dict.fromkeys(range(99), 7))).open(MIB, host.device)
-    copy = store.add("chunk", 50_000)
-    store.write(copy, host.span(50_000))
-
-    with pytest.raises(DiskError, match="only 0 of 49152 bytes were moved") as caught:
-        store.wait(copy)
-
-    assert caught.value.errno == errno.EIO
-    store.close()
-
-
 @pytest.mark.parametrize("call", ["add", "write", "read", "close"])
 def test_failure_nobody_waited_for_is_told_at_the_next_call(host: Host, call: str) -> None:
     faults = Faults()
@@ -327,27 +315,6 @@ def test_failure_nobody_waited_for_is_told_at_the_next_call(host: Host, call: st
     with pytest.raises(DiskError, match=r'writing "first".*broken'):
         store.wait(first)
     store.close()
-    store.close()
-
-
-def test_failure_is_told_where_it_is_waited_for_alone_if_all_are(host: Host) -> None:
-    faults = Faults()
-    store = ReferenceDisk(fault=faults, is_late=False).open(MIB, host.device, waits_for_all=True)
-    first, second = store.add("first", 5000), store.add("second", 5000)
-    faults.at = {faults.num_calls: OSError(errno.EIO, "broken")}
-    store.write(first, host.span(5000))
-    store._queue.wait(first.transfer)  # type: ignore[arg-type]
-    assert not first.is_at_rest
-
-    store.write(second, host.span(5000, seed=1))
-    store.wait(second)
-    assert second.is_at_rest
-    assert second.is_written
-    with pytest.raises(DiskError, match=r'writing "first".*broken'):
-        store.wait(first)
-    store.write(first, host.span(5000))
-    store.wait(first)
-    assert first.is_written
     store.close()
 
 
@@ -384,22 +351,6 @@ def test_missing_wait_shows(host: Host) -> None:
     store.read(copy, span)
     store.wait(copy)
     assert bool((bytes_of(span) == 7).all())
-    store.close()
-
-
-def test_place_that_became_free_is_poisoned(host: Host) -> None:
-    store = ReferenceDisk().open(8 * PAGE, host.device)
-    copy = store.add("chunk", PAGE)
-    store.write(copy, host.span(PAGE, seed=1))
-    store.wait(copy)
-    ((start, end),) = copy.places[0]
-    store.write(copy, host.span(PAGE, seed=2))
-    store.wait(copy)
-
-    assert set(store.file._content[start:end]) == {POISON}  # type: ignore[attr-defined]
-    store.remove(copy)
-    assert store.in_use_bytes == 0
-    assert set(store.file._content) == {POISON}  # type: ignore[attr-defined]
     store.close()
 
 
@@ -499,11 +450,6 @@ def test_disk_really_full(tmp_path: Path) -> None:
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
-def test_limit_is_kept_to(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match=r"2\.00 MiB are needed in '.*'; found limit=1\.00 MiB\. Nothing was moved"):
-        memkit.Disk(tmp_path, limit="1MiB").open(2 * MIB, ReferenceDevice())
-
-
 def test_directory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -584,25 +530,6 @@ def test_fork_may_end_while_a_thread_of_its_parent_writes(tmp_path: Path, host: 
     store.close()
 
 
-def test_steps_do_not_grow(tmp_path: Path, host: Host) -> None:
-    store = memkit.Disk(tmp_path).open(4 * MIB, host.device)
-    copies = [store.add(str(number), 300_001) for number in range(8)]
-    span = host.span(300_001, seed=1)
-    seen = set()
-    for step in range(20):
-        for copy in copies:
-            store.write(copy, span)
-            store.wait(copy)
-            store.read(copy, span)
-            store.wait(copy)
-        if step > 2:
-            seen.add((_num_handles(tmp_path), num_own_threads(), store.in_use_bytes))
-
-    assert len(seen) == 1
-    assert torch.equal(bytes_of(span), filled(300_001, 1))
-    store.close()
-
-
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_process_leaves_no_file(tmp_path: Path) -> None:
@@ -622,34 +549,6 @@ def test_killed_process_leaves_no_file(tmp_path: Path) -> None:
     child.stdout.close()
 
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_interrupted_write_was_not_begun(host: Host, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
-    faults = Faults()
-    store = ReferenceDisk(is_late=is_late, fault=faults).open(MIB, host.device)
-    copy, span = store.add("chunk", 5000), host.span(5000)
-    store.write(copy, host.span(5000, seed=1))
-    store.wait(copy)
-    put = store._queue.put
-
-    def interrupted(transfer: DiskTransfer) -> None:
-        put(transfer)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store._queue, "put", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        store.write(copy, host.span(5000, seed=2))
-    monkeypatch.undo()
-    num_calls = faults.num_calls
-
-    store.read(copy, span)
-    store.wait(copy)
-    assert torch.equal(bytes_of(span), filled(5000, 1))
-    assert store.in_use_bytes == 2 * PAGE
-    store.close()
-    if is_late:
-        assert faults.num_calls == num_calls + 2, "both blocks were read, and none was written"
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -678,24 +577,6 @@ def test_chunk_is_old_or_new_wherever_an_interrupt_comes(host: Host, is_late: bo
         assert any(torch.equal(found, filled(9000, seed)) for seed in (0, 1)), place
         assert torch.equal(bytes_of(beside), filled(5000, 7)), place
         assert_places_are_apart(store, [copy, other])
-    store.close()
-
-
-def test_slow_disk_does_not_hold_up_the_caller(host: Host) -> None:
-    goes_on = threading.Event()
-
-    def slow(what: str, _offset: int, num_bytes: int) -> int:
-        assert what == "reserve" or goes_on.wait(60)
-        return num_bytes
-
-    store = ReferenceDisk(fault=slow, is_late=False).open(MIB, host.device)
-    copy, span = store.add("chunk", 5000), host.span(5000, seed=1)
-    store.write(copy, span)  # which returns, or the disk gives up
-
-    goes_on.set()
-    store.read(copy, span)
-    store.wait(copy)
-    assert torch.equal(bytes_of(span), filled(5000, 1))
     store.close()
 
 
@@ -733,20 +614,6 @@ def test_a_store_is_extended_up_to_the_limit_and_to_what_is_free(host: Host, tmp
         disk.extend(store, 2**50)
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
     assert store.file.num_bytes == PAGE
-    store.close()
-
-
-@pytest.mark.filterwarnings("ignore:Disk")
-def test_only_what_is_kept_has_room(disk: memkit.Disk, host: Host) -> None:
-    store = disk.open(8 * PAGE, host.device)
-    copies = [store.add(str(number), PAGE) for number in range(4)]
-    for number, copy in enumerate(copies):
-        store.write(copy, host.span(PAGE, seed=number))
-
-    store.keep_only(copies[1:3])
-
-    assert [store.has(copy) for copy in copies] == [False, True, True, False]
-    assert store.in_use_bytes == 2 * PAGE
     store.close()
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice, Stream
-from memkit.device.reference import POISON
-from memkit.errors import HostMemoryError, RaceError
+from memkit.errors import HostMemoryError
 from memkit.storages import byte_view
 from memkit.transfer import Arena, Lanes, Span, Transfer, arena, host_memory
 from memkit.transfer.staging import PromisedEvent
@@ -120,36 +119,6 @@ class Gate:
 # Bytes and order
 
 
-def test_bytes_come_to_the_device(device: Device, limit: PinLimit) -> None:
-    case = Case(device)
-    case.fill(1)
-    storages = [case.new_storage() for _ in case.spans]
-
-    transfers = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=True)]
-    case.wait(*transfers)
-
-    for number, storage in enumerate(storages):
-        case.assert_holds(storage, 1 + number)
-    assert [transfer.num_bytes for transfer in transfers] == [span.num_bytes for span in case.spans]
-    del storages, storage
-    case.close()
-    assert not limit.pinned
-
-
-def test_bytes_come_to_the_host(device: Device, limit: PinLimit) -> None:
-    case = Case(device)
-    storages = [case.new_storage(3 + number) for number in range(len(case.spans))]
-
-    transfers = [case.copy_out(storage, span) for span, storage in zip(case.spans, storages, strict=True)]
-    for transfer in transfers:
-        device.synchronize(transfer.done)
-
-    for number, span in enumerate(case.spans):
-        assert torch.equal(span.whole, content(span, 3 + number))
-    case.close()
-    assert not limit.pinned
-
-
 @pytest.mark.usefixtures("limit")
 def test_what_went_out_comes_back(device: Device) -> None:
     case = Case(device)
@@ -232,29 +201,6 @@ def test_parts_of_a_span_are_copied_alike(device: Device) -> None:
     device.synchronize(case.copy_out(storage, part).done)
 
     assert torch.equal(case.spans[0].whole[512 : 512 + 2 * CHUNK], content(part, 1))
-    case.close()
-
-
-@pytest.mark.usefixtures("limit")
-def test_two_threads_copy_at_once(device: Device) -> None:
-    case = Case(device)
-    case.fill(1)
-
-    def work(number: int) -> None:
-        lanes, span = case.lanes, case.spans[number]
-        for step in range(10):
-            target, source = case.new_storage(), case.new_storage(step)
-            back = lanes.copy_back(span, target, after=(device.record_event(),))
-            case.wait(back)
-            case.assert_holds(target, step - 1 if step else 1 + number)
-            out = lanes.copy_out(source, span, after=device.record_event())
-            case.wait(out)
-            device.synchronize(out.done)
-            del target, source
-
-    with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(work, number) for number in range(4)]:
-            done.result(60)
     case.close()
 
 
@@ -477,34 +423,6 @@ def test_buffers_yield_to_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert limit.pinned == {}
 
 
-def test_what_was_pinned_before_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    limit = PinLimit(device, monkeypatch, 6 * PAGE)
-    host = Arena(device, must_pin=False)
-    (pinned,) = host.take_pinned_as_one([PAGE])
-
-    other = host.take_pinned_as_one([PAGE] * 7)
-
-    assert pinned.staging is None
-    assert all(span.staging is not None for span in other)
-    assert sum(limit.pinned.values()) == 5 * PAGE
-    assert host.num_pins == 12
-    for span in (pinned, *other):
-        host.give(span)
-    host.close()
-    assert (host.held_bytes, limit.pinned) == (0, {})
-
-
-def test_closed_arena_asks_the_system_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    limit = PinLimit(device, monkeypatch, 0)
-    case = Case(device)
-    case.close()
-    limit.limit_bytes = 10 * PAGE
-
-    assert case.arena.take(1).staging is None
-
-
 def test_close_with_copies_under_way_waits_for_them(device: Device, limit: PinLimit, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         case = Case(device)
@@ -526,57 +444,6 @@ def test_close_with_copies_under_way_waits_for_them(device: Device, limit: PinLi
 # What the reference device shows
 
 
-def test_buffer_that_is_used_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    PinLimit(device, monkeypatch, LIMITS["staged"])
-    case = Case(device)
-    case.fill(1)
-    storage = case.new_storage()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "synchronize", lambda event=None: None)
-        case.wait(case.copy_back(case.spans[0], storage))
-
-    assert not torch.equal(byte_view(storage), content(case.spans[0], 1))
-    del storage
-    case.close()
-
-
-def test_buffer_that_is_emptied_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    PinLimit(device, monkeypatch, LIMITS["staged"])
-    case = Case(device)
-    storage = case.new_storage(1)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "synchronize", lambda event=None: None)
-        case.wait(case.copy_out(storage, case.spans[0]))
-
-    assert (case.spans[0].whole == POISON).all()
-    case.close()
-
-
-def test_host_memory_that_is_given_back_too_early_shows(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(device, CudaDevice):
-        pytest.skip("freed host memory is poisoned on the reference device only")
-    PinLimit(device, monkeypatch, LIMITS["pageable"])
-    case = Case(device)
-    case.fill(1)
-    storages = [case.new_storage() for _ in range(2)]
-    with monkeypatch.context() as patch:
-        gate = Gate(device, patch)
-        transfers = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=False)]
-        gate.num_waiting.acquire()
-        case.arena.give(case.spans.pop(1))
-        gate.opened.set()
-        case.wait(*transfers)
-
-    case.assert_holds(storages[0], 1)
-    assert byte_view(storages[1]).eq(POISON).all()
-    storages.clear()
-    case.close()
-
-
 def test_event_is_not_taken_before_it_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
@@ -589,42 +456,6 @@ def test_event_is_not_taken_before_it_was_recorded(monkeypatch: pytest.MonkeyPat
         case.wait(transfer)
 
     monkeypatch.undo()
-    case.wait(transfer)
-    del storage
-    case.close()
-
-
-@pytest.mark.parametrize("is_out", [False, True])
-def test_copy_that_does_not_wait_for_the_work_before_shows(is_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    PinLimit(device, monkeypatch, LIMITS["staged"])
-    case = Case(device)
-    storage, before = case.new_storage(), device.record_event()
-    device.note_written(storage, 1)
-
-    transfer = (
-        case.lanes.copy_out(storage, case.spans[0], after=before)
-        if is_out
-        else case.lanes.copy_back(case.spans[0], storage, after=(before,))
-    )
-    with pytest.raises(RaceError, match="without waiting for its writer"):
-        case.wait(transfer)
-
-    del storage
-    case.close()
-
-
-def test_work_that_does_not_wait_for_a_copy_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    PinLimit(device, monkeypatch, LIMITS["staged"])
-    case = Case(device)
-    storage = case.new_storage()
-
-    transfer = case.copy_back(case.spans[0], storage)
-    transfer.done.recorded()
-    with pytest.raises(RaceError, match='"compute" reads a storage without waiting for its writer, "H2D"'):
-        device.note_read(storage)
-
     case.wait(transfer)
     del storage
     case.close()

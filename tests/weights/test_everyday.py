@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
-from memkit.owners import owners
 from memkit.wrappers import parts_of
 from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
 from tests.weights.wrapped import BLOCKS, Wrapper, devices_of
@@ -80,30 +79,6 @@ def test_state_that_was_taken_before_keeps_its_bytes_after_close(device: Device)
     assert torch.equal(weight.cpu(), plain.layers[2].up.weight.data.cpu())
 
 
-def test_saving_one_parameter_writes_its_bytes(device: Device, tmp_path: Path) -> None:
-    model = only_lora(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))).requires_grad_(False)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        torch.save(model.state_dict()["1.weight"], tmp_path / "one")
-        torch.save(model.state_dict(), tmp_path / "all")
-
-    num_bytes = 4 * 256 * 256
-    assert num_bytes <= (tmp_path / "one").stat().st_size <= num_bytes + 4096
-    assert 4 * (num_bytes + 1024) <= (tmp_path / "all").stat().st_size <= 4 * (num_bytes + 1024) + 8192
-
-
-def test_state_goes_through_a_file(device: Device) -> None:
-    model, other = _model(device), _model(device)
-    file = io.BytesIO()
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        other.load_state_dict(torch.load(file))
-
-        assert_same(run_step(model, inputs(device)), run_step(other, inputs(device)))
-
-
 def test_state_is_loaded_into_a_model_that_streams(device: Device) -> None:
     model, other = _model(device), _model(device)
 
@@ -139,17 +114,6 @@ def test_close_leaves_the_model_as_it_was(make: Callable[[], nn.Module], device:
             part.untyped_storage().resize_(0)  # its own, as it was
 
 
-def test_model_runs_plainly_after_close(device: Device) -> None:
-    model = _model(device)
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        run_step(model, inputs(device))
-    run_step(plain, inputs(device))
-
-    assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
-
-
 def test_what_is_kept_until_closed_goes_with_it(device: Device) -> None:
     model, seen = _model(device), list[str]()
     offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
@@ -160,27 +124,6 @@ def test_what_is_kept_until_closed_goes_with_it(device: Device) -> None:
     model(inputs(device)[0])
 
     assert seen == ["open"]
-
-
-def test_what_is_kept_until_closed_goes_at_once_where_it_is_closed(device: Device) -> None:
-    model, seen = _model(device), list[str]()
-    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
-    offload.close()
-
-    offload.until_closed(model.register_forward_hook(lambda *_: seen.append("open")))
-    model(inputs(device)[0])
-
-    assert seen == []
-
-
-def test_closing_again_does_nothing(device: Device) -> None:
-    model = _model(device)
-    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
-    offload.close()
-    offload.close()
-
-    with pytest.raises(ValueError, match="this LayerOffload is closed; make a new one"), offload:
-        pass
 
 
 def test_closed_one_does_not_gather(device: Device) -> None:
@@ -194,18 +137,6 @@ def test_closed_one_does_not_gather(device: Device) -> None:
     assert torch.equal(model.layers[0].up.weight, plain.layers[0].up.weight)
 
 
-def test_closed_one_tells_what_it_did(device: Device) -> None:
-    model = _model(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
-        run_step(model, inputs(device))
-        before = offload.stats()
-    after = offload.stats()
-
-    assert (after.num_fetches, after.h2d_bytes) == (before.num_fetches, before.h2d_bytes)
-    assert after.slot_bytes == 0
-    assert after.host_bytes == 0
-
-
 def test_backward_after_close_raises(device: Device) -> None:
     model = _model(device)
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
@@ -215,23 +146,6 @@ def test_backward_after_close_raises(device: Device) -> None:
         memkit.errors.LayerOffloadError, match=r'"layers.\d" do not stream any more: its LayerOffload is closed'
     ):
         loss.backward()
-
-
-@pytest.mark.full
-def test_opened_and_closed_many_times(device: Device) -> None:
-    model, batches = _model(device), inputs(device)
-    plain = copy.deepcopy(model)
-    held = set()
-
-    for _ in range(20):
-        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-            num_hooks = len(_hooks(model))
-            assert_same(run_step(model, batches), run_step(plain, batches))
-            held.add((num_hooks, offload.stats().host_bytes, offload.stats().slot_bytes))
-        assert not _hooks(model)
-        assert not [owner for owner in owners() if owner is offload._streamer]
-
-    assert len(held) == 1
 
 
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])
@@ -323,20 +237,6 @@ def test_parameters_are_replaced_between_forward_and_backward(device: Device) ->
         assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
 
 
-def test_cast_is_kept_by_close(device: Device) -> None:
-    model = _model(device)
-    plain = copy.deepcopy(model).to(torch.float64)
-    with memkit.LayerOffload(model, offload_ratio=0.5, device=device):
-        run_step(model, inputs(device))
-        model.zero_grad()
-        model.to(torch.float64)
-
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    batches = [batch.double() for batch in inputs(device)]
-    assert_same(run_step(model, batches), run_step(plain, batches))
-
-
 def test_cast_that_is_taken_back_goes_on(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
@@ -344,22 +244,6 @@ def test_cast_that_is_taken_back_goes_on(device: Device) -> None:
         model.double().float()
         if device.torch_device.type == "cpu":
             assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_moved_to_where_it_is(make: Callable[[], nn.Module], device: Device) -> None:
-    model = make().to(device.torch_device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        model.layers.to("cpu", torch.float32)
-        for layer in model.layers:  # what does not stream
-            layer.lora_a.to(device.torch_device)
-            layer.lora_b.to(device.torch_device)
-        model.to(memory_format=torch.contiguous_format).requires_grad_(False).eval()
-        model.train().stem.requires_grad_()
-        plain.requires_grad_(False).stem.requires_grad_()
-
-        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
 
 
 def test_parameter_that_was_removed_raises(device: Device) -> None:
@@ -428,18 +312,6 @@ def test_layer_that_is_replaced_does_not_stream(device: Device) -> None:
             tested.layers[1] = nn.Linear(16, 16, device=device.torch_device)
 
         assert_same(run_step(model, batches), run_step(plain, batches))
-
-
-def test_stats_are_printed(device: Device) -> None:
-    model = _model(device)
-    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=2, device=device) as offload:
-        run_step(model, inputs(device))
-        stats = offload.stats()
-
-    lines = [re.split(r"  +", line) for line in str(stats).splitlines()]
-    assert lines[:2] == [["layers that stream", "3 (15.00 KiB)"], ["layers that stay", "3"]]
-    assert ["overflows", "0"] in lines
-    assert set(stats.stall_s) == set(offload.plan.streamed)
 
 
 def test_plan_is_explained(device: Device) -> None:
@@ -532,3 +404,26 @@ def test_gradients_are_shared_with_other_processes() -> None:
             assert all(torch.equal(one, other) for one, other in zip(kept, expected, strict=True))
             sizes.append(offload.stats().host_bytes)
         assert sizes == sizes[:1] * 4
+
+
+def test_what_is_kept_until_closed_goes_at_once_where_it_is_closed(device: Device) -> None:
+    model, seen = _model(device), list[str]()
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
+    offload.close()
+
+    offload.until_closed(model.register_forward_hook(lambda *_: seen.append("open")))
+    model(inputs(device)[0])
+
+    assert seen == []
+
+
+def test_stats_are_printed(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=2, device=device) as offload:
+        run_step(model, inputs(device))
+        stats = offload.stats()
+
+    lines = [re.split(r"  +", line) for line in str(stats).splitlines()]
+    assert lines[:2] == [["layers that stream", "3 (15.00 KiB)"], ["layers that stay", "3"]]
+    assert ["overflows", "0"] in lines
+    assert set(stats.stall_s) == set(offload.plan.streamed)

@@ -292,50 +292,6 @@ def test_forward_that_a_backward_in_another_thread_waits_for_is_refused(monkeypa
     assert ["while a backward in another was going on" in str(error) for error in found] == [True]
 
 
-def test_recomputation_that_is_interrupted_leaves_the_gradients_before_it(device: Device) -> None:
-    """The layer's parameters are still in a slot when the backward is over."""
-    if device.torch_device.type != "cpu":
-        pytest.skip("a GPU's recomputations run in a thread of the engine's, to which no interrupt comes")
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    model = Stack(4, run=run, block=Failing).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
-        assert_same(run_step(model, batches), before := run_step(plain, batches))
-        loss = model(batches[0]).sum()
-        model.get_submodule("layers.1").error = SystemExit("again")  # type: ignore[assignment]  # an attribute of the test's own
-        with pytest.raises(SystemExit, match="again"):
-            loss.backward()
-        model.get_submodule("layers.1").error = None  # type: ignore[assignment]
-        model(batches[0])  # which waits for what the engine has yet to do
-        found = results(model, [])
-        plain(batches[0]).sum().backward()
-        for name, after in results(plain, []).items():
-            assert torch.equal(found[name], before[name]) or torch.equal(found[name], after), name
-
-        for one in (model, plain):
-            one.zero_grad()
-        assert_same(run_step(model, batches), run_step(plain, batches))
-
-
-def test_layer_is_interrupted_and_the_weights_are_read_next(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        case.model.layers[1].error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            case.model(case.batches[0])
-        state = case.model.state_dict()
-        case.model.layers[1].error = None
-        case.assert_next_step_works()
-
-    for name, tensor in case.plain.state_dict().items():
-        assert torch.equal(state[name].cpu(), tensor.cpu()), name
-
-
 def test_layer_is_interrupted_and_its_weights_are_written_next(device: Device) -> None:
     case = Case(device)
     with case.offload:
@@ -346,89 +302,6 @@ def test_layer_is_interrupted_and_its_weights_are_written_next(device: Device) -
         for tested in (case.model, case.plain):
             with torch.no_grad():
                 tested.layers[1].up.weight.mul_(2)
-
-        case.assert_next_step_works()
-
-
-def test_layer_is_interrupted_and_weights_are_loaded_next(device: Device) -> None:
-    case = Case(device)
-    other = only_lora(Stack(4, block=Failing)).state_dict()
-    with case.offload:
-        case.model.layers[1].error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            case.model(case.batches[0])
-        case.model.layers[1].error = None
-        case.model.load_state_dict(other)
-        case.plain.load_state_dict(other)
-
-        case.assert_next_step_works()
-
-
-def test_model_is_interrupted_within_the_users_hooks(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        case.model.layers[1].error = KeyboardInterrupt()
-        with (
-            pytest.raises(KeyboardInterrupt),
-            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor),
-        ):
-            case.model(case.batches[0])
-        case.model.layers[1].error = None
-
-        case.assert_next_step_works()
-
-
-def test_first_step_after_an_interrupt_is_within_other_hooks(device: Device) -> None:
-    case = Case(device)
-    packed = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor.shape)
-        return tensor
-
-    with case.offload:
-        case.model.layers[1].error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            case.model(case.batches[0])
-        case.model.layers[1].error = None
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = case.model(case.batches[0])
-        assert innermost_pack() is None
-        expected = case.plain(case.batches[0])
-        output.sum().backward()
-        expected.sum().backward()
-
-        assert torch.equal(case.model.stem.weight.grad, case.plain.stem.weight.grad)
-        assert packed
-
-
-def test_first_step_after_an_interrupt_is_offloaded(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        case.model.layers[1].error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            case.model(case.batches[0])
-        case.model.layers[1].error = None
-        with memkit.CPUOffload(1.0, min_bytes=0, device=device):
-            output = case.model(case.batches[0])
-            expected = case.plain(case.batches[0])
-        output.sum().backward()
-        expected.sum().backward()
-
-        assert torch.equal(case.model.stem.weight.grad, case.plain.stem.weight.grad)
-
-
-def test_model_fails_between_its_layers(device: Device) -> None:
-    case = Case(device)
-
-    def run_some(layers: nn.ModuleList, x: Tensor) -> None:
-        fail(layers[1](layers[0](x)))
-
-    with case.offload:
-        run, case.model._run = case.model._run, run_some
-        with pytest.raises(ModelError, match="body"):
-            case.model(case.batches[0])
-        case.model._run = run
 
         case.assert_next_step_works()
 
@@ -583,14 +456,6 @@ def test_error_in_the_body_is_not_masked(device: Device) -> None:
     case.assert_weights_are_whole()
 
 
-def test_error_in_gather_is_not_masked(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        with pytest.raises(ModelError, match="body"), case.offload.gather("layers.1") as layer:
-            fail(layer.half())
-        case.model.float()
-
-
 def test_close_within_a_forward_raises(device: Device) -> None:
     case = Case(device)
     handle = case.model.layers[1].up.register_forward_hook(lambda *_: case.offload.close())
@@ -655,3 +520,11 @@ def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
 
 def _raise(*_: object) -> None:
     raise torch.OutOfMemoryError("once")
+
+
+def test_error_in_gather_is_not_masked(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        with pytest.raises(ModelError, match="body"), case.offload.gather("layers.1") as layer:
+            fail(layer.half())
+        case.model.float()

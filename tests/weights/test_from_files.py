@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.weights.from_files import Checkpoint
-from tests.interrupts import interrupts
 from tests.weights.cases import WIDTH, Block, Stack
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -145,14 +144,6 @@ def test_dtypes_are_cast_as_load_state_dict_casts(tmp_path: Path, dtype: torch.d
         assert_same(list(model.state_dict().values()), list(plain.state_dict().values()))
 
 
-def test_model_with_data_is_loaded_as_well(tmp_path: Path) -> None:
-    plain, model = Whole(), Whole()
-    path = saved(plain, tmp_path)
-
-    with memkit.LayerOffload(model, offload_ratio=0.5, weights=path, device=ReferenceDevice()):
-        assert_same(step(model), step(plain))
-
-
 def test_adapters_with_data_stay_as_they_are(tmp_path: Path) -> None:
     """Only what is on meta must be in the files."""
     plain, model = Stack(), on_meta(Stack)
@@ -232,42 +223,6 @@ def test_random_numbers_are_left_as_they_were(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_buffer_that_was_cast_is_made_anew_and_cast(tmp_path: Path) -> None:
-    plain = Whole().to(torch.bfloat16)
-    model = on_meta(Whole).to(torch.bfloat16)
-    model.positions.original = model.positions.inv_freq
-    path = saved(plain, tmp_path)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice()):
-        assert torch.equal(model.positions.inv_freq, plain.positions.inv_freq)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_models_of_transformers(tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    if kind == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, vocab_size=64
-        )
-        make = lambda: transformers.LlamaForCausalLM(config)  # noqa: E731
-    else:
-        config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=32)
-        make = lambda: transformers.GPT2LMHeadModel(config)  # noqa: E731
-    plain = make().eval()
-    plain.save_pretrained(tmp_path)
-    model = on_meta(make).eval()
-    ids = torch.arange(12).view(1, 12)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, weights=tmp_path, device=ReferenceDevice()):
-        found = model(input_ids=ids, labels=ids)
-        found.loss.backward()
-
-        expected = plain(input_ids=ids, labels=ids)
-        expected.loss.backward()
-        assert torch.equal(found.logits, expected.logits)
-        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
-
-
 # Files
 
 
@@ -286,17 +241,6 @@ def test_missing_unexpected_and_wrong_tensors_are_named(tmp_path: Path) -> None:
         memkit.LayerOffload(model, offload_ratio=1.0, weights=tmp_path, device=ReferenceDevice())
 
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_state_that_is_no_tensor_is_named(tmp_path: Path) -> None:
-    class Extra(Stack):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"steps": 3}
-
-    path = saved(Stack(), tmp_path)
-
-    with pytest.raises(ValueError, match='found "_extra_state" is missing'):
-        memkit.LayerOffload(on_meta(Extra), offload_ratio=1.0, weights=path, device=ReferenceDevice())
 
 
 def test_parameter_that_no_state_dict_has_is_named(tmp_path: Path) -> None:
@@ -349,31 +293,6 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     with memkit.LayerOffload(model, offload_ratio=1.0, weights=file, device=ReferenceDevice()):
         step(model)
-
-
-@pytest.mark.parametrize(
-    ("within", "count"), [(None, 8), *(pytest.param(within, 40, marks=pytest.mark.full) for within in (None, "_swap"))]
-)
-def test_interrupt_leaves_the_model_without_data(tmp_path: Path, within: str | None, count: int) -> None:
-    plain = Whole(2)
-    path, models, offloads = saved(plain, tmp_path), list[Whole](), list[memkit.LayerOffload]()
-
-    def prepare() -> None:
-        while offloads:
-            offloads.pop().close()
-        models[:] = [on_meta(lambda: Whole(2))]
-
-    def make() -> None:
-        offloads.append(memkit.LayerOffload(models[0], offload_ratio=1.0, num_slots=1, weights=path, device=ReferenceDevice()))
-
-    for place in interrupts(make, count, prepare=prepare, within=within):
-        assert not offloads
-        assert all(tensor.is_meta for tensor in (*models[0].parameters(), *models[0].buffers())), place
-        with memkit.LayerOffload(models[0], offload_ratio=1.0, weights=path, device=ReferenceDevice()):
-            assert_same(step(models[0]), step(plain))
-        for parameter in plain.parameters():
-            parameter.grad = None
-    prepare()
 
 
 @pytest.mark.parametrize(
@@ -483,3 +402,13 @@ print(memory("VmHWM") - before, offload.stats().host_bytes)
     assert bytes_of_weights <= host_bytes <= bytes_of_weights + num_layers * 2 * 2**20
     slot_bytes = bytes_of_weights // num_layers  # the reference device is in host memory as well
     assert bytes_of_weights <= peak_bytes < host_bytes + slot_bytes + 40 * 2**20
+
+
+def test_buffer_that_was_cast_is_made_anew_and_cast(tmp_path: Path) -> None:
+    plain = Whole().to(torch.bfloat16)
+    model = on_meta(Whole).to(torch.bfloat16)
+    model.positions.original = model.positions.inv_freq
+    path = saved(plain, tmp_path)
+
+    with memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice()):
+        assert torch.equal(model.positions.inv_freq, plain.positions.inv_freq)

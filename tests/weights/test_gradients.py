@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
 from memkit.storages import storage_key
-from tests.weights.cases import RUNS, Block, Stack, compare, inputs, only_lora
+from tests.weights.cases import RUNS, Stack, compare, inputs, only_lora
 
 pytestmark = pytest.mark.full
 
@@ -28,34 +26,6 @@ def test_frozen_layers_with_lora(run: str, slots: int, device: Device) -> None:
 
     assert stats.num_streamed == 6
     assert stats.num_fetches > 0
-
-
-@pytest.mark.parametrize("run", ["in order", "reversed", "skipping", "checkpoint", "reentrant checkpoint"])
-def test_no_more_slots_are_taken_than_planned(run: str, device: Device) -> None:
-    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_ratio=1.0, num_slots=2)
-
-    assert stats.num_overflows == 0
-
-
-class _Biased(Block):
-    def forward(self, states: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, bias = states
-        bias = self.norm(x) if bias is None else bias
-        return super().forward(x) + bias, bias
-
-
-def _biased(layers: nn.ModuleList, x: Tensor) -> Tensor:
-    states: Any = (x, None)
-    for layer in layers:
-        states = layer(states)
-    return states[0]
-
-
-def test_output_that_comes_through_all_layers_is_one_of_the_first(device: Device) -> None:
-    stats = compare(only_lora(Stack(8, run=_biased, block=_Biased)), device, offload_ratio=1.0, num_steps=1)
-
-    assert stats.num_fetches == 2 * (8 + 5)  # two batches
-    assert stats.num_demand_fetches == 0
 
 
 @pytest.mark.parametrize("num_layers", [4, 5, 6])
@@ -86,16 +56,6 @@ def test_order_of_the_last_time_is_fetched_ahead(run: str, device: Device) -> No
 
     assert found[0] > 0
     assert found[1:] == [0, 0]
-
-
-def test_layers_are_fetched_ahead_in_the_order_of_registration(device: Device) -> None:
-    model, num_steps = only_lora(Stack(8)), 3
-    stats = compare(model, device, offload_ratio=1.0, num_steps=num_steps)
-
-    # Two passes in a step, each of 8 layers; what the slots hold at the turn is not fetched again.
-    assert stats.num_fetches == num_steps * 2 * (8 + 8 - 3)
-    assert stats.num_demand_fetches == 0
-    assert stats.h2d_bytes == stats.num_fetches * stats.streamed_bytes // 8
 
 
 @pytest.mark.parametrize("train", ["frozen", "host"])

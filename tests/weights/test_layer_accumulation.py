@@ -136,19 +136,6 @@ def test_gradient_is_held_while_another_graph_is_alive(monkeypatch: pytest.Monke
         _check(plain, model, step)
 
 
-@pytest.mark.usefixtures("new_nodes")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_around_a_layer_that_runs_twice(use_reentrant: bool) -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = checkpoint(lambda x, layer=layer: layer(layer(x)), x, use_reentrant=use_reentrant)
-        return layers[1](x)
-
-    plain, model = _models(run)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
-
-
 class _Opaque(Block):
     """Its output is nothing that torch knows tensors in."""
 
@@ -185,28 +172,6 @@ def test_modules_inside_of_a_layer_that_are_called_by_themselves() -> None:
 
 
 # Gradients out of turn
-
-
-class _Borrowing(Block):
-    """Uses a weight of another layer as well."""
-
-    lender: list[Block]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x * self.lender[0].norm.weight if hasattr(self, "lender") else x
-
-
-def test_gradient_that_comes_once_the_backward_of_another_layer_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, model = _models(block=_Borrowing)
-    for one in (plain, model):
-        one.layers[0].lender = [one.layers[3]]  # type: ignore[index,union-attr,operator]
-    with _streaming(model, ReferenceDevice()) as gradients:
-        _check(plain, model, _step)
-        noted = _noting(gradients, monkeypatch)
-        _step(model, inputs(ReferenceDevice(), 1))
-
-    assert noted.index("layers.3.norm.weight") > noted.index("layers.1.norm.weight") > noted.index("layers.3.norm.bias")
 
 
 class _Aside(Block):
@@ -315,16 +280,6 @@ class _Reentering(_Checkpointing):
 @pytest.mark.parametrize("block", [_Checkpointing, _Reentering])
 def test_checkpoints_inside_of_layers(block: type[Block]) -> None:
     plain, model = _models(block=block)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
-
-
-def test_branches_whose_layers_take_turns() -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        x, y = layers[0](x), layers[1](x)
-        return layers[2](x + y) * layers[3](x - y) + layers[0](y)
-
-    plain, model = _models(run)
     with _streaming(model, ReferenceDevice()):
         _check(plain, model, _step)
 
@@ -498,68 +453,6 @@ def test_backward_that_is_refused_has_ended_before_the_engine_is_done_with_it(
 
 
 # What else a backward may be asked for
-
-
-def test_gradients_of_some_parameters_alone(device: Device) -> None:
-    plain, model = _models()
-    batch = inputs(ReferenceDevice(), 1)
-
-    def step(model: nn.Module) -> None:
-        _step(model, batch)
-        names = ["layers.2.up.weight", "layers.0.norm.bias", "head.weight"]
-        model(batch[0]).sum().backward(inputs=[model.get_parameter(name) for name in names])
-
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, step)
-
-
-def test_gradients_that_are_returned_leave_those_that_are_there() -> None:
-    plain, model = _models()
-    batch = inputs(ReferenceDevice(), 1)
-    with _streaming(model, ReferenceDevice()):
-        found = []
-        for one in (plain, model):
-            _step(one, batch)
-            x = batch[0].clone().requires_grad_()
-            asked = [x, *one.get_submodule("layers.1").parameters()]
-            found.append(torch.autograd.grad(one(x).square().sum(), asked))
-        assert all(map(torch.equal, *found))
-        assert_same(results(model, []), results(plain, []))
-
-
-class _FailsOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("the test's own")
-
-
-def test_backward_that_fails_leaves_gradients_with_all_or_nothing_of_it() -> None:
-    fails = False
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        x = in_order(layers[:2], x)  # type: ignore[arg-type]
-        return in_order(layers[2:], _FailsOnce.apply(x) if fails else x)  # type: ignore[arg-type,no-untyped-call]
-
-    plain, model = _models()
-    plain._run = model._run = run  # type: ignore[assignment]
-    batches = inputs(ReferenceDevice())
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step, num_steps=1)
-        before, fails = results(plain, []), True
-        for one in (plain, model):
-            with pytest.raises(ArithmeticError):
-                _step(one, batches)
-        after, found, fails = results(plain, []), results(model, []), False
-
-        assert all(torch.equal(grad, before[name]) or torch.equal(grad, after[name]) for name, grad in found.items())
-        assert torch.equal(found["grad layers.3.up.weight"], after["grad layers.3.up.weight"])
-        for one in (plain, model):
-            one.zero_grad()
-        _check(plain, model, _step)
 
 
 def test_no_more_than_two_layers_have_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

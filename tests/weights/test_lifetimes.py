@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import memkit
 from memkit.device import Device
-from tests.weights.cases import WIDTH, Block, Result, Stack, compare, in_order, inputs, only_lora, results, run_step
+from tests.weights.cases import Block, Result, Stack, compare, in_order, inputs, only_lora, results, run_step
 
 Step = Callable[[nn.Module, list[Tensor]], Result]
 
@@ -162,35 +160,6 @@ def _grad_of_inputs_only(model: nn.Module, batches: list[Tensor]) -> Result:
     return results(model, [output, x.grad])
 
 
-def test_nothing_to_train_in_what_comes_first(device: Device) -> None:
-    model = only_lora(Stack())
-    model.stem.requires_grad_(False)
-
-    compare(model, device, offload_ratio=1.0, num_slots=2)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_another_order_in_each_step(slots: int, device: Device) -> None:
-    def run_shuffled(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        order = list(layers)
-        chance = random.Random(int(x.detach().abs().sum() * 1000))
-        chance.shuffle(order)
-        return in_order(order[: chance.randint(1, len(order))], x)
-
-    compare(only_lora(Stack(run=run_shuffled)), device, num_steps=6, offload_ratio=1.0, num_slots=slots)
-
-
-def test_number_of_layers_that_varies(device: Device) -> None:
-    def run_some(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer(x)
-            if x.detach().abs().mean() > 1.2:
-                break
-        return x
-
-    compare(only_lora(Stack(run=run_some)), device, num_steps=4, offload_ratio=0.7, num_slots=2)
-
-
 @pytest.mark.parametrize("step", ["backwards in order", "samples in between", "dropped", "double backward", "retained"])
 def test_no_slot_stays_in_use(step: str, device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
@@ -229,35 +198,6 @@ def test_model_that_is_dropped_takes_all_that_streams_with_it(train: str, device
 
     assert [ref() for ref in dropped] == [None, None, None]
     assert list(torch_optimizer._global_optimizer_pre_hooks) == hooks_before
-
-
-def test_dropped_graphs_hold_no_slot(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    batches = inputs(device)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        kept = [model(batches[0]) for _ in range(5)]
-        assert offload.stats().num_overflows == 0
-        del kept
-        run_step(model, batches)
-
-        assert offload.stats().num_overflows == 0
-
-
-def test_graph_outlives_many_other_passes(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    expected = plain(batches[0])
-    expected.sum().backward()
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        output = model(batches[0])
-        for _ in range(5):
-            with torch.no_grad():
-                model(torch.randn(3, WIDTH, device=device.torch_device))
-        output.sum().backward()
-
-        assert torch.equal(model.stem.weight.grad, plain.stem.weight.grad)
 
 
 def test_slot_that_somebody_reads_after_its_layer_is_not_filled_before(device: Device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -266,14 +265,6 @@ def test_parameters_are_in_the_slot_while_their_layer_runs_backward(slots: int, 
     assert stats.num_overflows == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype, device: Device) -> None:
-    def step(model: nn.Module, batches: list[Tensor]) -> Result:
-        return train_and_sample(model, [batch.to(dtype) for batch in batches])
-
-    compare(only_lora(Stack(4)).to(dtype), device, step=step, offload_ratio=1.0, num_slots=2)
-
-
 class UNet(nn.Module):
     """Levels of different sizes, with skips from one side to the other."""
 
@@ -406,15 +397,6 @@ def test_weight_that_a_buffer_is_a_part_of_stays_and_warns(train: str, device: D
                     one.layers[1].weight.mul_(0.5)
 
 
-def test_layer_tied_to_the_head_stays_and_warns(device: Device) -> None:
-    model = Stack(4, block=lambda: nn.Linear(WIDTH, WIDTH))
-    model.layers[1].weight = model.stem.weight
-    only_lora(model).stem.requires_grad_(False)
-
-    with pytest.warns(UserWarning, match=r"stem.weight, layers.1.weight share their bytes"):
-        compare(model, device, offload_ratio=1.0)
-
-
 @pytest.mark.filterwarnings("ignore:.*share their bytes")
 def test_storage_shared_by_different_parameters_stays(device: Device) -> None:
     model = only_lora(Stack(4, block=lambda: nn.Linear(WIDTH, WIDTH)))
@@ -432,25 +414,6 @@ def test_layer_under_two_names_streams_once(device: Device) -> None:
     stats = compare(only_lora(model), device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_streamed == 3
-
-
-def test_layer_that_has_another_name_before_streams_too(device: Device) -> None:
-    model = nn.Module()
-    model.first = Block()
-    model.layers = nn.ModuleList([model.first, Block(), Block()])
-    model.forward = lambda x: in_order(model.layers, x)
-
-    with memkit.LayerOffload(model.requires_grad_(False), offload_ratio=1.0, device=device) as offload:
-        assert len(offload.plan.streamed) == 3
-
-
-def test_layer_called_with_keywords(device: Device) -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer(x=x)
-        return x
-
-    compare(only_lora(Stack(4, run=run)), device, offload_ratio=1.0, num_slots=2)
 
 
 class Returning(nn.Linear):
@@ -503,19 +466,6 @@ def test_autocast_with_layers_reused(cache_enabled: bool, device: Device) -> Non
     compare(only_lora(Stack(4, run=reused)), device, step=step, offload_ratio=1.0, num_slots=2)
 
 
-def test_recursive_layer(device: Device) -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = self.linear(x).tanh()
-            return self(x, depth - 1) + self.linear(x) if depth else x
-
-    compare(only_lora(Stack(4, block=Recursive)), device, offload_ratio=1.0, num_slots=2)
-
-
 class Careful(nn.Module):
     """Calls itself until that fails, and notes whether its weights are in a slot when it goes on."""
 
@@ -563,19 +513,6 @@ def test_gradients_taken_inside_of_a_layer_without_grad(device: Device) -> None:
     stats = compare(only_lora(Stack(4, block=Guided)), device, step=step, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_overflows == 0
-
-
-def test_streams_in_inference_mode_alone(device: Device) -> None:
-    model = Stack(4).requires_grad_(False)
-    plain = copy.deepcopy(model).to(device.torch_device)
-    with torch.inference_mode():
-        batch = inputs(device)[0]
-        expected = plain(batch)
-
-        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, train="frozen"):
-            found = model(batch)
-
-    assert torch.equal(found, expected)
 
 
 def test_hooks_of_the_user_on_streamed_layers(device: Device) -> None:

@@ -17,7 +17,6 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError
 from memkit.transfer import ReferenceDisk
-from tests.interrupts import interrupts
 from tests.refusing import PinLimit
 from tests.threads import num_own_threads
 from tests.weights.cases import RUNS, WIDTH, Stack, only_lora
@@ -120,24 +119,6 @@ def test_writes_between_passes(device: Device, seed: int | None) -> None:
             _assert_same(_results(plain, x), _results(model, x))
 
 
-@pytest.mark.parametrize("seed", [None, 5])
-def test_writes_within_a_pass_to_what_was_read_ahead(seed: int | None) -> None:
-    device, nets = ReferenceDevice(), [_model(), _model()]
-    x = torch.ones(3, WIDTH)
-
-    def write(layer: nn.Module) -> None:
-        with torch.no_grad():
-            layer.up.weight.mul_(0.5)
-
-    for net in nets:
-        for layer, later in zip(net.layers, net.layers[4:], strict=False):
-            layer.register_forward_pre_hook(lambda *_, later=later: write(later))
-    plain, model = nets
-    with _offload(model, device, ReferenceDisk(seed=seed)), torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(plain(x), model(x))
-
-
 def test_weights_from_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     device, plain = ReferenceDevice(), _model()
@@ -200,20 +181,6 @@ def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> No
     assert not device.races
 
 
-@pytest.mark.parametrize("num_lines", [20, pytest.param(150, marks=pytest.mark.full)])
-def test_interrupts(num_lines: int) -> None:
-    device = ReferenceDevice()
-    plain, model = _model(num_layers=6), _model(num_layers=6)
-    x = torch.randn(3, WIDTH)
-    expected = _results(plain, x)
-    with _offload(model, device, ReferenceDisk()):
-        for place in interrupts(lambda: _results(model, x), num_lines):
-            _assert_same(expected, _results(model, x), place)
-    _assert_same(expected, _results(model, x))
-    device.synchronize()
-    assert not device.races
-
-
 def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
@@ -224,19 +191,6 @@ def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     with offload:
         for _ in range(3):
             _assert_same(_results(plain, x), _results(model, x))
-
-
-def test_host_memory_is_a_few_buffers() -> None:
-    device = ReferenceDevice()
-    torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(24)]).requires_grad_(False)
-    x = torch.randn(2, 512)
-    expected = model(x)
-    with _offload(model, device, ReferenceDisk(), host_limit_bytes="16MiB") as offload:
-        for _ in range(2):
-            assert torch.equal(model(x), expected)
-        assert offload.stats().host_bytes <= 16 * 2**20 < offload.stats().disk_bytes
-    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +19,9 @@ from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
 from memkit.plan.residency import predict_step
 from memkit.weights import shares as choice_module
-from memkit.weights.host_copies import Placement
+from memkit.weights.host_copies import DevicePlacement
 from memkit.weights.shares import StepTimes, plan_measured
 from tests.clock import Clock, set_clock
-from tests.refusing import PinLimit
 from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step
 
 pytestmark = pytest.mark.full
@@ -111,25 +109,6 @@ def test_model_that_is_dropped_once_layers_have_come_to_stay_takes_them_with_it(
 
 
 @pytest.mark.usefixtures("half")
-def test_steps_within_the_backward_go_on(device: Device) -> None:
-    model, batches = Stack(8).to(device.torch_device), inputs(device, 1)
-    plain = copy.deepcopy(model)
-    make = partial(torch.optim.AdamW, lr=0.01)
-    optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_ratio="auto", optimizer=make, device=device) as offload:
-        its_own = offload.optimizer
-        for _ in range(5):
-            for one in (model, plain):
-                one(batches[0]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert len(offload.plan.streamed) == 4
-        assert offload.optimizer is its_own
-        for name, tensor in plain.state_dict().items():
-            assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
-
-
-@pytest.mark.usefixtures("half")
 def test_graph_that_is_alive_puts_it_off(device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
@@ -143,23 +122,6 @@ def test_graph_that_is_alive_puts_it_off(device: Device) -> None:
             loss.backward()
         del alive, loss
         assert_same(run_step(model, batches), run_step(plain, batches))
-        assert len(offload.plan.streamed) == 4
-
-
-@pytest.mark.usefixtures("half")
-def test_layers_that_are_called_by_themselves(device: Device) -> None:
-    model, batches = only_lora(Stack(8)).layers.to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
-        for _ in range(5):
-            results = []
-            for one in (model, plain):
-                x = batches[0]
-                for layer in one:
-                    x = layer(x)
-                x.sum().backward()
-                results.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None} | {"x": x})
-            assert_same(*results)
         assert len(offload.plan.streamed) == 4
 
 
@@ -197,21 +159,6 @@ def test_host_memory_of_gradients_is_given_back_if_nobody_holds_them(holds: bool
 
 
 @pytest.mark.usefixtures("half")
-def test_tensors_of_a_state_dict_stay_what_they_are(device: Device) -> None:
-    model, batches = only_lora(Stack(4)).to(device.torch_device), inputs(device)
-    expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items() if "lora" not in name}
-    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
-        kept = model.state_dict()
-        for _ in range(2):
-            run_step(model, batches)
-        assert len(offload.plan.streamed) == 2
-        for name, tensor in expected.items():
-            assert torch.equal(kept[name].cpu(), tensor), name
-    for name, tensor in expected.items():
-        assert torch.equal(kept[name].cpu(), tensor), name
-
-
-@pytest.mark.usefixtures("half")
 def test_sampling_alone_is_timed_as_well(device: Device) -> None:
     model, batches = only_lora(Stack(8)).requires_grad_(False).to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
@@ -219,21 +166,6 @@ def test_sampling_alone_is_timed_as_well(device: Device) -> None:
         for _ in range(4):
             assert torch.equal(model(batches[0]), plain(batches[0]))
         assert len(offload.plan.streamed) == 4
-
-
-def test_samples_ahead_of_training_do_not_decide(half: list[StepTimes], device: Device) -> None:
-    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
-    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
-        for _ in range(5):
-            with torch.no_grad():
-                model(batches[0])
-        for _ in range(2):
-            run_step(model, batches)
-            with torch.no_grad():
-                model(batches[0])
-        assert len(offload.plan.streamed) == 4
-    (times,) = half
-    assert len(times.backward_s) == 8
 
 
 class _Sleep(torch.autograd.Function):
@@ -400,21 +332,15 @@ def _layers_of(model: nn.Module, x: Tensor, by_themselves: bool) -> Tensor:
     return x
 
 
-def test_nothing_is_timed_where_nothing_streams() -> None:
-    model = only_lora(Stack(4))
-    with memkit.LayerOffload(model, offload_ratio=0, device=ReferenceDevice()):
-        assert not any(module._forward_hooks for module in model.modules())
-
-
 @pytest.mark.usefixtures("half")
 def test_parameters_that_were_put_in_the_place_of_others_come_to_stay(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     placed = []
 
-    def place(self: Placement, tensors: Any, torch_device: torch.device, place: Any = Placement.place) -> None:
+    def place(self: DevicePlacement, tensors: Any, torch_device: torch.device, place: Any = DevicePlacement.place) -> None:
         placed.extend(tensors := list(tensors))
         place(self, tensors, torch_device)
 
-    monkeypatch.setattr(Placement, "place", place)
+    monkeypatch.setattr(DevicePlacement, "place", place)
     model = only_lora(Stack(4)).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
     with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
@@ -460,19 +386,6 @@ def test_all_go_on_streaming_where_the_device_has_no_room(
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-@pytest.mark.usefixtures("half")
-def test_share_is_chosen_while_sampling_in_inference_mode(device: Device) -> None:
-    model, batches = Stack(4).to(device.torch_device), inputs(device, 1)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio="auto", train="host", device=device) as offload:
-        for one in (model, plain, model, plain):
-            run_step(one, batches)
-        with torch.inference_mode():
-            model(batches[0])
-        assert len(offload.plan.streamed) == 2
-        assert_same(run_step(model, batches), run_step(plain, batches))
-
-
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -505,63 +418,6 @@ def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) 
         assert len(offload.plan.streamed) == 4
         run_step(model, batches)
         assert len(offload.plan.streamed) == 2
-
-
-@pytest.mark.usefixtures("half")
-def test_forward_that_is_refused_beside_one_in_another_thread_is_no_step() -> None:
-    device = ReferenceDevice()
-    model, batches = only_lora(Stack(4)), inputs(device, 1)
-    expected, found = model(batches[0]), []
-    entered, goes_on = threading.Event(), threading.Event()
-
-    def waits(*_: Any) -> None:
-        if threading.current_thread() is thread:
-            entered.set()
-            assert goes_on.wait(300)
-
-    def sample() -> None:
-        with torch.no_grad():
-            found.append(model(batches[0]))
-
-    thread = threading.Thread(target=sample)
-    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
-        run_step(model, batches)
-        model.layers[0].up.register_forward_pre_hook(waits)
-        thread.start()
-        assert entered.wait(300)
-        for _ in range(2):
-            with pytest.raises(memkit.errors.LayerOffloadError, match="one thread at a time"):
-                run_step(model, batches)
-        assert len(offload.plan.streamed) == 4
-        goes_on.set()
-        thread.join()
-        run_step(model, batches)
-        assert len(offload.plan.streamed) == 4
-        run_step(model, batches)
-        assert len(offload.plan.streamed) == 2
-    assert torch.equal(found[0], expected)
-
-
-@pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin")
-def test_copies_of_memory_that_is_not_pinned_are_timed_one_by_one(
-    half: list[StepTimes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, device = set_clock(monkeypatch), ReferenceDevice()
-    PinLimit(device, monkeypatch, 0)
-    copy_pageable = device.copy_pageable
-
-    def slow(*arguments: Any) -> None:
-        clock.sleep(0.01)
-        copy_pageable(*arguments)
-
-    monkeypatch.setattr(device, "copy_pageable", slow)
-    model, batches = only_lora(Stack(8)), inputs(device, 1)
-    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
-        num_bytes = offload.stats().streamed_bytes / 8
-        for _ in range(3):
-            run_step(model, batches)
-    assert half[0].h2d_bytes_per_s is not None
-    assert num_bytes / half[0].h2d_bytes_per_s == pytest.approx(0.01)
 
 
 def test_profile_without_data_is_not_timed() -> None:

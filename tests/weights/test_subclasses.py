@@ -16,7 +16,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
 from memkit.weights.host_copies import move
 from memkit.wrappers import parts_of, set_reported_device
-from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
+from tests.weights.cases import WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
 from tests.weights.wrapped import BLOCKS, Block, Int4, Int8, Quantized, Wrapper, devices_of
 
 pytestmark = pytest.mark.full
@@ -33,44 +33,6 @@ def test_same_as_plainly(block: str, slots: int, device: Device) -> None:
 
     assert stats.num_streamed == 6
     assert stats.num_overflows == 0
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("block", ["int8", "int4, kept"])
-def test_in_any_order_and_with_checkpoints(block: str, run: str, device: Device) -> None:
-    compare(Stack(block=BLOCKS[block], run=RUNS[run]), device, offload_ratio=1.0, num_slots=2)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_several_graphs_alive(block: str, device: Device) -> None:
-    def step(model: nn.Module, batches: list[Tensor]) -> Result:
-        outputs = [model(batch) for batch in (*batches, *batches)]
-        for output in (outputs[2], outputs[0], outputs[0], outputs[3], outputs[1]):
-            output.square().mean().backward(retain_graph=True)
-        with torch.no_grad():
-            outputs.append(model(batches[0]))
-        return results(model, outputs)
-
-    compare(Stack(block=BLOCKS[block]), device, step=step, offload_ratio=0.5, num_slots=1)
-
-
-@pytest.mark.parametrize("block", ["int8", "int4"])
-@pytest.mark.parametrize("train", ["host", "fused"])
-def test_beside_plain_parameters_that_are_trained(train: str, block: str, device: Device) -> None:
-    options = {"train": "host"} if train == "host" else {"optimizer": lambda trained: torch.optim.SGD(trained, lr=0.0)}
-    model = _model(device, BLOCKS[block])
-    plain = copy.deepcopy(model)
-    expected = run_step(plain, inputs(device)[:1])
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, **options) as offload:
-        assert {name for name, p in model.named_parameters() if p.device.type == "cpu" and "layers" in name}
-
-        found = run_step(model, inputs(device)[:1])
-
-    if train == "host":
-        assert_same(found, expected)
-    else:
-        assert torch.equal(found["output 0"], expected["output 0"])
-    assert offload.train == train
 
 
 def test_bytes_that_stream_are_those_of_the_inner_tensors(device: Device) -> None:
@@ -196,32 +158,6 @@ def test_write_between_forward_and_backward_raises(block: str, write: Callable[[
 
 
 @pytest.mark.parametrize("write", [_write_whole, _write_inner])
-def test_write_at_rest_is_in_the_next_forward(write: Callable[[Wrapper], None], device: Device) -> None:
-    model = _model(device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        run_step(model, inputs(device))
-        run_step(plain, inputs(device))
-        states = [chunk.state() for chunk in offload._chunks]
-        for tested in (model, plain):
-            write(tested.layers[3].base.weight)
-
-        assert [chunk.state() for chunk in offload._chunks][3] != states[3]
-        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
-
-
-def test_write_while_gathered_raises_in_the_backward(device: Device) -> None:
-    model = _model(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
-        loss = model(inputs(device)[0]).sum()
-        with offload.gather("layers.2") as layer:
-            layer.base.weight.values.data.neg_()
-
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-@pytest.mark.parametrize("write", [_write_whole, _write_inner])
 def test_forward_that_writes_to_its_weights_raises(write: Callable[[Wrapper], None], device: Device) -> None:
     class Writing(Quantized):
         def forward(self, x: Tensor) -> Tensor:
@@ -237,38 +173,7 @@ def test_forward_that_writes_to_its_weights_raises(write: Callable[[Wrapper], No
         model(inputs(device)[0])
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_exception_in_the_forward(error: type[BaseException], device: Device) -> None:
-    model = _model(device)
-    plain = copy.deepcopy(model)
-
-    def fail(*_: Any) -> None:
-        raise error("on purpose")
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        handle = model.layers[3].norm.register_forward_hook(fail)
-        with pytest.raises(error, match="on purpose"):
-            model(inputs(device)[0])
-        handle.remove()
-
-        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
-        assert all(devices_of(layer.base.weight) == {torch.device("cpu")} for layer in model.layers)
-
-
 # Everyday life
-
-
-def test_state_is_taken_and_keeps_its_bytes_after_close(device: Device) -> None:
-    model = _model(device, BLOCKS["int4"])
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        state = model.state_dict()
-        run_step(model, inputs(device))
-    del model
-
-    for name, tensor in plain.state_dict().items():
-        assert type(state[name]) is type(tensor)
-        assert torch.equal(state[name].to("cpu"), tensor.to("cpu")), name
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -422,22 +327,6 @@ def test_together(other: str, block: str, device: Device) -> None:
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for want in expected:
             assert_same(step(model, inputs(device)), want)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
-@pytest.mark.parametrize("block", BLOCKS)
-def test_together_with_recompute(block: str, device: Device) -> None:
-    model = _model(device, BLOCKS[block])
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        for _ in range(3):
-            outputs = []
-            for batch in batches:
-                with memkit.Rematerialize("256 B", tag="subclasses", min_bytes=0):
-                    outputs.append(model(batch))
-                outputs[-1].square().mean().backward()
-            assert_same(results(model, outputs), run_step(plain, batches))
 
 
 # Quantized storage that is no such subclass

@@ -6,14 +6,13 @@ import copy
 import functools
 import gc
 import itertools
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.activations.offloading.scheduled import ScheduledForward
@@ -28,7 +27,6 @@ from memkit.weights.saving import SavedWeight
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
-from tests.weights.wrapped import BLOCKS
 
 pytestmark = pytest.mark.full
 
@@ -90,28 +88,6 @@ def test_contexts_around_forwards(context: str, slots: int, device: Device) -> N
     compare(only_lora(Stack()), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=slots)
 
 
-@pytest.mark.parametrize("run", ["checkpoint", "reentrant checkpoint", "segments", "reused", "branching"])
-@pytest.mark.parametrize("context", ["offload", "recompute", "save on cpu"])
-def test_contexts_around_other_runs(context: str, run: str, device: Device) -> None:
-    if context == "recompute" and run not in ("reused", "branching"):
-        pytest.skip("one of the two recomputes")
-    step = _step_in(CONTEXTS[context], device)
-
-    compare(only_lora(Stack(run=RUNS[run])), device, step=step, num_steps=2, offload_ratio=1.0, num_slots=2)
-
-
-def test_smallest_budget_of_recompute(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device, 1)
-    smallest = memkit.Rematerialize.min_budget(plain, batches[0], target="cpu", min_bytes=0)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        for _ in range(3):
-            with memkit.Rematerialize(smallest, min_bytes=0, device=device):
-                output = model(batches[0])
-                output.square().mean().backward()
-            assert_same(results(model, [output]), run_step(plain, batches))
-
-
 @pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
 def test_recompute_where_an_op_returns_a_weight(device: Device) -> None:
     class Returning(Block):
@@ -156,16 +132,6 @@ def test_hooks_outside_are_given_no_weights_that_stream(device: Device) -> None:
 
         assert packed
         assert all(owner_of(tensor.untyped_storage()) is None for tensor in packed)
-
-
-def test_hooks_of_the_user_inside_of_a_layer(device: Device) -> None:
-    class Hooked(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                x = super().forward(x)
-            return super().forward(x)
-
-    compare(only_lora(Stack(4, block=Hooked)), device, offload_ratio=1.0, num_slots=2)
 
 
 def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(device: Device) -> None:
@@ -255,22 +221,6 @@ def test_gradient_scaler_beside_autocast(device: Device) -> None:
             assert_same(step(model, batches), step(plain, batches))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_optimizer_of_what_is_trained(optimizer: type[torch.optim.Optimizer], device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    steps = [optimizer([p for p in tested.parameters() if p.requires_grad], lr=0.01) for tested in (model, plain)]
-
-    with memkit.LayerOffload(model, offload_ratio=0.7, num_slots=2, device=device):
-        for _ in range(8):
-            assert_same(run_step(model, batches), run_step(plain, batches))
-            for step in steps:
-                step.step()
-                step.zero_grad()
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["forwards", "layers", "model"])
@@ -310,20 +260,6 @@ def test_what_stands_for_weights_holds_no_bytes(device: Device) -> None:
         assert offload.stats().num_overflows == 0
 
 
-def test_handles_hold_no_bytes(device: Device) -> None:
-    """What stands for parts of a quantized weight."""
-    model = only_lora(Stack(block=BLOCKS["int8"])).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        streamer = offload._streams
-        streamer.handles = weakref.WeakSet()
-        loss = model(inputs(device)[0]).sum()
-        assert len(streamer.handles) > 6
-        assert all(handle.alias.untyped_storage().nbytes() == 0 for handle in streamer.handles)
-        loss.backward()
-
-        assert offload.stats().num_overflows == 0
-
-
 class _CheckpointInside(Block):
     """Checkpoints a part of its own forward, so that its modules run again in the backward without it."""
 
@@ -350,16 +286,6 @@ def test_checkpoint_inside_of_a_layer_finds_its_weights_in_a_slot(use_reentrant:
 
         assert len(places) == 2 * 2 * 2 * 4
         assert all(places)
-
-
-def test_module_inside_of_a_layer_is_called_by_itself(device: Device) -> None:
-    model = only_lora(Stack(4)).to(device.torch_device)
-    plain, batch = copy.deepcopy(model), inputs(device)[0]
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        for one in (model, plain):
-            (one.layers[2].up(batch).square().sum() + one(batch).square().sum()).backward()
-        assert_same(results(model, []), results(plain, []))
-        assert offload.stats().num_overflows == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -426,33 +352,3 @@ def test_contexts_around_forwards_of_what_is_trained(context: str, train: str, d
                 optimizer.step()
                 optimizer.zero_grad()
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")  # what it saves itself goes past all hooks
-def test_selective_checkpoints(device: Device) -> None:
-    save_products = functools.partial(
-        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    )
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=save_products)
-        return x
-
-    compare(only_lora(Stack(run=run)), device, offload_ratio=1.0, num_slots=2)
-
-
-def test_numerical_gradients(device: Device) -> None:
-    model = only_lora(Stack(3)).double().to(device.torch_device)
-    x = inputs(device)[0][:2].double().requires_grad_()
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device):
-        assert torch.autograd.gradcheck(model, (x,))
-        assert torch.autograd.gradgradcheck(model, (x,))
-
-
-def test_half_precision(device: Device) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        model = only_lora(Stack()).to(device.torch_device, dtype)
-        plain, batches = copy.deepcopy(model), [batch.to(dtype) for batch in inputs(device)]
-        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-            assert_same(run_step(model, batches), run_step(plain, batches))

@@ -9,14 +9,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import memkit
-from memkit.device import CudaDevice, Device, Stream
+from memkit.device import Device, Stream
 from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer import arena, host_memory
 from tests.refusing import PinLimit
@@ -25,12 +24,9 @@ from tests.weights.cases import (
     Stack,
     assert_same,
     compare,
-    in_order,
     inputs,
     only_lora,
-    reversed_order,
     run_step,
-    skipping,
 )
 
 pytestmark = pytest.mark.full
@@ -93,55 +89,6 @@ def test_fused(run: str, slots: int, limit: PinLimit, device: Device) -> None:
             for name, tensor in plain.state_dict().items():
                 assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
     assert not limit.pinned
-
-
-@WARNS
-@pytest.mark.usefixtures("limit")
-def test_host_optimizer_steps_masters(device: Device) -> None:
-    make = partial(torch.optim.AdamW, lr=0.01)
-    model = Stack().to(device.torch_device)
-    plain, batches = copy.deepcopy(model).cpu(), inputs(device)
-    with memkit.LayerOffload(model, num_resident=0, device=device, train="host"):
-        optimizer, expected = make(model.parameters()), make(plain.parameters())
-        for _ in range(5):
-            for batch in batches:
-                model(batch).square().mean().backward()
-                plain(batch.cpu()).square().mean().backward()
-            for step in (optimizer, expected):
-                step.step()
-                step.zero_grad()
-
-    if not isinstance(device, CudaDevice):  # whose gradients are others than the CPU's
-        for (name, found), wanted in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-            assert torch.equal(found, wanted), name
-
-
-@WARNS
-@pytest.mark.usefixtures("limit")
-def test_another_order_in_each_step(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        for run in (in_order, reversed_order, skipping, in_order, skipping):
-            model._run = plain._run = run
-            assert_same(run_step(model, batches), run_step(plain, batches))
-
-
-@WARNS
-@pytest.mark.usefixtures("limit")
-def test_together_with_offloaded_activations(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-
-    def step(tested: nn.Module, batches: list[Tensor]) -> Any:
-        with memkit.CPUOffload(1.0, tag="beside", min_bytes=0, device=device):
-            return run_step(tested, batches)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "CPUOffload")  # it leaves on the device what it cannot pin
-        for _ in range(2):
-            assert_same(step(model, batches), run_step(plain, batches))
-    memkit.reset("beside")
 
 
 # One warning

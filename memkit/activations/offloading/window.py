@@ -341,7 +341,7 @@ class OffloadWindow:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
                     return True
-                if not self._make_room_for(forward, record) or (use_order is None and not self.is_turn_of(record.use_order)):
+                if not self._make_room_for(forward, record) or (use_order is None and not self.bring_sooner(record.use_order)):
                     return False
                 try:
                     self.ledger.fetch(record)
@@ -352,7 +352,7 @@ class OffloadWindow:
 
     def is_turn_of(self, use_order: int) -> bool:
         self._is_asking = True
-        is_turn = self.lanes.is_turn_of(self, use_order)
+        is_turn = self.lanes.bring_sooner(self, use_order)
         self._is_asking = False
         return is_turn
 
