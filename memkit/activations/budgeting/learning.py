@@ -82,7 +82,6 @@ _PROBED_BYTES = 64 * 2**20
 _NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
 """With it no plan moves anything, unless there is no other."""
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
-"""The bandwidth of each device, measured once."""
 
 
 class PlannedLink:
@@ -172,7 +171,6 @@ class Learning:
         self._warn = warn
         self.link = PlannedLink(warn)
         self.last_peak_bytes: int | None = None
-        """The peak of the last checked step."""
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self._first: tuple[Trace, Meter] | None = None
@@ -333,8 +331,8 @@ class Learning:
         learned.steady = learned.noted = None
         learned.num_left += 1
 
-    def is_judged(self, trace: Trace) -> bool:
-        """Tell whether a step that follows a plan is to be checked: the first few are, and then one in `_JUDGED_EVERY`."""
+    def count_followed(self, trace: Trace) -> bool:
+        """Count a step that follows a plan; return whether it is to be checked: the first few are, then one in `_JUDGED_EVERY`."""
         learned = self.of(trace)
         learned.num_judged += 1
         is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0
@@ -391,7 +389,6 @@ class Learning:
         return False
 
     def takes_less(self, trace: Trace, needs: RegionNeeds) -> bool:
-        """Tell whether a step with regions needs fewer bytes than the plan for it."""
         planner, planned = self.of(trace).planner, self._last
         if planner is None or planned is None:
             return True
@@ -485,6 +482,5 @@ def _has_own_clock(problem: Problem) -> bool:
 
 
 def _is_ready(trace: Trace, meter: Meter | None) -> bool:
-    """Tell whether all that a plan needs is known."""
     ops = trace.ops
     return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order

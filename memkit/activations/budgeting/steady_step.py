@@ -188,9 +188,7 @@ class SteadyStep:
     ops: tuple[ExpectedOp, ...] = ()
     """The expected ops; empty if all ops that can run again are recorded."""
     known_s: tuple[float, ...] = ()
-    """Seconds of each recorded op."""
     calls: tuple[FunctionCall, ...] = ()
-    """The functions that run the ops; empty if the recorder is on all the time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -205,7 +203,6 @@ class StepNotes:
     planned: Planned
     functions: FunctionNotes | None = None
     is_whole: bool = True
-    """Whether everything was noted."""
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
     _capture: Capture = field(default_factory=Capture)
@@ -398,14 +395,12 @@ class SteadySaves:
         take: Callable[[Tensor], Any],
     ) -> None:
         self.num_saves = 0
-        """How many tensors were saved as expected."""
         self.is_on = True
         self._saves, self._forward = step.saves, forward
         self._device = forward.ledger.device
         self._notes = self._device.takes_notes
         self._take_one, self._leave, self._take = take_one, leave, take
         self.functions: QuietFunctions | None = None
-        """Follows the functions of the step, if they are known."""
 
     @property
     def is_complete(self) -> bool:

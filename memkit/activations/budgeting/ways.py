@@ -49,9 +49,7 @@ class _Try:
 
     way: Way
     limit_bytes: int = 0
-    """The most bytes that saved values may take, with regions."""
     pairs: list[tuple[Event, Event]] = field(default_factory=list)
-    """Start and end of the steps that count."""
     num_steps: int = 0
     num_changes: int = 0
     """How often the limit was adjusted, without raises where nothing moves; counted anew after the choice."""
@@ -88,7 +86,6 @@ class Ways:
         self._simulated: tuple[RegionPlan, float, int] | None = None
         """The peak that was simulated last: of which regions, with which share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
-        """Seconds of the fastest step of each way; empty before the choice."""
         self._place = 0
         self._is_decided = False
         self._begun: Event | None = None
@@ -108,7 +105,6 @@ class Ways:
 
     @property
     def ratio(self) -> float:
-        """The share of the values not dropped that moves."""
         moving = self._moving
         if moving is None or self.way is not Way.REGIONS_AND_COPIES:
             return 0.0
@@ -117,7 +113,6 @@ class Ways:
 
     @property
     def window_bytes(self) -> int:
-        """The most bytes of moving values that may be on the device."""
         return 0 if self._moving is None else self._moving.window_bytes
 
     @property

@@ -35,7 +35,6 @@ from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.transfer.spans import Span
 
 paused = Blocks()
-"""The `no_offload` regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,6 @@ class ScheduledStage(Stage):
         return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
 
     def note_pause(self) -> None:
-        """Note that a region of `no_offload` begins or ends here."""
         if self._capture is not None:
             self._capture.paused.append(len(self._capture.saves))
         if self._scheduled is not None and not self._scheduled.note_pause():
@@ -156,7 +154,6 @@ class ScheduledStage(Stage):
         self._capture = None if paused.are_any() or not self._is_alone else Capture()
 
     def _is_captured(self, capture: Capture, forward: Forward) -> bool:
-        """Tell whether all that a forward has saved was noted, and nothing else."""
         values = {save.value for save in capture.saves}
         is_all = values - {NO_VALUE} == set(forward.by_number)
         return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
@@ -304,7 +301,7 @@ def _trace_with(
     for trace in window.traces:
         seen = trace.seen
         if seen is None or trace.requests is None or trace.seen_under != asked:
-            if trace.is_awaited():
+            if trace.await_once():
                 return None
         elif (
             trace not in tried
@@ -353,7 +350,7 @@ def _schedule_of(
             window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
         found = trace.schedule = (key, schedule)
     schedule = found[1]
-    return None if schedule.is_passed() else schedule
+    return None if schedule.pass_once() else schedule
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -418,7 +415,6 @@ class RatioDecider(RatioSoFar):
 
     @property
     def most_offload_bytes(self) -> int:
-        """The most bytes that leave in any known forward."""
         return max((trace.plan(self.ratio, self._asked_window_bytes).offload_bytes for trace in self._traces), default=0)
 
     @property

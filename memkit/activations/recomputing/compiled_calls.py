@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
 _COMPILED = "a compiled module"
-"""Stands for a compiled module in the sequence of a forward's ops."""
 _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 

@@ -195,7 +195,6 @@ class RecordingStage(Stage):
             self._small_bytes = {} if state.looks_for_large else None
 
     def _turn(self) -> RecordedForward:
-        """Begin another forward, since a backward has begun since the last save."""
         self._end_forward(learn=True)
         self._settling = None if self._needs_plan else self._settling  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)

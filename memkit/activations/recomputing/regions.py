@@ -130,7 +130,6 @@ class RegionSpec:
     """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
     `torch.utils.checkpoint`, are not counted."""
     learned: LearnedReads = field(default_factory=LearnedReads)
-    """What the last `with` block has learned of its buffers."""
 
 
 class _Thread(threading.local):
@@ -140,9 +139,7 @@ class _Thread(threading.local):
         self.is_in = False
         """Whether calls in this thread are regions."""
         self.outer: object = None
-        """The innermost pack hook when the context was entered."""
         self.numbers: dict[Recomputed, int] = {}
-        """How many calls of each region there were."""
         self.calls: list[RegionCall] = []
         """The running calls, the innermost last, perhaps with some that an interrupt has left."""
         self.counted: dict[Recomputed, FrameType] = {}
@@ -251,7 +248,6 @@ class RegionModule(Recomputed):
             around_compiled(hooks, self.module, self._run)
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the compiled module: see [Note: calls of compiled modules]."""
         running = self._common.thread.running
         if self in running:
             return code(*args, **kwargs)  # hooked twice
@@ -315,7 +311,6 @@ class RegionModule(Recomputed):
         torch_private.push_saved_tensor_hooks(call, unpack)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-        """The forward hook, also called if the forward has raised."""
         calls = self._common.thread.calls
         self._common.thread.counted.pop(self, None)
         if not calls or calls[-1].region is not self:

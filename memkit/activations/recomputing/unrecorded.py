@@ -241,7 +241,6 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
 
 
 Layers = dict[weakref.ref[nn.Module], LearnedReads]
-"""The layers, and what the last step has learned of each."""
 _MOSTLY = 2 / 3
 """If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
 _DIGITS = re.compile(r"\d+")

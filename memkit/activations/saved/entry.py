@@ -60,11 +60,9 @@ class Unasked:
         self.is_over = False
         """Whether a backward has asked, or the user was warned: from then on this costs nothing."""
         self.num_unasked = 0
-        """Graphs that went before."""
 
     @property
     def was_asked(self) -> bool:
-        """Whether a backward has asked, before the user was warned."""
         return self.is_over and self.num_unasked < _MOST
 
     def watching(self, pair: HookPair) -> HookPair:
@@ -96,7 +94,6 @@ class _Graph:
     def __init__(self, among: Unasked) -> None:
         self._among = among
         self.is_used = False
-        """Whether anything was saved."""
 
     def __del__(self) -> None:
         self._among.num_unasked += self.is_used and not self._among.is_over
@@ -190,13 +187,10 @@ class Entry:
         self.is_last = is_last
         self.block = block
         self.recording: Stage | None = None
-        """The stage that records ops, and drops."""
         self.moving: Stage | None = None
-        """The stage that moves to host memory."""
         self.around: Entry | None = None
         """That of the same context which the stages here leave to what they do nothing with, if they are two."""
         self.unasked: Unasked | None = None
-        """What notices that no backward asks for what is saved."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
         self.name = f'{name} (tag "{tag}")'

@@ -42,16 +42,13 @@ class Ledger:
         self.device = device
         self.arena = arena
         self.live_bytes = 0
-        """Bytes of the records that are on the device."""
         self.moving_bytes = 0
         """Of these, the bytes of records that belong to a forward which moves some: the others can only be dropped."""
         self.peak_live_bytes = 0
         self.records = set[Record]()
-        """All records that are not GONE."""
         self.deaths: deque[HandleReference | CopyReference] = deque()
         """What has died and was not taken up yet: handles of records, and later copies."""
         self.note_death = self.deaths.append
-        """What finalizers call."""
         self.backlog: deque[Record] = deque()
         """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
         self.coming: dict[Record, None] = {}
@@ -146,7 +143,6 @@ class Ledger:
             self.close(record)
 
     def let_go(self, record: Record) -> None:
-        """Drop the ledger's references to the bytes of a record on the device."""
         for reference in record.handles:
             handle = reference()
             if handle is not None:
@@ -348,7 +344,6 @@ class Ledger:
         self.records.discard(record)
 
     def _give_back(self, record: Record) -> None:
-        """Free the host memory of a record, for use once its last copy is done."""
         span, last = record.span, record.came or record.left
         if span is not None:
             self.give_back_span(span, None if last is None else last.done)

@@ -46,9 +46,7 @@ class SeenSave:
     value: int
     """The number of the saved value, which several may be of; `NO_VALUE` if it counts for nothing."""
     geometry: Geometry | None
-    """How it lies in its storage, if it counts."""
     num_bytes: int
-    """Of its storage, if it counts."""
     is_written: bool
     """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
     node: int
@@ -79,18 +77,14 @@ class OpTrace:
     names: dict[int, tuple[str, str]]
     """For each saved value that ops make, the op and the module."""
     calls: tuple[ModuleCall, ...] = ()
-    """The calls of modules, as the last forward had them in which they were noted."""
     modules: tuple[weakref.ref[nn.Module], ...] = ()
-    """For each of them, which module is called."""
     spans: tuple[SpanCall, ...] = ()
     """Neighbors among them that may be recomputed as one."""
     num_noted: int = 0
-    """In how many forwards they were noted."""
     num_seen: int = 1
     is_measured: bool = False
     """Whether it is known what each op takes, and not only guessed."""
     has_order: bool = False
-    """Whether a whole backward was seen."""
     rewritten: frozenset[int] = frozenset()
     """Roots that were written to before that backward had ended."""
     _planner: RematPlanner | None = None
@@ -115,7 +109,6 @@ class OpTrace:
         return self._plans[key]
 
     def regions(self, of_ops: Plan, plan: Callable[[], _Planned]) -> _Planned:
-        """Return what `plan` has returned, which is called once for a plan by ops."""
         key = of_ops.budget_bytes, of_ops.predicted_peak_bytes
         if key not in self._regions:
             self._regions[key] = plan()
@@ -185,9 +178,7 @@ class SaveKey(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: str = ""
     value: int = -1
-    """Which value it is, where ops are recorded: that says more than a shape."""
     num_ops: int = 0
-    """How many ops were recorded before."""
     mark: Action | None = None
     """What the user has asked to do with it, if that was said by then."""
 
@@ -199,7 +190,6 @@ class Trace:
     keys: tuple[SaveKey, ...]
     funcs: Sequence[Any] = ()
     ops: OpTrace | None = None
-    """What is known of the ops; None where they are not recorded."""
     held: set[int] = field(default_factory=set)
     """Saves whose storage others keep alive: to move them frees nothing."""
     order: tuple[int, ...] | None = None
@@ -236,8 +226,8 @@ class Trace:
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
 
-    def is_awaited(self) -> bool:
-        """Tell whether a forward that begins now is to be looked at, since it may be this one."""
+    def await_once(self) -> bool:
+        """Count a forward that may be this one; return whether it is to be looked at."""
         if not self.num_awaited or self.seen is not None:
             return False
         self.num_awaited -= 1
@@ -250,7 +240,6 @@ class Trace:
 
     @property
     def num_noted(self) -> int:
-        """In how many forwards the calls of modules were noted."""
         return 0 if self.ops is None else self.ops.num_noted
 
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
@@ -307,7 +296,6 @@ class Traces:
         self._after: dict[tuple[Trace | None, Trace], Trace] = {}
         """For each two in a row, which one came next the last time; and the same for each alone, behind None."""
         self._before: Trace | None = None
-        """What was followed ahead of the last one."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -371,7 +359,6 @@ class Traces:
         return trace
 
     def drop_report(self) -> None:
-        """Forget what was only foretold."""
         self._known = [trace for trace in self._known if not trace.is_report]
 
     def beginning_with(self, keys: Sequence[SaveKey], funcs: Sequence[Any] = ()) -> Trace | None:
@@ -409,7 +396,6 @@ class Follower:
         self.trace = traces.beginning_with(())
         """The one that it has followed so far, None if it is new."""
         self.has_changed = False
-        """Whether it has left one trace for another."""
         self.num_strangers = 0
         self._traces = traces
         self._place = 0
@@ -476,7 +462,6 @@ class Capture:
         """Before which saves a region of `no_offload` began, or ended."""
         self._first_node = 0
         self._numbers = set[int]()
-        """The values that were saved."""
         self._values: dict[int, tuple[int, Any]] = {}
         """By address, the last value that a storage was saved as, and a weak reference to that."""
         self.is_whole = True
