@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -57,6 +57,10 @@ def programs(draw: st.DrawFn) -> list[Program]:
     return [first] * 3 + [other] + [first] * draw(st.integers(1, 3)) + [other] * draw(st.integers(0, 3)) + [first]
 
 
+def _hooks_of_the_user() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+
+
 @contextmanager
 def _asked(setting: str, options: dict[str, Any]) -> Iterator[None]:
     """Enter a `CPUOffload`, with what a setting asks for."""
@@ -66,12 +70,12 @@ def _asked(setting: str, options: dict[str, Any]) -> Iterator[None]:
         "larger ones": {"min_bytes": 65},
         "little host memory": {"host_limit_bytes": 4096},
     }.get(setting, {})
-    device, clone = options["device"], torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    device = options["device"]
     inside = {
         "pause": memkit.no_offload,
         "recompute inside": lambda: memkit.Rematerialize(0.5, f"{TAG} inside", min_bytes=0, device=device),
         "tag inside": lambda: memkit.CPUOffload(1.0, f"{TAG} inside", min_bytes=0, window_bytes=0, device=device),
-        "hooks": lambda: clone,
+        "hooks": _hooks_of_the_user,
     }.get(setting, nullcontext)
     with memkit.CPUOffload(tag=TAG, **{"min_bytes": 0, **options, **changed}), inside():
         yield
@@ -81,7 +85,7 @@ def _compare(taken: list[Program], ratio: float, window_bytes: int | None, seed:
     device = ReferenceDevice(seed=seed)
     options = {"offload_ratio": ratio, "window_bytes": window_bytes, "device": device}
     for graph, parts, setting in taken:
-        wanted, wanted_errors = _outcome(graph, parts, nullcontext())
+        wanted, wanted_errors = _outcome(graph, parts, _hooks_of_the_user() if setting == "hooks" else nullcontext())
         found, errors = _outcome(graph, parts, _asked(setting, options))
         assert errors == wanted_errors
         assert_same_bits(found, wanted)

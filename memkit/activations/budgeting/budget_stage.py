@@ -75,13 +75,7 @@ logits has these in both, their log-softmax, and the gradients of all of them.""
 
 
 class BudgetStage(RecordingStage):
-    """Records the ops of a forward, and keeps its saved values to a budget for the device.
-
-    Args:
-        state: what is known under the tag.
-        options: how ops are recorded.
-        limits: the user's budget.
-    """
+    """Records the ops of a forward, and keeps its saved values to a budget for the device."""
 
     _state: BudgetState
 

@@ -108,11 +108,7 @@ class InsideBudgets:
     def setting(
         self, module: nn.Module, args: Any, kwargs: Any, found: Collection[nn.Module], *, room: RoomOf
     ) -> Iterator[None]:
-        """A context for one call of a compiled module, in which it is compiled with its budget, if it is compiled.
-
-        Args:
-            found: the known compiled modules, with `module` among them.
-        """
+        """A context for one call of a compiled module, in which it is compiled with its budget, if it is compiled."""
         from functorch.compile import config  # loaded by what compiles the module
 
         block = module_inside(module) or module

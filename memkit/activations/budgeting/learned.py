@@ -47,7 +47,6 @@ def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) ->
     """Return the schedule of a plan.
 
     Args:
-        plan: for a step of this lineage.
         roots: bytes of the roots that would be freed unless they are held.
     """
     copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
@@ -144,7 +143,6 @@ class PlannedDecider(Decider):
     """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for.
 
     Args:
-        traces: the traces of the tag.
         plan_of: returns the plan for a step like an earlier one, None if there is none.
         limit_bytes: returns the most bytes that saved values and replays may take on the device now, for steps without a plan.
     """

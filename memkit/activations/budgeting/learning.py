@@ -46,11 +46,8 @@ def search(
     """Return a plan; without the headroom if there is none with it.
 
     Args:
-        planner: the planner for the step.
         allowed_bytes: the most bytes the step may take, without the headroom.
         headroom_bytes: bytes to leave free if possible.
-        budget_bytes: the user's budget for the whole device.
-        device: the device of the step.
         warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
         reserved_bytes: how many of the bytes that are left free are for the states of an optimizer that is not known.
 
@@ -85,11 +82,7 @@ _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 
 
 class PlannedLink:
-    """The link between one device and the host, for the steps of one tag.
-
-    Args:
-        warn: see `Learning`.
-    """
+    """The link between one device and the host, for the steps of one tag."""
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
@@ -297,11 +290,7 @@ class Learning:
         return steady
 
     def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        """Tell whether a step like a trace that follows a plan is to note all its saves.
-
-        Args:
-            shapes: shapes of the module's inputs, if they are known.
-        """
+        """Tell whether a step like a trace that follows a plan is to note all its saves."""
         learned = self.of(trace)
         is_noted = learned.noted is planned and learned.shapes == shapes
         return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
@@ -309,14 +298,7 @@ class Learning:
     def note_steady(
         self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
     ) -> None:
-        """Note what a step saved that followed a plan to its end.
-
-        Args:
-            notes: the saves.
-            forward: the forward that saved them.
-            kinds: what is known of ops.
-            shapes: see `wants_notes`.
-        """
+        """Note what a step saved that followed a plan to its end."""
         self.of(trace).shapes = shapes
         learned = self.of(trace)
         learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
@@ -332,7 +314,7 @@ class Learning:
         learned.num_left += 1
 
     def count_followed(self, trace: Trace) -> bool:
-        """Count a step that follows a plan; return whether it is to be checked: the first few are, then one in `_JUDGED_EVERY`."""
+        """Count a step that follows a plan; return whether to check it: the first few, then one in `_JUDGED_EVERY`."""
         learned = self.of(trace)
         learned.num_judged += 1
         is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0

@@ -53,7 +53,6 @@ class StepPeak:
     only steps that teach something reset it. In any other step the peak is known only where it is higher than all before.
 
     Args:
-        counter: the device's counter.
         resets: whether to reset it now.
     """
 

@@ -31,9 +31,7 @@ class Meter:
     """Measures one forward and its first backward.
 
     Args:
-        device: the device of the step.
         counter: the device's counter of allocated bytes. With None, only the bytes of saved values are measured.
-        forward: the forward that is measured.
     """
 
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:

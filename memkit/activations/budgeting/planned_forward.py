@@ -37,11 +37,7 @@ class _Lent(NamedTuple):
 
 
 class MeteredUnpacker:
-    """Unpacks saved tensors, and calls a meter at each request.
-
-    Args:
-        unpacker: the unpacker that does the work.
-    """
+    """Unpacks saved tensors, and calls a meter at each request."""
 
     def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
         self._unpacker, self._meter = unpacker, meter
@@ -66,7 +62,6 @@ class PlannedForward(RecordedForward):
     evict.
 
     Args:
-        recording, window, score, counts: see `RecordedForward`.
         planned: the plan; None if there is none yet.
         limit_bytes: returns the most bytes that saved values and replays may take on the device now, if there is no schedule.
         note_no_host: called where there is no host memory for a value, which stays then.

@@ -48,11 +48,7 @@ class PlannedStage(BudgetStage):
         super().__init__(state, options, limits)
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return the pack hook for a step that is known.
-
-        Args:
-            take: the hook for all other tensors.
-        """
+        """Return the pack hook for a step that is known."""
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
         step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)

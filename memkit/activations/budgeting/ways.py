@@ -132,7 +132,6 @@ class Ways:
         """Note that a context is entered again.
 
         Args:
-            now: recorded at the entry.
             peak_bytes: the peak of the last step; None if it is not known.
             regions: what the last step has recomputed; None if it had no regions.
             was_whole: whether the last step ended and did not deviate. Otherwise it doesn't count.
@@ -264,8 +263,6 @@ def ways_within(
     is tried, and its first steps may exceed the budget a little.
 
     Args:
-        problem: the step.
-        choices: choices of regions, the quickest first.
         allowed_bytes: the most bytes that the step may take on the device.
         headroom_bytes: bytes that it may take on top if no choice fits otherwise without copies.
         bytes_per_s: bandwidth of the link with copies in both directions; None if it is not known.

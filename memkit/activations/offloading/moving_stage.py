@@ -51,9 +51,6 @@ class ScheduledStage(Stage):
     """The half of a `MovingStage` that has forwards follow schedules: while one does, tensors come to `ScheduledSaves`.
 
     Args:
-        state: what is known under the tag.
-        options: what was asked for.
-        ratio: the share that leaves.
         resident: storages that the caller holds in any case, by their keys (`storages.storage_key`).
     """
 
@@ -98,11 +95,7 @@ class ScheduledStage(Stage):
             self._scheduled.stop()
 
     def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a pack hook for forwards that go like earlier ones.
-
-        Args:
-            take: the pack hook for all other tensors.
-        """
+        """Return a pack hook for forwards that go like earlier ones."""
         self._saves = ScheduledSaves(take)
         return self._saves.pack
 
@@ -222,10 +215,7 @@ def follow_schedule(
     The caller holds the lock of the window.
 
     Args:
-        asked: all that the schedule depends on beside the trace.
-        ratio: the share that leaves.
         window_bytes: as asked for; None for twice the largest storage.
-        tensor: what is saved.
         paused: before which saves a region of `no_offload` began, or ended.
         behind: what the saves before this one have followed, with nothing done yet; None if it is the first one.
     """
@@ -249,12 +239,7 @@ def follow_schedule(
 
 def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
-    window, of which `is_free` has told that nothing is likely to ask for anything.
-
-    Args:
-        trace: what it was made from.
-        counts: what is done is counted there.
-    """
+    window, of which `is_free` has told that nothing is likely to ask for anything."""
     spans = _spans_for(schedule, window)
     if spans is None:
         return None
@@ -361,8 +346,6 @@ class RatioDecider(RatioSoFar):
     the share of bytes that left so far comes to the ratio.
 
     Args:
-        traces: those of the tag.
-        ratio: the share that leaves.
         window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
     """
 
@@ -377,11 +360,7 @@ class RatioDecider(RatioSoFar):
         self._take_plan()
 
     def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
-        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing.
-
-        Args:
-            asked: the action that the user, or an inner context, asked for.
-        """
+        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing."""
         follower = self.follower
         index, trace = len(follower.keys), follower.trace
         place = follower.note_tensor(tensor, storage)

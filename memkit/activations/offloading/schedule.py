@@ -100,10 +100,7 @@ class Schedule:
     """What forwards of one trace do at one ratio. One forward at a time follows it.
 
     Args:
-        seen: the saves.
-        plan: which of them leave.
         parts: when each copy is due, for each backward through the forward.
-        requests: for each backward the value of each request.
         paused: before which saves a region of `no_offload` began, or ended.
     """
 
@@ -277,10 +274,6 @@ def make_schedule(
     """Return the schedule of a trace.
 
     Args:
-        seen: what was saved.
-        plan: what leaves.
-        requests: for each backward the value of each request.
-        limit_bytes: what of these values the device may hold.
         forecast: how full the device is in the backward, None if that is not known. It counts where there is one alone.
         paused: before which saves a region of `no_offload` began, or ended.
     """

@@ -70,12 +70,7 @@ class ScheduledForward:
     """One forward that follows a schedule, and its backwards.
 
     Args:
-        window: the window that it belongs to.
-        schedule: what to do.
-        placement: the prepared copies, from and to `spans`.
         spans: the host memory: for what leaves and is requested by backwards, and for the rest; None where none is needed.
-        trace: the trace that the schedule was made from.
-        counts: the counters of the iteration.
     """
 
     def __init__(

@@ -38,11 +38,8 @@ class RecordedForward(NumberedSaves):
     `moves` tells whether the same records move to host memory; otherwise, `moving` has records for what moves.
 
     Args:
-        recording: the ops that made the values.
-        window: the window that holds the records.
         score: the score that chooses what to evict when the limit is exceeded.
         limit_bytes: the most bytes that saved values and replays may take on the device.
-        counts: the counters of the iteration.
     """
 
     moves = False

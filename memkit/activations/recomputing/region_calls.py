@@ -369,8 +369,6 @@ class RegionCall:
 
     Args:
         region: the module that is called.
-        frame: the caller's frame.
-        inputs: the inputs of the call.
         devices: CUDA devices whose generators the module draws from, other than those of its inputs.
     """
 

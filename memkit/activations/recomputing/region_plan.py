@@ -64,10 +64,6 @@ def plan_regions(
     where the host computes. On other devices a trial decides.
 
     Args:
-        trace: the trace of the step.
-        num_ops: its number of ops.
-        of_ops: its plan of single ops.
-        torch_device: the device of the step.
         against_ops: whether to compare with single ops at all.
     """
     calls, references = _candidates(trace)
@@ -111,11 +107,7 @@ def plan_regions(
 
 
 def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first.
-
-    Args:
-        trace, num_ops, torch_device: see `plan_regions`.
-    """
+    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first."""
     calls, _ = _candidates(trace)
     if all(call.why_not for call in calls):
         return []

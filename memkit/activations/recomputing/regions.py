@@ -167,7 +167,6 @@ class Regions(Exclusive):
     Args:
         chosen: the modules. A `SequentialSpan` is called as one module while this context is entered, and in recomputes.
         keep: returns a handle for an input of a region; called with grad mode off. By default inputs stay on the device.
-        counts: counters for what was recomputed.
     """
 
     def __init__(
@@ -221,11 +220,7 @@ class Regions(Exclusive):
 
 
 class RegionModule(Recomputed):
-    """A module whose calls are regions.
-
-    Args:
-        forward: the function that calls it, if it is a span.
-    """
+    """A module whose calls are regions."""
 
     def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common, forward: SpannedForward | None) -> None:
         super().__init__(module, common.counts, spec.learned)

@@ -29,7 +29,6 @@ def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) ->
     """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`.
 
     Args:
-        sizes_bytes: of the distinct ones, at least one.
         done: what would have been done with larger ones: "moved", "dropped".
     """
     found = (
@@ -49,11 +48,7 @@ _MOST = 4
 
 
 class Unasked:
-    """Watches the forwards under a tag until the first backward: what their graphs hold tells when it asks, or is let go.
-
-    Args:
-        title: of the context, for the warning.
-    """
+    """Watches the forwards under a tag until the first backward: what their graphs hold tells when it asks, or is let go."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -144,7 +139,6 @@ class Stage(ABC):
         """Return what autograd is to hold in place of a tensor that it saves.
 
         Args:
-            tensor: the saved tensor itself. Grad mode is off.
             action: what to do with it, as the user or a stage before decided; None to decide here.
         """
 
@@ -160,7 +154,6 @@ def handing_on(
     one, to outer hooks; without these, it keeps them.
 
     Args:
-        moving: the next stage, of the same context or an outer one.
         outer: the innermost hooks outside.
         is_checked: whether writes to the tensors are noticed. They are not for classes with `__torch_dispatch__`.
     """
@@ -175,8 +168,6 @@ class Entry:
     """One `with` block of a context.
 
     Args:
-        name: the class of the context, for users.
-        tag: the tag of the context.
         is_last: whether no context may be entered inside, since that would hide tensors from this one.
         block: tells whether the user is still in the context; None if that is not to be asked.
     """

@@ -65,7 +65,6 @@ class Forward(NumberedSaves):
 
     Args:
         share: decides what leaves, and how much of it may be on the device.
-        counts: the counters of the iteration.
     """
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:

@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The records of one tag on one device. Callers hold the lock of the `TagState` that owns the ledger.
-
-    Args:
-        device: the device of the saved storages.
-        lanes: the copy streams.
-        arena: the host memory, which no other ledger uses.
-    """
+    """The records of one tag on one device. Callers hold the lock of the `TagState` that owns the ledger."""
 
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
         self.device = device
@@ -75,11 +69,7 @@ class Ledger:
         """Return the handle of a new record: DEVICE.
 
         Args:
-            tensor: the saved tensor, over all or a part of the storage.
-            unpacker: unpacks its handles.
-            node: the number of the node of the graph that saves it.
             owner: the forward that may move it, None if none may.
-            index: its number there.
         """
         stream = self.device.current_stream()
         for older in self.backlog:
@@ -386,11 +376,7 @@ def _counts(record: Record) -> Counts:
 
 
 def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
-    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device.
-
-    Args:
-        others: host memory of the ledger's arena that is held elsewhere.
-    """
+    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device."""
     ledger.arena.drain()
     ledger.device.synchronize()
     for record in tuple(ledger.records):

@@ -82,11 +82,7 @@ _Parameter = nn.Parameter
 
 
 class SizesSeen:
-    """Adds up what a step saves, each storage once, as far as that shows without its ops: parameters are left out.
-
-    Args:
-        min_bytes: smaller storages are left out.
-    """
+    """Adds up what a step saves, each storage once, as far as that shows without its ops: parameters are left out."""
 
     __slots__ = ("_min_bytes", "made_bytes", "other_bytes", "seen")
 

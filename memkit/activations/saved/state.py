@@ -177,12 +177,7 @@ class RematState(TagState):
         self, decider: Decider, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> OpTrace | None:
         """Return what is known of a recorded forward that is over. It was in vain if it was like none before, or if there is no
-        plan for such ones even after three.
-
-        Args:
-            decider: what has decided for its saves.
-            recording, saves, nodes, calls: see `Traces.learn`.
-        """
+        plan for such ones even after three."""
         trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
         if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
             has_no_plan = trace.ops.num_seen > 3 and self.unasked.was_asked and getattr(trace.learned, "planner", None) is None

@@ -276,10 +276,6 @@ def trace_of_ops(
     """Return the trace that a recorded forward leaves behind.
 
     Args:
-        recording: its ops.
-        keys: its saves.
-        saves: the value of each.
-        nodes: the number of the node of the graph that made each.
         is_first: whether no trace was known under the tag.
     """
     marks = {key.value: key.mark for key in keys}  # those given before the save: they tell one trace from another
@@ -340,13 +336,7 @@ class Traces:
         nodes: Sequence[int],
         calls: Sequence[NotedCall],
     ) -> Trace:
-        """Return the trace of a recorded forward that is over, which is put first.
-
-        Args:
-            follower: how it went along those that were known.
-            recording, saves, nodes: see `trace_of_ops`.
-            calls: the calls of modules, if they were noted.
-        """
+        """Return the trace of a recorded forward that is over, which is put first."""
         trace = follower.ended_as(recording.funcs)
         if trace is None:
             trace = trace_of_ops(recording, follower.keys, saves, nodes, is_first=not len(self))
@@ -471,8 +461,6 @@ class Capture:
         """Note one save.
 
         Args:
-            packed: what autograd holds for it.
-            num_values: how many values the forward has noted by now.
             seen_bytes: what the save has added to the bytes that could leave.
         """
         kind = type(packed)
@@ -482,11 +470,7 @@ class Capture:
             self.is_whole = False
 
     def add(self, tensor: Tensor, value: int, num_values: int, seen_bytes: int) -> bool:
-        """Note one save of a value, `NO_VALUE` for none; tell whether it may be told from others by its shape.
-
-        Args:
-            num_values, seen_bytes: see `note`.
-        """
+        """Note one save of a value, `NO_VALUE` for none; tell whether it may be told from others by its shape."""
         geometry, num_bytes, before = None, 0, NO_VALUE
         if value != NO_VALUE:
             storage = tensor.untyped_storage()
