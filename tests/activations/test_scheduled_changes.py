@@ -159,20 +159,6 @@ def test_steps_with_a_region_of_no_offload_follow_a_schedule(offloads: Offloads)
 # Other contexts
 
 
-def test_grad_mode_is_off_in_between(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [1] * 8), x)
-    for is_on in (True, True, True, False, True, True, False, False, True):
-        with torch.set_grad_enabled(is_on), offloads():
-            y = chain(x, [1] * 4)
-            with torch.no_grad():
-                chain(x, [1] * 2)
-            y = chain(y, [1] * 4)
-        if is_on:
-            assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
 def test_attached_and_not(offloads: Offloads) -> None:
     """What the model holds leaves where it is not attached."""
     torch_device = offloads.device.torch_device
