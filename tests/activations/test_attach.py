@@ -71,18 +71,6 @@ def _hooks(model: nn.Module) -> int:
     return sum(len(value) for module in model.modules() for key, value in module.__dict__.items() if key.endswith("_hooks"))
 
 
-def test_trains_to_the_same_bits(device: Device, attaching: Attach) -> None:
-    model, x, shift = _net(device)
-    handle = attaching(model, 1.0, "attached")
-    found = _train(model, x, shift)
-    handle.remove()
-
-    assert_same_bits(found, _train(*_net(device)))
-    stats = memkit.stats("attached")
-    assert stats.num_iterations == 3
-    assert stats.live_records == 0
-
-
 def test_parameters_buffers_and_inputs_stay_from_the_first_step_on(device: Device, attaching: Attach) -> None:
     """What moves: what the sine, the cosine and the last layer are given."""
     model, x, shift = _net(device)

@@ -163,30 +163,6 @@ def test_device_is_known_once_a_step_saves(step: str, torch_device: torch.device
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("step", [pytest.param(step, marks=() if step == "penalty" else pytest.mark.full) for step in STEPS])
-def test_marks_are_known_ahead_of_the_device(step: str, torch_device: torch.device) -> None:
-    class Marking(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            made = memkit.recompute(x.add(1).mul(2))
-            return self.layers(memkit.recompute(made.sin()))  # type: ignore[no-any-return]
-
-    def run(around: Around) -> list[list[Tensor]]:
-        torch.manual_seed(0)
-        net, found = Marking().to(torch_device), []
-        for _ in range(2):
-            x = torch.randn(6, 4, device=torch_device, requires_grad=True)
-            STEPS[step](net, x, around)
-            found.append([tensor.grad.clone() for tensor in (x, *net.parameters()) if tensor.grad is not None])
-        return found
-
-    plain = run(nullcontext)
-
-    for context in (_offload, _rematerialize, _budget):
-        for found, expected in zip(run(context), plain, strict=True):
-            assert_same_bits(found, expected)
-        memkit.reset("late")
-
-
 def test_later_contexts_share_one_window_of_the_cpu() -> None:
     for _ in range(2):
         with memkit.Rematerialize(0.5, "late", min_bytes=0, device="cpu"):

@@ -99,31 +99,6 @@ def test_new_ratio_cuts_the_plan_anew_at_once(device: Device, offloading: Offloa
         assert_same_bits(found, step(x, UNITS))
 
 
-def test_new_window_cuts_the_plan_anew_at_once(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    for window_units in (0, 7, 3, None, 100):
-        window_bytes = None if window_units is None else window_units * UNIT_BYTES
-        step(x, UNITS, lambda: offloading(1.0, "windows", window_bytes=window_bytes))  # noqa: B023
-        asked_bytes = 2 * max(UNITS) * UNIT_BYTES if window_bytes is None else window_bytes
-
-        wanted = plan_ratio([units * UNIT_BYTES for units in UNITS], 1.0, window_bytes=asked_bytes)
-        assert _moved("windows") == wanted.offload_bytes
-        assert memkit.stats("windows").window_bytes == asked_bytes
-
-
-def test_several_shapes_each_keep_their_plan(device: Device, offloading: Offload) -> None:
-    """Training batches, a smaller last one, an evaluation with gradients."""
-    x, sizes = leaf_on(device.torch_device), [UNITS, [2 * units for units in UNITS], (4, *UNITS), (1, 1)]
-    plain = [step(x, units) for units in sizes]
-    for count, number in enumerate([0, 1, 2, 3, *random.Random(0).choices(range(4), k=16)]):
-        found = step(x, sizes[number], lambda: offloading(0.5, "shapes", window_bytes=0))
-
-        assert_same_bits(found, plain[number])
-        if count >= 4:
-            plan = plan_ratio([units * UNIT_BYTES for units in sizes[number]], 0.5, window_bytes=0)
-            assert _moved("shapes") == plan.offload_bytes
-
-
 def test_shapes_that_begin_alike_move_no_less_than_their_plan(device: Device, offloading: Offload) -> None:
     """Which one it is shows late: then what was kept too long is made up for."""
     x, sizes = leaf_on(device.torch_device), [UNITS, (*UNITS, 7, 7), (*UNITS[:4], 9, *UNITS), UNITS[:5]]

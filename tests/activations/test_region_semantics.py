@@ -240,35 +240,6 @@ def test_lets_go_what_it_has_handed_out_when_the_graph_is_retained() -> None:
         assert [storage() for storage in made] == [None, None]
 
 
-def test_backward_of_a_part_and_then_of_the_rest() -> None:
-    region, x, w = Run(lambda x, w: (x @ w).sin() @ w), leaf(), leaf(4, 4)
-
-    def gradients(y: Tensor) -> list[Tensor]:
-        return [
-            *torch.autograd.grad(y.sum(), w, retain_graph=True),
-            *torch.autograd.grad(y.sum(), x, retain_graph=True),
-            *torch.autograd.grad(y.sum(), (x, w)),
-        ]
-
-    with Regions({region: ALL}):
-        y = region(x, w)
-
-    assert_same_bits(gradients(y), gradients(region(x, w)))
-
-
-def test_double_backward() -> None:
-    region, x = Run(sines), leaf()
-
-    def gradients(y: Tensor) -> list[Tensor]:
-        (once,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return [once.detach(), *torch.autograd.grad(once.square().sum(), x)]
-
-    with Regions({region: ALL}):
-        y = region(x)
-
-    assert_same_bits(gradients(y), gradients(region(x)))
-
-
 def test_double_backward_within_the_context() -> None:
     region, x = Run(sines), leaf()
 

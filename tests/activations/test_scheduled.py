@@ -92,29 +92,6 @@ FIGURES = (
 # Backwards
 
 
-@pytest.mark.parametrize("options", SETTINGS)
-def test_parts_of_the_backward_in_another_order(offloads: Offloads, options: dict[str, Any]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-
-    def forward() -> tuple[Tensor, Tensor, Tensor]:
-        trunk = chain(x, [1, 2, 1])
-        return trunk, chain(trunk, [1] * 6), chain(trunk, [2, 1, 1])
-
-    def backward(trunk: Tensor, first: Tensor, second: Tensor, order: int) -> list[Tensor]:
-        if order == 0:
-            return [gradient_of(first.sum() + second.sum(), x)]
-        ends = (first, second) if order == 1 else (second, first)
-        of_ends = [torch.autograd.grad(end.sum(), trunk)[0] for end in ends]
-        return [*of_ends, torch.autograd.grad(trunk, x, sum(of_ends))[0]]
-
-    for order in (0, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2, 2, 0):
-        wanted = backward(*forward(), order)
-        with offloads(**options):
-            made = forward()
-        assert_same_bits(backward(*made, order), wanted)
-        del made
-
-
 def test_backward_in_another_thread(offloads: Offloads) -> None:
     x, found = leaf_on(offloads.device.torch_device), list[Tensor]()
     wanted = gradient_of(chain(x, IN_BATCHES), x)
@@ -139,18 +116,6 @@ def test_backward_in_another_thread_while_the_next_forward_runs(offloads: Offloa
         thread.join()
         assert_same_bits([*found, gradient_of(second, x)], [wanted] * 2)
         del second
-
-
-@pytest.mark.parametrize("num_units", [[1] * 3, [1] * 12, [2, 1], []])
-def test_forward_is_shorter_longer_or_other(offloads: Offloads, num_units: list[int]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    for units in ([1] * 6, [1] * 6, [1] * 6, num_units, [1] * 6, [1] * 6, num_units, num_units, num_units, num_units, [1] * 6):
-        wanted = gradient_of(chain(x, units) * 1, x)
-        for ratio, window in ((1.0, 0), (0.5, 2)):
-            with offloads(ratio, window):
-                y = chain(x, units) * 1
-            assert_same_bits([gradient_of(y, x)], [wanted])
-            del y
 
 
 @pytest.mark.parametrize("units", [[1] * 12, IN_BATCHES])

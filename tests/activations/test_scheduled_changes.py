@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import memkit
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 from tests.activations.scheduled_steps import (
-    TAG,
     Offloads,
     assert_steps_are_plain,
     batch_bytes,
@@ -160,121 +157,6 @@ def test_steps_with_a_region_of_no_offload_follow_a_schedule(offloads: Offloads)
 
 
 # Other contexts
-
-
-def test_marks_come_and_go(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [1] * 8), x)
-    for mark in (None, None, None, memkit.keep, None, None, None, memkit.offload, None, None, memkit.recompute, None, None):
-        for ratio in (1.0, 0.5):
-            with offloads(ratio):
-                y = chain(x, [1] * 4)
-                if mark is not None:
-                    mark(y)
-                y = chain(y, [1] * 4)
-            assert_same_bits([gradient_of(y, x)], [wanted])
-            del y
-
-
-def test_rematerialize_inside_comes_and_goes(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [1] * 8), x)
-    for is_inside in (False, False, False, True, True, False, False, True, True, True, False, False, False):
-        inside = memkit.Rematerialize(0.5, f"{TAG} inside", min_bytes=0, device=offloads.device)
-        with offloads(), inside if is_inside else nullcontext():
-            y = chain(x, [1] * 8)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
-def test_tags_beside_and_inside_each_other(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [1] * 12), x)
-
-    def other(number: int) -> memkit.CPUOffload:
-        return memkit.CPUOffload(1.0, f"{TAG} {number}", min_bytes=0, window_bytes=0, device=offloads.device)
-
-    for _ in range(5):
-        with offloads():
-            y = chain(x, [1] * 3)
-            with other(1):
-                y = chain(y, [1] * 3)
-            y = chain(y, [1] * 3)
-        with other(2):
-            y = chain(y, [1] * 3)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
-def test_hooks_of_the_user_inside_and_outside(offloads: Offloads) -> None:
-    x, hooks = leaf_on(offloads.device.torch_device), torch.autograd.graph.saved_tensors_hooks
-    wanted = gradient_of(chain(x, [1] * 9), x)
-    for kind in ("", "", "", "inside", "inside", "", "", "outside", "outside", "", ""):
-        user = lambda name: hooks(lambda t: t.clone(), lambda t: t) if kind == name else nullcontext()  # noqa: B023, E731
-        with user("outside"), offloads():
-            y = chain(x, [1] * 3)
-            with user("inside"):
-                y = chain(y, [1] * 3)
-            y = chain(y, [1] * 3)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
-def test_host_limit_that_is_too_small(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [4] * 8), x)
-    for limit in (None, None, None, 4 * 4 * UNIT_BYTES, 4 * 4 * UNIT_BYTES, 4 * 4 * UNIT_BYTES, 4 * 4 * UNIT_BYTES, None, None):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with offloads(host_limit_bytes=limit):
-                y = chain(x, [4] * 8)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
-def test_grad_mode_is_off_in_between(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [1] * 8), x)
-    for is_on in (True, True, True, False, True, True, False, False, True):
-        with torch.set_grad_enabled(is_on), offloads():
-            y = chain(x, [1] * 4)
-            with torch.no_grad():
-                chain(x, [1] * 2)
-            y = chain(y, [1] * 4)
-        if is_on:
-            assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
-def test_layer_is_frozen_and_trained_again(offloads: Offloads) -> None:
-    torch_device = offloads.device.torch_device
-    layers = [torch.nn.Linear(16, 16, device=torch_device) for _ in range(5)]
-    x = torch.randn(16, 16, device=torch_device)
-
-    def loss() -> Tensor:
-        y = x
-        for layer in layers:
-            y = functional.dropout(functional.gelu(layer(y)), 0.3)
-        return y.square().sum()
-
-    def gradients() -> list[Tensor]:
-        found = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
-        for layer in layers:
-            layer.zero_grad()
-        return found
-
-    for number, frozen in enumerate(("", "", "", "0", "0", "0", "02", "2", "", "", "34", "34", "34")):
-        for index, layer in enumerate(layers):
-            layer.requires_grad_(str(index) not in frozen)
-        torch.manual_seed(number)
-        loss().backward()
-        wanted = gradients()
-        torch.manual_seed(number)
-        with offloads():
-            made = loss()
-        made.backward()
-        del made
-        assert_same_bits(gradients(), wanted)
 
 
 def test_attached_and_not(offloads: Offloads) -> None:

@@ -195,16 +195,6 @@ def test_backward_fails_and_is_run_again(offloads: Offloads, options: dict[str, 
         offloads.assert_nothing_is_left()
 
 
-def test_reset_between_forward_and_backward(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    for _ in range(2):
-        y = learned(offloads, lambda: chain(x, IN_BATCHES), window_units=2)
-        memkit.reset(TAG)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
 @pytest.mark.parametrize("options", SETTINGS)
 def test_host_memory_of_a_tag_that_was_reset_goes_back_with_the_backward(offloads: Offloads, options: dict[str, Any]) -> None:
     x = leaf_on(offloads.device.torch_device)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,39 +16,77 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.plan import copies
 from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.test_context_random_graphs import Step, _outcome, steps
 
-# some programs ask for nothing that they save
-pytestmark = pytest.mark.filterwarnings("ignore:.*saved tensors for a backward, and none came")
+# some programs ask for nothing that they save, or save nothing large enough, or take more than there is
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*saved tensors for a backward, and none came", "ignore:.*host memory", "ignore:.*nothing was", NO_PLAN_FITS
+)
 
 TAG = "random steps"
-Program = tuple[list[Step], list[int]]
+Program = tuple[list[Step], list[int], str]
+"""The ops, what backwards begin at, and what is asked for in this step."""
+SETTINGS = (
+    "another ratio",
+    "another window",
+    "larger ones",
+    "little host memory",
+    "pause",
+    "recompute inside",
+    "tag inside",
+    "hooks",
+)
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Program]:
     """Draw the steps of a training: a program, and others that differ from it a little or wholly."""
     parts = st.lists(st.integers(0, 99), min_size=1, max_size=3)
-    first = draw(steps), draw(parts)
+    first = draw(steps), draw(parts), ""
     graph = list(first[0])
     place = draw(st.integers(0, len(graph) - 1))
-    change = draw(st.sampled_from(["one step", "shorter", "longer", "other parts", "all"]))
+    change = draw(st.sampled_from(["one step", "shorter", "longer", "other parts", "all", *SETTINGS]))
     other = {
-        "one step": lambda: ([*graph[:place], *draw(steps)[:1], *graph[place + 1 :]], first[1]),
-        "shorter": lambda: (graph[: max(1, place)], first[1]),
-        "longer": lambda: ([*graph, *draw(steps)], first[1]),
-        "other parts": lambda: (graph, draw(parts)),
-        "all": lambda: (draw(steps), draw(parts)),
-    }[change]()
+        "one step": lambda: ([*graph[:place], *draw(steps)[:1], *graph[place + 1 :]], first[1], ""),
+        "shorter": lambda: (graph[: max(1, place)], first[1], ""),
+        "longer": lambda: ([*graph, *draw(steps)], first[1], ""),
+        "other parts": lambda: (graph, draw(parts), ""),
+        "all": lambda: (draw(steps), draw(parts), ""),
+    }.get(change, lambda: (*first[:2], change))()
     return [first] * 3 + [other] + [first] * draw(st.integers(1, 3)) + [other] * draw(st.integers(0, 3)) + [first]
+
+
+def _hooks_of_the_user() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+
+
+@contextmanager
+def _asked(setting: str, options: dict[str, Any]) -> Iterator[None]:
+    """Enter a `CPUOffload`, with what a setting asks for."""
+    changed = {
+        "another ratio": {"offload_ratio": 0.4 if options["offload_ratio"] == 1 else 1.0},
+        "another window": {"window_bytes": 128 if options["window_bytes"] == 0 else 0},
+        "larger ones": {"min_bytes": 65},
+        "little host memory": {"host_limit_bytes": 4096},
+    }.get(setting, {})
+    device = options["device"]
+    inside = {
+        "pause": memkit.no_offload,
+        "recompute inside": lambda: memkit.Rematerialize(0.5, f"{TAG} inside", min_bytes=0, device=device),
+        "tag inside": lambda: memkit.CPUOffload(1.0, f"{TAG} inside", min_bytes=0, window_bytes=0, device=device),
+        "hooks": _hooks_of_the_user,
+    }.get(setting, nullcontext)
+    with memkit.CPUOffload(tag=TAG, **{"min_bytes": 0, **options, **changed}), inside():
+        yield
 
 
 def _compare(taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
-    for graph, parts in taken:
-        wanted, wanted_errors = _outcome(graph, parts, nullcontext())
-        context = memkit.CPUOffload(ratio, TAG, min_bytes=0, window_bytes=window_bytes, device=device)
-        found, errors = _outcome(graph, parts, context)
+    options = {"offload_ratio": ratio, "window_bytes": window_bytes, "device": device}
+    for graph, parts, setting in taken:
+        wanted, wanted_errors = _outcome(graph, parts, _hooks_of_the_user() if setting == "hooks" else nullcontext())
+        found, errors = _outcome(graph, parts, _asked(setting, options))
         assert errors == wanted_errors
         assert_same_bits(found, wanted)
     device.synchronize()
@@ -55,6 +94,7 @@ def _compare(taken: list[Program], ratio: float, window_bytes: int | None, seed:
     stats = memkit.stats(TAG)
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
     memkit.reset(TAG)
+    memkit.reset(f"{TAG} inside")
 
 
 def _drawn(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -89,30 +89,6 @@ def test_forwards_and_backwards_inside_one_context(
     assert moved[1:] == [moved[1]] * 3
 
 
-def test_one_context_around_the_whole_loop(offloads: Offloads, followed: Followed) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    with offloads():
-        for _ in range(6):
-            loss = chain(x, IN_BATCHES).sum()
-            (found,) = torch.autograd.grad(loss, x)
-            assert_same_bits([found], [wanted])
-    assert followed.take() == [True] * 4
-
-
-def test_context_for_each_micro_batch(offloads: Offloads, followed: Followed) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = 3 * gradient_of(chain(x, IN_BATCHES), x)
-    for number in range(3):
-        x.grad = None
-        for _ in range(3):
-            with offloads(0.5):
-                loss = chain(x, IN_BATCHES).sum()
-            loss.backward()
-        torch.testing.assert_close(x.grad, wanted)
-        assert followed.take() == [True] * (3 if number else 1)
-
-
 @pytest.mark.parametrize("options", SETTINGS)
 def test_one_backward_through_several_forwards(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
     x = leaf_on(offloads.device.torch_device)
@@ -156,18 +132,6 @@ def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, opt
         assert found[len(turns) * 2 :] == [True] * (len(turns) * 4)
     else:  # of what begins alike, the one is expected that came next behind the same two the last time
         assert steady == [True] * len(steady)
-
-
-def test_shapes_that_differ_after_saves_that_stay(offloads: Offloads, followed: Followed) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    weight = torch.nn.Parameter(torch.ones_like(x))
-    for number, units in enumerate([IN_BATCHES, [2, 1, 2]] * 6):
-        wanted = gradient_of(chain(x * weight * weight, units), x)
-        with offloads():
-            y = chain(x * weight * weight, units)
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-        assert (followed.take()[-1:] == [True]) == (number >= 6) or number < 6
 
 
 @pytest.mark.parametrize("options", SETTINGS)

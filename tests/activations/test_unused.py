@@ -102,21 +102,6 @@ def test_model_that_is_called_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
 
 
-def test_part_that_runs_ahead_of_the_model_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, optimizer = lit
-    _attach(model)
-    _step(model(model.encoder(x)).sum(), optimizer)
-    _step(model.training_step(x), optimizer)
-
-
-def test_gradients_from_before_do_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, optimizer = lit
-    model(x).sum().backward()
-    _attach(model)
-    optimizer.step()
-    _step(model(x).sum(), optimizer)
-
-
 def test_gradients_from_before_put_the_warning_off_by_one_step(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
     model, x, optimizer = lit
     model(x).sum().backward()
@@ -137,13 +122,6 @@ def test_steps_of_others_and_without_gradients_do_not_warn(lit: tuple[Lit, Tenso
         model.training_step(x)
     optimizer.step()
     _step(model(x).sum(), optimizer)
-
-
-def test_detached_model_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, optimizer = lit
-    _attach(model)
-    memkit.detach(model)
-    _step(model.training_step(x), optimizer)
 
 
 def test_copy_is_left_alone(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:

@@ -48,9 +48,7 @@ class WatchedRecorder(Recorder):
     """Records ops; calls a meter before and after each op, or notes the numbers of its values."""
 
     meter: Meter | None = None
-    """The meter of the recorded forward, if it is measured."""
     notes: StepNotes | None = None
-    """The notes of the recorded forward, if it is noted."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,13 +75,7 @@ logits has these in both, their log-softmax, and the gradients of all of them.""
 
 
 class BudgetStage(RecordingStage):
-    """Records the ops of a forward, and keeps its saved values to a budget for the device.
-
-    Args:
-        state: what is known under the tag.
-        options: how ops are recorded.
-        limits: the user's budget.
-    """
+    """Records the ops of a forward, and keeps its saved values to a budget for the device."""
 
     _state: BudgetState
 
@@ -96,7 +88,6 @@ class BudgetStage(RecordingStage):
         self._is_metered = True
         self._notes: StepNotes | None = None
         self._functions: FunctionNotes | QuietFunctions | None = None
-        """The mode that sees calls of functions, while it is on."""
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         super().__init__(state, options)
@@ -159,7 +150,6 @@ class BudgetStage(RecordingStage):
         return decider
 
     def _allow(self, share: float) -> None:
-        """Limit steps without a plan to a share of the budget."""
         budget_bytes = self._state.budget_bytes
         assert budget_bytes is not None
         self._allowed_bytes = share * self._limits.allocated_bytes(budget_bytes) - self._coming_bytes
@@ -239,7 +229,7 @@ class BudgetStage(RecordingStage):
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
             self._meter = Meter(device, counter, forward)
             forward.measure(self._meter)
-        elif decider.planned is not None and trace is not None and counter is not None and state.learning.is_judged(trace):
+        elif decider.planned is not None and trace is not None and counter is not None and state.learning.count_followed(trace):
             state.judged = trace, decider.planned
             state.peak = StepPeak(counter, resets=learning.is_new(trace))
         begun, peak = device.record_event(), state.peak
@@ -312,7 +302,6 @@ class BudgetStage(RecordingStage):
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
-        """Scale the prediction, since the step differs from the predicted one."""
         self._foresight = foresight
         if self._state.budget_bytes is not None:
             self._allow(_UNPLANNED)

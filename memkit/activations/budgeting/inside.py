@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _VALUES = (1.0, 0.5, 0.3)
-"""The values that are compared."""
 _HIDDEN = 0.5
 """The fraction of the forward of the blocks during which copies are assumed to run beside them."""
 
@@ -35,13 +34,9 @@ class Room:
     """What the compiled blocks of a step have to work with."""
 
     num_bytes: float
-    """The bytes that they may save on the device."""
     bytes_per_s: float
-    """Bandwidth of the link, with copies in both directions."""
     flops_per_s: float
-    """FLOP/s of the device."""
     memory_bytes_per_s: float
-    """Bandwidth of the device's memory."""
 
 
 RoomOf = Callable[[torch.device, torch.dtype], "Room | None"]
@@ -95,11 +90,9 @@ class InsideBudgets:
 
     def __init__(self) -> None:
         self.chosen: dict[type[nn.Module], float | None] = {}
-        """None for classes that are compiled without a budget of memkit's."""
 
     @property
     def are_alike(self) -> bool:
-        """Whether all classes have the same budget."""
         return len(set(self.chosen.values())) <= 1
 
     def for_all(self) -> AbstractContextManager[object]:
@@ -115,11 +108,7 @@ class InsideBudgets:
     def setting(
         self, module: nn.Module, args: Any, kwargs: Any, found: Collection[nn.Module], *, room: RoomOf
     ) -> Iterator[None]:
-        """A context for one call of a compiled module, in which it is compiled with its budget, if it is compiled.
-
-        Args:
-            found: the known compiled modules, with `module` among them.
-        """
+        """A context for one call of a compiled module, in which it is compiled with its budget, if it is compiled."""
         from functorch.compile import config  # loaded by what compiles the module
 
         block = module_inside(module) or module

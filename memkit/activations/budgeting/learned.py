@@ -24,7 +24,6 @@ class PlannedMoments:
     """What a step does that follows a plan. Values are those of the step's lineage."""
 
     actions: Mapping[int, Action]
-    """The action for each saved value."""
     retained: frozenset[int]
     """Values that autograd does not save and that are held: anchors, and roots that would be freed."""
     copies: Mapping[int, tuple[int, ...]]
@@ -42,14 +41,12 @@ class PlannedMoments:
     """For each recomputed value, the intermediate values that are kept as well."""
     num_saves: int
     moving_bytes: int
-    """Bytes of all values that move to host memory."""
 
 
 def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> PlannedMoments:
     """Return the schedule of a plan.
 
     Args:
-        plan: for a step of this lineage.
         roots: bytes of the roots that would be freed unless they are held.
     """
     copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
@@ -107,7 +104,6 @@ class Planned:
 
     @property
     def exceeds_budget(self) -> bool:
-        """Whether there was no plan within the budget."""
         return self.plan.predicted_peak_bytes > self.allowed_bytes + self.headroom_bytes
 
 
@@ -116,16 +112,11 @@ class LearnedStep:
     """What is known of steps like one trace."""
 
     shown: Foresight | None = None
-    """What the first step under the tag has shown, if it was like this one."""
     meter: Meter | None = None
-    """The meter of the last measured step."""
     planner: JointPlanner | None = None
     measured_s: list[float] = field(default_factory=list)
-    """Seconds of each op."""
     plans: dict[int, Planned] = field(default_factory=dict)
-    """The plans, by the bytes that they are allowed to take."""
     given: Planned | None = None
-    """The plan that the user passed."""
     over_bytes: int = 0
     """By how many bytes steps exceeded the prediction."""
     num_replans: int = 0
@@ -137,9 +128,7 @@ class LearnedStep:
     has_scaled: bool = False
     """Whether the seconds of ops were scaled to the measured seconds of steps."""
     steady: SteadyStep | None = None
-    """What is known of the saves of a step that follows a plan."""
     shapes: Shapes | None = None
-    """The shapes of the module's inputs in that step, if they are known."""
     noted: Planned | None = None
     """The plan that the last noted step followed, whether or not its notes were of use."""
     num_left: int = 0
@@ -154,7 +143,6 @@ class PlannedDecider(Decider):
     """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for.
 
     Args:
-        traces: the traces of the tag.
         plan_of: returns the plan for a step like an earlier one, None if there is none.
         limit_bytes: returns the most bytes that saved values and replays may take on the device now, for steps without a plan.
     """
@@ -162,7 +150,6 @@ class PlannedDecider(Decider):
     def __init__(self, traces: Traces, plan_of: Callable[[Trace], Planned | None], limit_bytes: Callable[[], float]) -> None:
         super().__init__(Follower(traces))
         self.planned: Planned | None = None
-        """The plan that is followed; None if the score decides."""
         self._plan_of, self._limit_bytes = plan_of, limit_bytes
         self._change_plan()
 

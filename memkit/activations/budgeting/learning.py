@@ -46,11 +46,8 @@ def search(
     """Return a plan; without the headroom if there is none with it.
 
     Args:
-        planner: the planner for the step.
         allowed_bytes: the most bytes the step may take, without the headroom.
         headroom_bytes: bytes to leave free if possible.
-        budget_bytes: the user's budget for the whole device.
-        device: the device of the step.
         warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
         reserved_bytes: how many of the bytes that are left free are for the states of an optimizer that is not known.
 
@@ -82,15 +79,10 @@ _PROBED_BYTES = 64 * 2**20
 _NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
 """With it no plan moves anything, unless there is no other."""
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
-"""The bandwidth of each device, measured once."""
 
 
 class PlannedLink:
-    """The link between one device and the host, for the steps of one tag.
-
-    Args:
-        warn: see `Learning`.
-    """
+    """The link between one device and the host, for the steps of one tag."""
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
@@ -172,7 +164,6 @@ class Learning:
         self._warn = warn
         self.link = PlannedLink(warn)
         self.last_peak_bytes: int | None = None
-        """The peak of the last checked step."""
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self._first: tuple[Trace, Meter] | None = None
@@ -299,11 +290,7 @@ class Learning:
         return steady
 
     def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        """Tell whether a step like a trace that follows a plan is to note all its saves.
-
-        Args:
-            shapes: shapes of the module's inputs, if they are known.
-        """
+        """Tell whether a step like a trace that follows a plan is to note all its saves."""
         learned = self.of(trace)
         is_noted = learned.noted is planned and learned.shapes == shapes
         return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
@@ -311,14 +298,7 @@ class Learning:
     def note_steady(
         self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
     ) -> None:
-        """Note what a step saved that followed a plan to its end.
-
-        Args:
-            notes: the saves.
-            forward: the forward that saved them.
-            kinds: what is known of ops.
-            shapes: see `wants_notes`.
-        """
+        """Note what a step saved that followed a plan to its end."""
         self.of(trace).shapes = shapes
         learned = self.of(trace)
         learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
@@ -333,8 +313,8 @@ class Learning:
         learned.steady = learned.noted = None
         learned.num_left += 1
 
-    def is_judged(self, trace: Trace) -> bool:
-        """Tell whether a step that follows a plan is to be checked: the first few are, and then one in `_JUDGED_EVERY`."""
+    def count_followed(self, trace: Trace) -> bool:
+        """Count a step that follows a plan; return whether to check it: the first few, then one in `_JUDGED_EVERY`."""
         learned = self.of(trace)
         learned.num_judged += 1
         is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0
@@ -391,7 +371,6 @@ class Learning:
         return False
 
     def takes_less(self, trace: Trace, needs: RegionNeeds) -> bool:
-        """Tell whether a step with regions needs fewer bytes than the plan for it."""
         planner, planned = self.of(trace).planner, self._last
         if planner is None or planned is None:
             return True
@@ -485,6 +464,5 @@ def _has_own_clock(problem: Problem) -> bool:
 
 
 def _is_ready(trace: Trace, meter: Meter | None) -> bool:
-    """Tell whether all that a plan needs is known."""
     ops = trace.ops
     return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order

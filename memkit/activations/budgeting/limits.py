@@ -32,13 +32,10 @@ class Limits:
     budget: int | float
     """Bytes, or a share of the plain step's peak."""
     is_of_reserved: bool
-    """Whether the budget limits reserved rather than allocated bytes."""
     optimizer: weakref.ref[torch.optim.Optimizer] | None
     min_bytes: int
     plan: MemoryPlan | None
-    """The plan that the user passed."""
     raises: bool
-    """Whether to raise if the budget can't be kept."""
 
     def budget_bytes(self, plain_peak_bytes: int | None) -> int | None:
         if isinstance(self.budget, int):
@@ -56,7 +53,6 @@ class StepPeak:
     only steps that teach something reset it. In any other step the peak is known only where it is higher than all before.
 
     Args:
-        counter: the device's counter.
         resets: whether to reset it now.
     """
 
@@ -70,7 +66,6 @@ class StepPeak:
         self.num_bytes: int | None = None
         """The peak, once the backward has ended; None where it is not known."""
         self.is_over = False
-        """Whether the backward has ended."""
 
     def end_forward(self) -> None:
         if self._resets and not self.is_over:
@@ -132,7 +127,6 @@ class ComingStates:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._num_bytes = dict[str | None, int]()
-        """Bytes by type of device."""
         self._trained: list[KeptHandle] | None = None
         """Of two of the parameters, without their bytes. They are checked before each forward until an optimizer has stepped;
         not every loop has one."""

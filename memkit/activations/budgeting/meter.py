@@ -31,21 +31,17 @@ class Meter:
     """Measures one forward and its first backward.
 
     Args:
-        device: the device of the step.
         counter: the device's counter of allocated bytes. With None, only the bytes of saved values are measured.
-        forward: the forward that is measured.
     """
 
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
         self._device, self._counter = device, counter
         self._forward = weakref.proxy(forward)
         self.base_bytes = 0 if counter is None else counter.allocated_bytes()
-        """Bytes allocated before the step."""
         self.live_bytes: list[int] = []
         """Bytes beyond the base, in the plain step: the peak during each op of the forward, then from the end of the forward to
         the first request of the backward, then from each request to the next, or to the end."""
         self.names: list[str] = []
-        """The names of the ops of the forward."""
         self.op_places: list[int] = []
         """For each op that can run again, its index among all ops."""
         self.save_places: list[int] = []
@@ -53,12 +49,9 @@ class Meter:
         self.released: dict[int, int] = {}
         """For each value made by an op, the first op during which only autograd and memkit hold it."""
         self.is_whole = False
-        """Whether the backward has ended without an error."""
         self.num_forward_ops = 0
         self.uses: tuple[int, ...] = ()
-        """The value of each request."""
         self.use_ends: tuple[int, ...] = ()
-        """See `memkit.plan.Step`."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Event, Event]] = []
         self._begun: Event | None = None

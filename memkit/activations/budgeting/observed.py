@@ -26,7 +26,6 @@ class Foresight:
     convolution reads and writes, which is what converting these to another memory format takes.
 
     Args:
-        trace: the trace of a step like those to come.
         is_whole: whether the trace includes the loss, rather than only the module that is called.
     """
 
@@ -102,10 +101,7 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
     """Return a measured step as a trace. Its backward has one op for each interval between two requests.
 
     Args:
-        meter: the meter, after the step.
-        step: which op made which value.
         names: for each value made by an op, the names of the op and the module.
-        target, min_bytes: see `StepTrace`.
     """
     lineage, num_forward = step.lineage, meter.num_forward_ops
     num_ops = len(meter.live_bytes)

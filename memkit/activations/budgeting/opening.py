@@ -53,11 +53,7 @@ class _StepClock(TimedWays):
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
-    """Set the stages of the entry of a context; return the hooks that it needs, None for its own.
-
-    Args:
-        shapes: shapes of the module's inputs, if they are known.
-    """
+    """Set the stages of the entry of a context; return the hooks that it needs, None for its own."""
     state = budget_states.open(entry.tag)
     with state.lock:
         state.num_iterations += 1

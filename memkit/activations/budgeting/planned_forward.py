@@ -34,15 +34,10 @@ class _Lent(NamedTuple):
 
     storage: torch.UntypedStorage
     marks: list[KeptHandle]
-    """Handles that tell whether it was written to since."""
 
 
 class MeteredUnpacker:
-    """Unpacks saved tensors, and calls a meter at each request.
-
-    Args:
-        unpacker: the unpacker that does the work.
-    """
+    """Unpacks saved tensors, and calls a meter at each request."""
 
     def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
         self._unpacker, self._meter = unpacker, meter
@@ -67,7 +62,6 @@ class PlannedForward(RecordedForward):
     evict.
 
     Args:
-        recording, window, score, counts: see `RecordedForward`.
         planned: the plan; None if there is none yet.
         limit_bytes: returns the most bytes that saved values and replays may take on the device now, if there is no schedule.
         note_no_host: called where there is no host memory for a value, which stays then.
@@ -93,7 +87,6 @@ class PlannedForward(RecordedForward):
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
-        """Storages that were moved for lack of memory."""
         self._asked: list[weakref.ref[Record]] = []
         """Records that the user asked to move. The schedule doesn't say when to free them."""
         self._lent: dict[int, _Lent] = {}
@@ -103,15 +96,12 @@ class PlannedForward(RecordedForward):
         self._stays: frozenset[int] | None = None
         """During a recompute by the schedule: the intermediate values that are kept."""
         self.on_end: Callable[[], None] | None = None
-        """Called once, when a backward has ended without an error."""
         self.meter: Meter | None = None
-        """The meter, if the step is measured."""
         self.num_passed = 0
         """How many saves that count were not noted here, since they stay."""
         self.requests: Sequence[int] | None = None
         """The ordinals of the requests that are seen; None if all are."""
         self._request = -1
-        """The ordinal of the last request."""
         self.follow(planned)
         if self.schedule is not None:
             window.fit_arena(self.schedule.moving_bytes)

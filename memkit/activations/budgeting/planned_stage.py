@@ -38,11 +38,8 @@ class PlannedStage(BudgetStage):
         self._step: SteadyStep | None = None
         """What is expected, as long as the step does not deviate."""
         self._steady: SteadySaves | None = None
-        """Takes saved tensors, if ops are recorded."""
         self._scheduled: ScheduledForward | None = None
-        """Moves tensors, if no ops are recorded."""
         self._quiet: QuietFunctions | None = None
-        """Turns the recorder off in functions without recorded ops."""
         self._due: SteadySave | None = None
         """What is expected of the tensor that is being taken."""
         self._is_noted = self.is_recording = True
@@ -51,11 +48,7 @@ class PlannedStage(BudgetStage):
         super().__init__(state, options, limits)
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return the pack hook for a step that is known.
-
-        Args:
-            take: the hook for all other tensors.
-        """
+        """Return the pack hook for a step that is known."""
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
         step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
@@ -249,7 +242,6 @@ class PlannedStage(BudgetStage):
             return KeptHandle(tensor) if has_room else self._move(forward, tensor)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        """Tell whether moving a tensor whose ops were not recorded frees any memory."""
         is_here = type(tensor) is Tensor and tensor.device == self._torch_device and is_range_of_bytes(tensor)
         return is_here and tensor.untyped_storage().nbytes() >= self._min_bytes and not is_from_leaf(tensor)
 

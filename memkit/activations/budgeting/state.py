@@ -39,19 +39,15 @@ class BudgetState(RematState):
         super().__init__(tag)
         self.learning = Learning(self.warn_once)
         self.budget_bytes: int | None = None
-        """The last budget."""
         self.is_within_capacity = False
         """Whether the device was found to have as much memory as the budget."""
         self.coming = ComingStates(None)
-        """The states that an optimizer is still to make."""
         self.foreseen: StepTrace | None = None
         """The trace of the attached module, made without data before its first call."""
         self._foresight: tuple[StepTrace | None, Foresight | None] = (None, None)
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
-        """The last arguments of the user."""
         self.shapes: Shapes | None = None
-        """The shapes of the module's last inputs, if they are known."""
         self.most_numel = 0
         """The most input elements of a step in which everything fitted."""
         self.ways: Ways | None = None
@@ -59,17 +55,12 @@ class BudgetState(RematState):
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
         self.regions_tag: str | None = None
-        """The tag of the planned regions, if the last forward recomputed regions."""
         self.copies_tag: str | None = None
-        """The tag of the copies beside regions, if there were any."""
         self.before = 0, 0
         """When the last forward began: the number of finished backwards, and of steps that deviated from their plan."""
         self.region_times: list[tuple[Event, Event]] = []
-        """Start and end of the last steps that recomputed regions."""
         self.judged: tuple[Trace, Planned] | None = None
-        """The trace and plan of the last forward, if its peak is to be checked."""
         self.peak: StepPeak | None = None
-        """The peak of the last forward and its backward, if it is looked at."""
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
         """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there

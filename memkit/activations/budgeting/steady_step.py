@@ -47,11 +47,7 @@ def schedule_of_moves(
     """Return the schedule of a plan; None if the plan recomputes something, or has no fixed order of copies back.
 
     Args:
-        plan: what moves, and when.
-        seen: all tensors that the hooks see in such a step.
         numbers: for each value of the plan, its number among the values in `seen` that count.
-        places: for each save that counts, its index in `seen`.
-        device: the device of the step.
     """
     moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
     if plan.replays or any(planned.is_anchor or planned.value not in numbers for planned in plan.values):
@@ -187,24 +183,16 @@ class SteadyStep:
     ops: tuple[ExpectedOp, ...] = ()
     """The expected ops; empty if all ops that can run again are recorded."""
     known_s: tuple[float, ...] = ()
-    """Seconds of each recorded op."""
     calls: tuple[FunctionCall, ...] = ()
-    """The functions that run the ops; empty if the recorder is on all the time."""
 
 
 @dataclass(eq=False, slots=True)
 class StepNotes:
-    """Notes what a step that follows a plan saves.
-
-    Args:
-        planned: the plan.
-        functions: notes calls of functions, if later steps may follow these.
-    """
+    """Notes what a step that follows a plan saves."""
 
     planned: Planned
     functions: FunctionNotes | None = None
     is_whole: bool = True
-    """Whether everything was noted."""
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
     _capture: Capture = field(default_factory=Capture)
@@ -221,12 +209,7 @@ class StepNotes:
         self._counts_at.append((recording.num_values, len(recording.calls)))
 
     def note(self, tensor: Tensor, forward: PlannedForward, num_before: int) -> None:
-        """Note a saved tensor.
-
-        Args:
-            forward: the forward that has taken it.
-            num_before: how many saves counted before it.
-        """
+        """Note a saved tensor."""
         kind = type(tensor)
         if not (kind is Tensor or kind is _Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
             self.is_whole = False
@@ -252,13 +235,7 @@ class StepNotes:
         return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
-        """Return what was noted, once the step is over; None if it is of no use.
-
-        Args:
-            trace: the trace that the step followed to its end.
-            forward: what it has saved.
-            kinds: what is known of ops.
-        """
+        """Return what was noted, once the step is over; None if it is of no use."""
         planned, ops, recording = self.planned, trace.ops, forward.recording
         plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
         if not self.is_whole or not uses or ops is None:
@@ -322,12 +299,7 @@ class StepNotes:
         ops_read: Collection[int],
         kinds: OpKinds,
     ) -> Iterator[ExpectedOp]:
-        """Yield what is to be known of each op.
-
-        Args:
-            recorded: the ops that are to be recorded.
-            ops_read: these, and all others that replays run.
-        """
+        """Yield what is to be known of each op."""
         needed = {value for value, _, _ in self._saves} | self.planned.schedule.retained
         needed.update(*(lineage.ins[op] for op in ops_read))
         ends = [*self._counts_at[1:], (len(lineage.maker), len(lineage.ins))]
@@ -381,11 +353,8 @@ class SteadySaves:
     """The pack hook of a steady step, for as long as tensors are saved as expected.
 
     Args:
-        step: what is expected.
-        forward: the forward that begins.
         take_one: takes a tensor that is handled, or at which other values are.
         leave: called once, before the first unexpected tensor is taken.
-        take: the hook for all other tensors.
     """
 
     def __init__(
@@ -397,14 +366,12 @@ class SteadySaves:
         take: Callable[[Tensor], Any],
     ) -> None:
         self.num_saves = 0
-        """How many tensors were saved as expected."""
         self.is_on = True
         self._saves, self._forward = step.saves, forward
         self._device = forward.ledger.device
         self._notes = self._device.takes_notes
         self._take_one, self._leave, self._take = take_one, leave, take
         self.functions: QuietFunctions | None = None
-        """Follows the functions of the step, if they are known."""
 
     @property
     def is_complete(self) -> bool:
@@ -456,7 +423,6 @@ def _skipped_writer(
     """Return what is to be known of an op that writes and need not be recorded; None if it must be recorded.
 
     Args:
-        op: its number, if it can run again.
         numbers: the values that are new with it: roots that it reads, and values that it makes.
         outs: the values that it makes; None if it cannot run again.
         needed: the values that are saved, anchors, or read by ops that are recorded or run again.

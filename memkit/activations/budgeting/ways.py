@@ -49,9 +49,7 @@ class _Try:
 
     way: Way
     limit_bytes: int = 0
-    """The most bytes that saved values may take, with regions."""
     pairs: list[tuple[Event, Event]] = field(default_factory=list)
-    """Start and end of the steps that count."""
     num_steps: int = 0
     num_changes: int = 0
     """How often the limit was adjusted, without raises where nothing moves; counted anew after the choice."""
@@ -88,10 +86,9 @@ class Ways:
         self._simulated: tuple[RegionPlan, float, int] | None = None
         """The peak that was simulated last: of which regions, with which share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
-        """Seconds of the fastest step of each way; empty before the choice."""
         self._place = 0
-        self._is_decided = False
-        self._begun: Event | None = None
+        self.is_decided = False
+        self.begun: Event | None = None
         self._is_steady = False
 
     @property
@@ -108,7 +105,6 @@ class Ways:
 
     @property
     def ratio(self) -> float:
-        """The share of the values not dropped that moves."""
         moving = self._moving
         if moving is None or self.way is not Way.REGIONS_AND_COPIES:
             return 0.0
@@ -117,44 +113,34 @@ class Ways:
 
     @property
     def window_bytes(self) -> int:
-        """The most bytes of moving values that may be on the device."""
         return 0 if self._moving is None else self._moving.window_bytes
-
-    @property
-    def begun(self) -> Event | None:
-        return self._begun
-
-    @property
-    def is_decided(self) -> bool:
-        return self._is_decided
 
     @property
     def is_learning(self) -> bool:
         """Whether the peak of the next step is yet to be seen, to choose a way or for another limit."""
-        return not self._is_decided or (self.way, self.limit_bytes) not in self._besides
+        return not self.is_decided or (self.way, self.limit_bytes) not in self._besides
 
     def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, regions: RegionPlan | None = None) -> None:
         """Note that a context is entered again.
 
         Args:
-            now: recorded at the entry.
             peak_bytes: the peak of the last step; None if it is not known.
             regions: what the last step has recomputed; None if it had no regions.
             was_whole: whether the last step ended and did not deviate. Otherwise it doesn't count.
         """
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
-        if self._begun is not None and self._is_steady and was_whole:
+        if self.begun is not None and self._is_steady and was_whole:
             if peak_bytes is not None and regions is not None:
                 self._beside_bytes = peak_bytes - self._simulated_bytes(regions)
                 self._besides[self.way, self.limit_bytes] = self._beside_bytes
             if regions is not None and over_bytes > 0:  # they take up to one region less than the limit
                 self._now.limit_bytes = min(self._now.limit_bytes, regions.plan.predicted_peak_bytes)
-            if not self._is_decided:
-                self._note(self._begun, now, peak_bytes)
+            if not self.is_decided:
+                self._note(self.begun, now, peak_bytes)
             elif over_bytes > 0:
                 self._lower(over_bytes)
-        self._begun, self._is_steady = now, False
-        if not self._is_decided:
+        self.begun, self._is_steady = now, False
+        if not self.is_decided:
             self._decide()
 
     def predicted_bytes(self, regions: RegionPlan) -> int:
@@ -172,12 +158,12 @@ class Ways:
 
     def skip_step(self) -> None:
         """Note that a step goes none of the ways, so that the time until the next entry doesn't count."""
-        self._begun, self._is_steady = None, False
+        self.begun, self._is_steady = None, False
 
     def give_up(self) -> None:
         """Give up the current way, since steps cannot go by it or cannot keep to the budget."""
         self._now.pairs.clear()
-        if self._is_decided or self._place == len(self._tries) - 1:
+        if self.is_decided or self._place == len(self._tries) - 1:
             self._choose()
         else:
             self._go_on()
@@ -248,9 +234,9 @@ class Ways:
             min((begun.elapsed_s(ended) for begun, ended in tried.pairs if ended.is_reached()), default=math.inf)
             for tried in self._tries
         ]
-        if not self._is_decided:
+        if not self.is_decided:
             self.fastest_s = {tried.way: seconds for tried, seconds in zip(self._tries, fastest_s, strict=True)}
-        self._place, self._is_decided = fastest_s.index(min(fastest_s)), True
+        self._place, self.is_decided = fastest_s.index(min(fastest_s)), True
         _LOGGER.debug("MemoryBudget: %s, of %s", self.way, self.fastest_s)
         self._now.num_changes = 0
         for tried in self._tries:
@@ -269,8 +255,6 @@ def ways_within(
     is tried, and its first steps may exceed the budget a little.
 
     Args:
-        problem: the step.
-        choices: choices of regions, the quickest first.
         allowed_bytes: the most bytes that the step may take on the device.
         headroom_bytes: bytes that it may take on top if no choice fits otherwise without copies.
         bytes_per_s: bandwidth of the link with copies in both directions; None if it is not known.

@@ -35,7 +35,6 @@ from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.transfer.host_memory import Span
 
 paused = Blocks()
-"""The `no_offload` regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +51,6 @@ class ScheduledStage(Stage):
     """The half of a `MovingStage` that has forwards follow schedules: while one does, tensors come to `ScheduledSaves`.
 
     Args:
-        state: what is known under the tag.
-        options: what was asked for.
-        ratio: the share that leaves.
         resident: storages that the caller holds in any case, by their keys (`storages.storage_key`).
     """
 
@@ -93,18 +89,13 @@ class ScheduledStage(Stage):
         return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
 
     def note_pause(self) -> None:
-        """Note that a region of `no_offload` begins or ends here."""
         if self._capture is not None:
             self._capture.paused.append(len(self._capture.saves))
         if self._scheduled is not None and not self._scheduled.note_pause():
             self._scheduled.stop()
 
     def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a pack hook for forwards that go like earlier ones.
-
-        Args:
-            take: the pack hook for all other tensors.
-        """
+        """Return a pack hook for forwards that go like earlier ones."""
         self._saves = ScheduledSaves(take)
         return self._saves.pack
 
@@ -156,7 +147,6 @@ class ScheduledStage(Stage):
         self._capture = None if paused.are_any() or not self._is_alone else Capture()
 
     def _is_captured(self, capture: Capture, forward: Forward) -> bool:
-        """Tell whether all that a forward has saved was noted, and nothing else."""
         values = {save.value for save in capture.saves}
         is_all = values - {NO_VALUE} == set(forward.by_number)
         return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
@@ -225,10 +215,7 @@ def follow_schedule(
     The caller holds the lock of the window.
 
     Args:
-        asked: all that the schedule depends on beside the trace.
-        ratio: the share that leaves.
         window_bytes: as asked for; None for twice the largest storage.
-        tensor: what is saved.
         paused: before which saves a region of `no_offload` began, or ended.
         behind: what the saves before this one have followed, with nothing done yet; None if it is the first one.
     """
@@ -252,12 +239,7 @@ def follow_schedule(
 
 def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
-    window, of which `is_free` has told that nothing is likely to ask for anything.
-
-    Args:
-        trace: what it was made from.
-        counts: what is done is counted there.
-    """
+    window, of which `is_free` has told that nothing is likely to ask for anything."""
     spans = _spans_for(schedule, window)
     if spans is None:
         return None
@@ -304,7 +286,7 @@ def _trace_with(
     for trace in window.traces:
         seen = trace.seen
         if seen is None or trace.requests is None or trace.seen_under != asked:
-            if trace.is_awaited():
+            if trace.await_once():
                 return None
         elif (
             trace not in tried
@@ -353,7 +335,7 @@ def _schedule_of(
             window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
         found = trace.schedule = (key, schedule)
     schedule = found[1]
-    return None if schedule.is_passed() else schedule
+    return None if schedule.pass_once() else schedule
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -364,8 +346,6 @@ class RatioDecider(RatioSoFar):
     the share of bytes that left so far comes to the ratio.
 
     Args:
-        traces: those of the tag.
-        ratio: the share that leaves.
         window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
     """
 
@@ -380,11 +360,7 @@ class RatioDecider(RatioSoFar):
         self._take_plan()
 
     def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
-        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing.
-
-        Args:
-            asked: the action that the user, or an inner context, asked for.
-        """
+        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing."""
         follower = self.follower
         index, trace = len(follower.keys), follower.trace
         place = follower.note_tensor(tensor, storage)
@@ -418,7 +394,6 @@ class RatioDecider(RatioSoFar):
 
     @property
     def most_offload_bytes(self) -> int:
-        """The most bytes that leave in any known forward."""
         return max((trace.plan(self.ratio, self._asked_window_bytes).offload_bytes for trace in self._traces), default=0)
 
     @property

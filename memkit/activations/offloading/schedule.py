@@ -83,7 +83,6 @@ class ScheduledSave:
         if is_moved and seen.dtype is not None:
             self.nothing = nothing(seen.dtype, torch_device)
         self.num_sent = self.num_released = 0
-        """How many batches are on the lane, and were let go of, once the save was noted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +94,13 @@ class ScheduledTotals:
     kept_bytes: int
     window_bytes: int
     peak_bytes: int
-    """The most bytes of its values on the device, in its backwards too."""
 
 
 class Schedule:
     """What forwards of one trace do at one ratio. One forward at a time follows it.
 
     Args:
-        seen: the saves.
-        plan: which of them leave.
         parts: when each copy is due, for each backward through the forward.
-        requests: for each backward the value of each request.
         paused: before which saves a region of `no_offload` began, or ended.
     """
 
@@ -192,7 +187,6 @@ class Schedule:
         self.takes_turns_back = False
         """Whether those to the device are."""
         self._num_looks = 0
-        """How many backwards were looked at for that."""
         self._placed: dict[object, PlacedCopies] = {}
 
     def find_no_room(self) -> None:
@@ -200,8 +194,8 @@ class Schedule:
         self._num_refused += 1
         self.num_passed = min(2**self._num_refused, _MOST_PASSED)
 
-    def is_passed(self) -> bool:
-        """Tell whether a forward that begins now does without it."""
+    def pass_once(self) -> bool:
+        """Count a forward that may do without it; return whether it does."""
         if self.num_passed:
             self.num_passed -= 1
             return True
@@ -280,10 +274,6 @@ def make_schedule(
     """Return the schedule of a trace.
 
     Args:
-        seen: what was saved.
-        plan: what leaves.
-        requests: for each backward the value of each request.
-        limit_bytes: what of these values the device may hold.
         forecast: how full the device is in the backward, None if that is not known. It counts where there is one alone.
         paused: before which saves a region of `no_offload` began, or ended.
     """
@@ -361,7 +351,6 @@ class PlacedCopies:
             self._prepare(part.back, lanes.back_by_turns, is_out=False, by_turns=schedule.takes_turns_back)
             for part in schedule.parts
         ]
-        """For each backward."""
         self._alone: dict[tuple[int, bool], CopyBatch] = {}
 
     def _prepare(

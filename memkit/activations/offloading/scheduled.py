@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def wait_for(batch: CopyBatch) -> None:
-    """Let the current stream wait for a batch of copies."""
     if torch_private.profiler_is_on():
         with label("wait"):
             batch.wait()
@@ -71,12 +70,7 @@ class ScheduledForward:
     """One forward that follows a schedule, and its backwards.
 
     Args:
-        window: the window that it belongs to.
-        schedule: what to do.
-        placement: the prepared copies, from and to `spans`.
         spans: the host memory: for what leaves and is requested by backwards, and for the rest; None where none is needed.
-        trace: the trace that the schedule was made from.
-        counts: the counters of the iteration.
     """
 
     def __init__(
@@ -94,7 +88,6 @@ class ScheduledForward:
         self.device = device = window.device
         self.lock = window.lock
         self.out: list[CopyBatch] = [] if placement is None else placement.out
-        """The batches that leave."""
         self.placement = placement
         self.counts = counts
         self.is_broken = False
@@ -105,19 +98,15 @@ class ScheduledForward:
         self.rest: Callable[[], Life | None] = lambda: None
         """Returns what the handles of that hold."""
         self.saves: Callable[[], ScheduledSaves | None] = lambda: None
-        """Returns who takes its saves."""
         self.was_stopped = False
         """Whether a save, or another, has said that it goes another way."""
         self.num_saves = 0
-        """How many saves have followed the schedule."""
         self.began_at = 0
         """How many of these another schedule has seen to, which begins like this one."""
         self.tried: tuple[Trace, ...] = (trace,)
         """This trace, and others that it has turned out not to be there."""
         self.num_pauses = 0
-        """How many times a region of `no_offload` has begun, or ended."""
         self.num_sent = self.num_released = 0
-        """How many of the batches that leave are on the lane, and were let go of."""
         num_values = schedule.num_values
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
         """For each value what is held of it on the device: what it was saved in, or what was fetched."""
@@ -136,12 +125,9 @@ class ScheduledForward:
         self.stream, self.home = device.stream_number(), device.current_stream()
         """What all that is held belongs to."""
         self._has_left = False
-        """Whether a backward has gone another way than the schedule has it."""
         self._is_asking = False
-        """Whether one has begun, and is not over."""
         self._go_along(0)
         self._fetched = bytearray(num_values)
-        """Whether what is held was fetched."""
         self._coming: dict[int, int] = {}
         """For each value that is being fetched, and that the stream has not waited for, its batch."""
         self._ready: list[Tensor | None] = [None] * num_values
@@ -149,13 +135,11 @@ class ScheduledForward:
         self._behind = -1
         """The last batch of those that leave that the lane back has waited for."""
         self.task = _NO_BACKWARD
-        """Autograd's number of the backward that asks; -1 before the first."""
         self._num_backwards = 0
         self._spans = list(spans)
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values that are asked for again, what was handed out over what was fetched."""
         self.on_end: Callable[[], None] | None = None
-        """Called once, when a backward has ended well."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
 
@@ -302,7 +286,6 @@ class ScheduledForward:
         self._has_left, self.trace.requests = True, None
 
     def _note_request(self, value: int) -> None:
-        """Fetch what is due at the first request of a value."""
         self._asked[value] = 1
         if self._has_left or self.was_stopped:
             return
@@ -657,7 +640,6 @@ class ScheduledSaves:
         self._take = take
 
     def follow(self, forward: ScheduledForward) -> None:
-        """Take the saves of a forward from the next one on."""
         self.forward, self.life, self.rest = forward, Life(forward), Life(forward)
         forward.life, forward.rest, forward.saves = weakref.ref(self.life), weakref.ref(self.rest), weakref.ref(self)
         self._device = forward.device

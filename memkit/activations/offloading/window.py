@@ -72,7 +72,6 @@ class OffloadWindow:
         self.tag, self.lock, self._warn = tag, lock, warn
         self.lanes = lanes_of(device)
         self.ledger = Ledger(device, self.lanes, self.arena)
-        """The records."""
         self.forwards = LiveForwards()
         self.scheduled: ScheduledForward | None = None
         """The forward that follows a schedule, if there is one that a graph may still ask for."""
@@ -84,7 +83,6 @@ class OffloadWindow:
         """Host memory that the plans needed when the arena was made to fit last."""
         self.is_retired = self.has_schedule = False
         self.is_broken = False
-        """Whether a call was broken off."""
         self._is_asking = False
         """Whether others are asked to bring what is theirs."""
 

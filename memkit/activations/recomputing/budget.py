@@ -38,7 +38,6 @@ class RematOptions:
     verify: bool
     device: Device | None = field(compare=False)
     kinds: OpKinds
-    """What is known of ops, with the user's `pure_ops`."""
 
     def is_like(self, other: RematOptions) -> bool:
         here, there = self.device, other.device
@@ -51,7 +50,6 @@ class RematOptions:
 
     @property
     def may_settle(self) -> bool:
-        """Whether later steps need not be recorded, once a plan is known."""
         return self.policy == "plan" and self.plan is None and not self.verify and self.budget != NO_BUDGET
 
     @property
@@ -111,7 +109,6 @@ class BudgetDecider(Decider):
     ) -> None:
         super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
         self.plan: Plan | None = None
-        """The plan that is followed; None if the score decides."""
         self._actions: dict[int, Action] = {}
         self._options = options
         self._counts = counts

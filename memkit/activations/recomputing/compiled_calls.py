@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
 _COMPILED = "a compiled module"
-"""Stands for a compiled module in the sequence of a forward's ops."""
 _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
@@ -41,10 +40,6 @@ class CompiledCalls:
     """Finds the compiled modules that a thread runs, and turns the recorder off while each of them runs.
 
     They are looked for in each outermost module that is called, by a global hook. The hook is off while that module runs.
-
-    Args:
-        title: the class of the context, for users.
-        recorder, trail: what is turned off.
     """
 
     def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
@@ -62,9 +57,6 @@ class CompiledCalls:
 
     def begin(self, model: nn.Module | None) -> None:
         """Look for compiled modules, if there may be any.
-
-        Args:
-            model: the module that they are in, if it is known.
 
         Raises:
             RuntimeError: the model is compiled as a whole.
@@ -152,11 +144,7 @@ class CompiledCalls:
 
     def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the code of a compiled module, and note the seconds that it takes if ops are timed, unless it is compiled in
-        this call.
-
-        Args:
-            place: the index of the call among the noted ones.
-        """
+        this call."""
         recording = self._recorder.recording
         if not recording.is_timed or place < 0:
             return code(*args, **kwargs)

@@ -20,7 +20,6 @@ class Decider(ABC):
     """
 
     limit_bytes: float = math.inf
-    """The most bytes that saved values and replays may take on the device."""
 
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
@@ -48,7 +47,6 @@ class Decider(ABC):
 
     @property
     def num_seen(self) -> int:
-        """How many forwards were like the one that is followed."""
         trace = self.follower.trace
         return 0 if trace is None or trace.ops is None else trace.ops.num_seen
 

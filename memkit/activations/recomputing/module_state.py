@@ -51,19 +51,13 @@ class ReadOnly:
     """
 
     flags: tuple[bool, ...]
-    """The training flag of each submodule."""
     attributes: tuple[Any, ...]
-    """The values of their plain attributes."""
     names: tuple[str, ...]
-    """The names of these attributes."""
     nums_attributes: tuple[int, ...]
-    """How many attributes of any type each submodule has."""
     parts: tuple[weakref.ref[nn.Module], ...]
     buffers: tuple[weakref.ref[Tensor] | None, ...]
     versions: tuple[int, ...]
-    """The versions of the buffers."""
     small: tuple[int, ...]
-    """The indices of the small buffers."""
 
     def is_of(self, parts: Sequence[nn.Module], buffers: Sequence[Tensor | None]) -> bool:
         return (
@@ -75,7 +69,6 @@ class ReadOnly:
 
 
 def small_of(clones: dict[int, Tensor]) -> tuple[int, ...]:
-    """Return the indices of the buffers that are cloned for each recompute."""
     return tuple(place for place, clone in clones.items() if clone.untyped_storage().nbytes() <= _MOST_CLONED_BYTES)
 
 
@@ -170,7 +163,6 @@ UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules that update their buffers in training mode without reading them for the output."""
 
 NORMS = (*UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Modules that update their buffers, possibly without raising version counters."""
 
 training_flag = attrgetter("training")
 _name_in = itemgetter(1)
@@ -178,10 +170,8 @@ _Parameter = nn.Parameter
 
 
 PLAIN = frozenset({int, float, bool, str, type(None)})
-"""The types of attributes that are noted."""
 NOT_PLAIN = object()
 _OF_ALL = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
 
 
 Statistics = list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor]]
@@ -209,9 +199,7 @@ class Noted:
     attributes: tuple[Any, ...]
     """The plain attributes of the submodules; `NOT_PLAIN` for one that has another type by now."""
     flags: tuple[bool, ...]
-    """The training flag of each submodule."""
     parameters: tuple[int, ...]
-    """What `ModuleState.parameter_facts` returned for the parameters."""
     storages: tuple[torch.UntypedStorage, ...]
     """The storages of the parameters, held so that no other storage gets their addresses."""
     statistics: Statistics | tuple[()]
@@ -224,7 +212,6 @@ class Noted:
     small: dict[int, Tensor]
     """Clones of small buffers that the forward is expected only to read, for the recompute in case it writes to them."""
     written: frozenset[int]
-    """Which buffers the forward has written to or replaced."""
     lost: int
     """A buffer that the forward has written to and that was not cloned; -1 if there is none."""
 
@@ -265,10 +252,8 @@ class ModuleState:
         )
         """The other submodules that update buffers in training mode, each with the indices of these."""
         self.attributes: list[tuple[dict[str, Any], str]] = []
-        """The plain attributes of submodules: the dict that each is in, and its name."""
         self.attribute_dicts: list[dict[str, Any]] = []
         self.attribute_getters: list[itemgetter[Any]] = []
-        """Functions that read these attributes."""
         for own in map(vars, self.parts):
             names = [name for name, value in own.items() if type(value) in PLAIN and name not in _OF_ALL]
             if names:
@@ -303,12 +288,10 @@ class ModuleState:
         """Functions that read what must stay the same of each parameter."""
 
     def is_current(self) -> bool:
-        """Tell whether the submodules still have the same parameters."""
         return tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts)))) == self.ids
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parameters and the buffers."""
         buffers = chain.from_iterable(map(dict.values, self._owned)) if any(self._owned) else ()
         return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
 
@@ -368,7 +351,6 @@ class ModuleState:
         )
 
     def _learn(self, noted: Noted) -> ReadOnly:
-        """Return the state in which a forward has written to no buffer."""
         return ReadOnly(
             flags=noted.flags,
             attributes=noted.attributes,

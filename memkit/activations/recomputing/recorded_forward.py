@@ -37,11 +37,8 @@ class RecordedForward(NumberedSaves):
     `moves` tells whether the same records move to host memory; otherwise, `moving` has records for what moves.
 
     Args:
-        recording: the ops that made the values.
-        window: the window that holds the records.
         score: the score that chooses what to evict when the limit is exceeded.
         limit_bytes: the most bytes that saved values and replays may take on the device.
-        counts: the counters of the iteration.
     """
 
     moves = False
@@ -52,24 +49,16 @@ class RecordedForward(NumberedSaves):
         super().__init__(counts)
         self.lineage = recording.lineage
         self.walk = Walk(recording.lineage, score, limit_bytes, store=self)
-        """Chooses what to evict, and how to recompute values."""
         self.recording = recording
         self.trace: OpTrace | None = None
-        """What earlier forwards like this one have shown; None if this is the first."""
         self.window = window
         self.unpacker: Unpacker = window
-        """Returns the tensors of its records."""
         self.saves = recording.saved
-        """The value of each save that counts."""
         self.uses: list[int] = []
-        """The value of each request of the first backward."""
         self.save_nodes: list[int] = []
         self.use_nodes: list[int] = []
-        """The graph nodes of the saves, and of the requests, by their sequence numbers."""
         self.moving: Forward | None = None
-        """The records that move to host memory, in order of saving; None until one does."""
         self.marks = dict[int, Action]()
-        """The user's mark on each marked value."""
         self.offered_bytes = 0
         """Bytes of values that this context keeps and that another context may move."""
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
@@ -103,7 +92,6 @@ class RecordedForward(NumberedSaves):
         self.recording.device = window.device
 
     def note_save(self, value: int, node: int) -> None:
-        """Note one more save of a value that counts, by the graph node `node`."""
         self.walk.clock += 1
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)

@@ -50,8 +50,6 @@ class RecordingStage(Stage):
     """Records the ops of a forward, and drops what can be recomputed.
 
     Args:
-        state: the state of the tag.
-        options: the user's arguments.
         moving: the next stage, of this context or an outer one, which may move what is not dropped.
         outer: the innermost hooks outside, which are given what is not dropped if there is no such stage.
         settling: decides what the next steps do; by default they are recorded as well.
@@ -195,7 +193,6 @@ class RecordingStage(Stage):
             self._small_bytes = {} if state.looks_for_large else None
 
     def _turn(self) -> RecordedForward:
-        """Begin another forward, since a backward has begun since the last save."""
         self._end_forward(learn=True)
         self._settling = None if self._needs_plan else self._settling  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
@@ -404,9 +401,7 @@ def open_recording(
     """Return the recording stage for a context that is about to be entered.
 
     Args:
-        moving: the moving stage of the same context, if it has one.
         outer: the innermost hooks outside, if there is no moving stage.
-        settling: see `RecordingStage`.
     """
     is_inner = moving is not None or is_within(tag)
     if moving is None and outer is not None and isinstance(outer.owner, Entry):

@@ -104,7 +104,6 @@ class Inputs:
         """For each leaf, the index of its tensor; -1 if it is none. A tensor that is passed twice is one tensor in a recompute
         as well."""
         self.devices: list[torch.device] = []
-        """The CUDA devices of the tensors."""
         found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -147,12 +146,10 @@ class Inputs:
 
 
 _SINGLE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-"""Types that contain no others and never change."""
 _CONSTANTS = (
     *(int, float, complex, str, bytes, type(None), type(...), slice, range, Enum, type, FunctionType, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""The same, and types made of these."""
 
 
 AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
@@ -327,9 +324,7 @@ class Placeholder:
     shape: torch.Size
     dtype: torch.dtype
     tensor: Tensor | None
-    """The tensor, from the recompute until a backward requests it."""
     version: int
-    """The tensor's version when it was saved."""
 
 
 class Nesting(ABC):
@@ -374,8 +369,6 @@ class RegionCall:
 
     Args:
         region: the module that is called.
-        frame: the caller's frame.
-        inputs: the inputs of the call.
         devices: CUDA devices whose generators the module draws from, other than those of its inputs.
     """
 
@@ -405,7 +398,6 @@ class RegionCall:
         self.lock = threading.RLock()
         self.surroundings: Surroundings = current_surroundings()
         self.drawn: tuple[GeneratorState, ...] = ()
-        """The generators that the forward has drawn from, with their states before it."""
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
@@ -425,7 +417,6 @@ class RegionCall:
             state.note_buffers(noted)
         cpu = torch.default_generator
         self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
-        """The states of all generators before the call, while it is running."""
         if inputs.devices:
             devices = devices.union(inputs.devices)
         if devices:
@@ -434,7 +425,6 @@ class RegionCall:
             except RuntimeError:
                 raise NoRegion("it is being captured into a CUDA graph") from None
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
-        """The default device, if one is set."""
         self.below: object = None
         """The pack hook outside of this one, if that is within the context."""
         self.inner: dict[Recomputed, int] = {}
@@ -502,7 +492,6 @@ class RegionCall:
 
 
 def unpack(place: Placeholder | KeptHandle) -> Tensor:
-    """The unpack hook of regions: return the tensor of a placeholder."""
     if isinstance(place, KeptHandle):
         return place.unpack()
     tensor = place.tensor

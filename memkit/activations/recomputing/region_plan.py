@@ -29,22 +29,15 @@ class RegionPlan:
     calls: Mapping[Reference, frozenset[int]]
     """For each module with regions, the numbers of the calls that are regions."""
     num_calls: Mapping[Reference, int]
-    """For each of these modules, how often it is called in a step."""
     learned: Mapping[Reference, LearnedReads]
     """For each, what its last step has learned."""
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes of the regions' input tensors, in order."""
     num_regions: int
     num_ops: int
-    """The number of ops of a step."""
     num_dropped: int
-    """How many saved values of a step are dropped."""
     needs: RegionNeeds
-    """What the calls take, one by one."""
     plan: Plan
-    """The same choice as an action for each saved value, for users."""
     trial: TimedWays
-    """Times whether this is faster than single ops."""
 
     def counts(self, budget: int | float, budget_bytes: float) -> Counts:
         """Return the counters of a step, without its replays, which are counted as they run."""
@@ -71,10 +64,6 @@ def plan_regions(
     where the host computes. On other devices a trial decides.
 
     Args:
-        trace: the trace of the step.
-        num_ops: its number of ops.
-        of_ops: its plan of single ops.
-        torch_device: the device of the step.
         against_ops: whether to compare with single ops at all.
     """
     calls, references = _candidates(trace)
@@ -118,11 +107,7 @@ def plan_regions(
 
 
 def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first.
-
-    Args:
-        trace, num_ops, torch_device: see `plan_regions`.
-    """
+    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first."""
     calls, _ = _candidates(trace)
     if all(call.why_not for call in calls):
         return []

@@ -130,7 +130,6 @@ class RegionSpec:
     """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
     `torch.utils.checkpoint`, are not counted."""
     learned: LearnedReads = field(default_factory=LearnedReads)
-    """What the last `with` block has learned of its buffers."""
 
 
 class _Thread(threading.local):
@@ -140,9 +139,7 @@ class _Thread(threading.local):
         self.is_in = False
         """Whether calls in this thread are regions."""
         self.outer: object = None
-        """The innermost pack hook when the context was entered."""
         self.numbers: dict[Recomputed, int] = {}
-        """How many calls of each region there were."""
         self.calls: list[RegionCall] = []
         """The running calls, the innermost last, perhaps with some that an interrupt has left."""
         self.counted: dict[Recomputed, FrameType] = {}
@@ -170,7 +167,6 @@ class Regions(Exclusive):
     Args:
         chosen: the modules. A `SequentialSpan` is called as one module while this context is entered, and in recomputes.
         keep: returns a handle for an input of a region; called with grad mode off. By default inputs stay on the device.
-        counts: counters for what was recomputed.
     """
 
     def __init__(
@@ -224,11 +220,7 @@ class Regions(Exclusive):
 
 
 class RegionModule(Recomputed):
-    """A module whose calls are regions.
-
-    Args:
-        forward: the function that calls it, if it is a span.
-    """
+    """A module whose calls are regions."""
 
     def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common, forward: SpannedForward | None) -> None:
         super().__init__(module, common.counts, spec.learned)
@@ -251,7 +243,6 @@ class RegionModule(Recomputed):
             around_compiled(hooks, self.module, self._run)
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the compiled module: see [Note: calls of compiled modules]."""
         running = self._common.thread.running
         if self in running:
             return code(*args, **kwargs)  # hooked twice
@@ -315,7 +306,6 @@ class RegionModule(Recomputed):
         torch_private.push_saved_tensor_hooks(call, unpack)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-        """The forward hook, also called if the forward has raised."""
         calls = self._common.thread.calls
         self._common.thread.counted.pop(self, None)
         if not calls or calls[-1].region is not self:

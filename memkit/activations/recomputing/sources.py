@@ -25,11 +25,7 @@ _NO_NODE = -1
 
 
 class Anchors:
-    """The anchors of one forward. Their handles are held here, as those of saved tensors are held by the graph.
-
-    Args:
-        window: the window that holds their records.
-    """
+    """The anchors of one forward. Their handles are held here, as those of saved tensors are held by the graph."""
 
     def __init__(self, window: OffloadWindow) -> None:
         self.window = window
@@ -94,13 +90,7 @@ class Origin(list["KeptHandle | Origin"]):
 
 
 class Sources:
-    """Holds what the dropped values of one forward are recomputed from.
-
-    Args:
-        recording: the recording of the forward.
-        forward: its saved values.
-        anchors: the values that the plan holds.
-    """
+    """Holds what the dropped values of one forward are recomputed from."""
 
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors

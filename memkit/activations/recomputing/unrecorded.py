@@ -38,12 +38,7 @@ _Packed = tuple[Tensor, int]
 
 
 class IdleStage(Stage):
-    """Does nothing with saved tensors. Marks of the user's take effect from the next step on.
-
-    Args:
-        state: the state of the tag.
-        moving: the moving stage of an outer context, if there is one.
-    """
+    """Does nothing with saved tensors. Marks of the user's take effect from the next step on."""
 
     moves = False
 
@@ -79,11 +74,6 @@ class WatchStage(IdleStage):
     """Does nothing but add up saved bytes: if a step saves more than the budget, the next one is recorded.
 
     This costs one call of a Python function for each save and each request.
-
-    Args:
-        state: the state of the tag.
-        moving, outer: see `RecordingStage`.
-        settled: what is known of steps that drop nothing.
     """
 
     def __init__(
@@ -123,10 +113,7 @@ class RegionStage(IdleStage):
     """Does nothing with saved tensors, while some module calls are recomputed as regions.
 
     Args:
-        state: the state of the tag.
         moving, outer: see `RecordingStage`: they are given the inputs of regions.
-        settled: the plan of regions.
-        specs: the regions' modules, with what is known of each.
     """
 
     def __init__(
@@ -241,7 +228,6 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
 
 
 Layers = dict[weakref.ref[nn.Module], LearnedReads]
-"""The layers, and what the last step has learned of each."""
 _MOSTLY = 2 / 3
 """If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
 _DIGITS = re.compile(r"\d+")
@@ -253,7 +239,6 @@ def open_layers(
     """Return the stage of a context that is about to be entered, if plans are given up under its tag; None to record the step.
 
     Args:
-        state: the state of the tag.
         outer: the innermost hooks, if a context of memkit has set them.
         takes_less: tells whether a step takes fewer bytes if its layers are recomputed than by its plan.
     """
@@ -325,13 +310,7 @@ def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
 
 
 class LayerStage(IdleStage):
-    """Does nothing with saved tensors, while all calls of some modules are recomputed as regions.
-
-    Args:
-        state: the state of the tag.
-        outer: see `RecordingStage`.
-        specs: the modules.
-    """
+    """Does nothing with saved tensors, while all calls of some modules are recomputed as regions."""
 
     def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
         super().__init__(state, outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None)

@@ -22,7 +22,6 @@ class EventPairs(deque[tuple[Event, Event]]):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[CopyBatch] = []
-        """Copies made ahead that were waited for."""
 
     def total_s(self) -> float:
         while self and self[0][1].is_reached():
@@ -40,7 +39,6 @@ class Transfers(deque[Transfer]):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[CopyBatch] = []
-        """Those made ahead."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,64 +66,43 @@ class Counts:
     """What one iteration has done so far. The first block is about moving, the second about dropping and recomputing."""
 
     ratio: float = 0.0
-    """The share of the saved bytes that was to leave."""
     window_bytes: int = 0
     """Bytes that the device may hold beside what the ratio keeps."""
     seen_bytes: int = 0
-    """Bytes of all tensors that were saved, each save counted."""
     unique_bytes: int = 0
-    """Bytes of the distinct storages among them that could leave."""
     kept_bytes: int = 0
-    """Of these, the bytes that stayed."""
     served_bytes: int = 0
-    """Bytes that had left and were still on the device when they were asked for."""
     wasted_bytes: int = 0
-    """Bytes that were copied out of storages that something else kept alive."""
     stall_out: EventPairs = field(default_factory=EventPairs)
-    """How long the forward waited for copies to the host."""
     stall_in: EventPairs = field(default_factory=EventPairs)
-    """How long the backward waited for copies back."""
     moved_out: Transfers = field(default_factory=Transfers)
     moved_in: Transfers = field(default_factory=Transfers)
 
     budget: int | float = 1.0
-    """As the user gave it: bytes, or a share of the saved bytes."""
     budget_bytes: float = math.inf
     follows_plan: bool = False
-    """Whether the iteration has followed a plan to its end so far."""
     num_ops: int = 0
-    """Ops that were seen in the forward."""
     num_saved: int = 0
-    """Distinct values that were saved."""
     saved_bytes: int = 0
     opless_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of saved values that no recorded op makes, by the reason that users are told."""
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0
-    """The most bytes of saved values and temporaries of replays on the device at once."""
     largest_bytes: int = 0
-    """The most bytes that one op has made in forwards without a plan."""
     is_to_be_judged: bool = False
     """Whether the next forward still has to check if this iteration kept to the budget."""
     trial: TimedWays | None = None
     """Notified when the backward begins to recompute anything."""
     has_mismatch: bool = False
-    """Whether a module that was recomputed as a whole did not do the same as before."""
     num_replays: int = 0
-    """Requests that ran ops, or a module, again."""
     num_replayed_ops: int = 0
     replayed_s: float = 0.0
-    """Estimated seconds of the ops that ran again."""
     ops_of_region: int = 0
-    """Ops in a region, on average."""
     region_s: float = 0.0
-    """Estimated seconds of a region, on average."""
     replayed: EventPairs = field(default_factory=EventPairs)
-    """Measured seconds of replays."""
 
     def note_opless(self, why: str | None, num_bytes: int) -> None:
-        """Note that a saved value stays since no op recomputes it."""
         if why is not None:
             self.opless_bytes[why] = self.opless_bytes.get(why, 0) + num_bytes
 
@@ -135,7 +112,6 @@ class Counts:
         return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes
 
     def figures_of_copies(self) -> dict[str, Any]:
-        """Return what was moved, by the fields of `SavedTensorStats`."""
         return {
             "moved_out_bytes": self.moved_out.num_bytes,
             "moved_in_bytes": self.moved_in.num_bytes,

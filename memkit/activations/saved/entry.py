@@ -29,7 +29,6 @@ def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) ->
     """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`.
 
     Args:
-        sizes_bytes: of the distinct ones, at least one.
         done: what would have been done with larger ones: "moved", "dropped".
     """
     found = (
@@ -49,22 +48,16 @@ _MOST = 4
 
 
 class Unasked:
-    """Watches the forwards under a tag until the first backward: what their graphs hold tells when it asks, or is let go.
-
-    Args:
-        title: of the context, for the warning.
-    """
+    """Watches the forwards under a tag until the first backward: what their graphs hold tells when it asks, or is let go."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self.is_over = False
         """Whether a backward has asked, or the user was warned: from then on this costs nothing."""
         self.num_unasked = 0
-        """Graphs that went before."""
 
     @property
     def was_asked(self) -> bool:
-        """Whether a backward has asked, before the user was warned."""
         return self.is_over and self.num_unasked < _MOST
 
     def watching(self, pair: HookPair) -> HookPair:
@@ -96,7 +89,6 @@ class _Graph:
     def __init__(self, among: Unasked) -> None:
         self._among = among
         self.is_used = False
-        """Whether anything was saved."""
 
     def __del__(self) -> None:
         self._among.num_unasked += self.is_used and not self._among.is_over
@@ -147,7 +139,6 @@ class Stage(ABC):
         """Return what autograd is to hold in place of a tensor that it saves.
 
         Args:
-            tensor: the saved tensor itself. Grad mode is off.
             action: what to do with it, as the user or a stage before decided; None to decide here.
         """
 
@@ -163,7 +154,6 @@ def handing_on(
     one, to outer hooks; without these, it keeps them.
 
     Args:
-        moving: the next stage, of the same context or an outer one.
         outer: the innermost hooks outside.
         is_checked: whether writes to the tensors are noticed. They are not for classes with `__torch_dispatch__`.
     """
@@ -178,8 +168,6 @@ class Entry:
     """One `with` block of a context.
 
     Args:
-        name: the class of the context, for users.
-        tag: the tag of the context.
         is_last: whether no context may be entered inside, since that would hide tensors from this one.
         block: tells whether the user is still in the context; None if that is not to be asked.
     """
@@ -190,13 +178,10 @@ class Entry:
         self.is_last = is_last
         self.block = block
         self.recording: Stage | None = None
-        """The stage that records ops, and drops."""
         self.moving: Stage | None = None
-        """The stage that moves to host memory."""
         self.around: Entry | None = None
         """That of the same context which the stages here leave to what they do nothing with, if they are two."""
         self.unasked: Unasked | None = None
-        """What notices that no backward asks for what is saved."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
         self.name = f'{name} (tag "{tag}")'

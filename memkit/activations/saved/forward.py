@@ -33,11 +33,9 @@ class NumberedSaves:
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        """What is done is counted there."""
         self.is_forward = True
         """Whether there may be more of them."""
         self.task = -1
-        """Autograd's number of the backward that asks for them now; -1 before the first."""
         self.by_number: dict[int, weakref.ref[Record]] = {}
         """For each value its record, unless the save was left alone."""
 
@@ -67,7 +65,6 @@ class Forward(NumberedSaves):
 
     Args:
         share: decides what leaves, and how much of it may be on the device.
-        counts: the counters of the iteration.
     """
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
@@ -85,9 +82,7 @@ class Forward(NumberedSaves):
         self._order: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
         self.requests: list[int] = []
-        """The record of each request of this backward."""
         self.backwards: list[tuple[int, ...]] = []
-        """The requests of each one that has ended well."""
         self.is_spent = False
         """Whether no backward is likely to ask for more: nothing is left of what one has asked for."""
         self.used: dict[int, int] = {}
@@ -155,7 +150,6 @@ class Forward(NumberedSaves):
         self.forecast = None if self.is_broken else self.share.forecast()
 
     def place_of(self, record: Record) -> int:
-        """Return the place of a record in the order of the backward."""
         return self._places.get(record.index, len(self._order))
 
     def next_record(self) -> Record | None:

@@ -30,28 +30,19 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The records of one tag on one device. Callers hold the lock of the `TagState` that owns the ledger.
-
-    Args:
-        device: the device of the saved storages.
-        lanes: the copy streams.
-        arena: the host memory, which no other ledger uses.
-    """
+    """The records of one tag on one device. Callers hold the lock of the `TagState` that owns the ledger."""
 
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
         self.device = device
         self.arena = arena
         self.live_bytes = 0
-        """Bytes of the records that are on the device."""
         self.moving_bytes = 0
         """Of these, the bytes of records that belong to a forward which moves some: the others can only be dropped."""
         self.peak_live_bytes = 0
         self.records = set[Record]()
-        """All records that are not GONE."""
         self.deaths: deque[HandleReference | CopyReference] = deque()
         """What has died and was not taken up yet: handles of records, and later copies."""
         self.note_death = self.deaths.append
-        """What finalizers call."""
         self.backlog: deque[Record] = deque()
         """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
         self.coming: dict[Record, None] = {}
@@ -78,11 +69,7 @@ class Ledger:
         """Return the handle of a new record: DEVICE.
 
         Args:
-            tensor: the saved tensor, over all or a part of the storage.
-            unpacker: unpacks its handles.
-            node: the number of the node of the graph that saves it.
             owner: the forward that may move it, None if none may.
-            index: its number there.
         """
         stream = self.device.current_stream()
         for older in self.backlog:
@@ -146,7 +133,6 @@ class Ledger:
             self.close(record)
 
     def let_go(self, record: Record) -> None:
-        """Drop the ledger's references to the bytes of a record on the device."""
         for reference in record.handles:
             handle = reference()
             if handle is not None:
@@ -348,7 +334,6 @@ class Ledger:
         self.records.discard(record)
 
     def _give_back(self, record: Record) -> None:
-        """Free the host memory of a record, for use once its last copy is done."""
         span, last = record.span, record.came or record.left
         if span is not None:
             self.give_back_span(span, None if last is None else last.done)
@@ -391,11 +376,7 @@ def _counts(record: Record) -> Counts:
 
 
 def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
-    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device.
-
-    Args:
-        others: host memory of the ledger's arena that is held elsewhere.
-    """
+    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device."""
     ledger.arena.drain()
     ledger.device.synchronize()
     for record in tuple(ledger.records):

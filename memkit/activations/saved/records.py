@@ -97,7 +97,6 @@ class Handle(KeptHandle):
         self.record = record
         self.unpacker = unpacker
         self.node = node
-        """The number of the node of the graph that saved it."""
         self.geometry: Geometry | None = None
         self.sources: Sequence[object] = ()
         """Of what its record is made from, where that is held for it since its maker cannot recompute it."""
@@ -115,7 +114,6 @@ class Handle(KeptHandle):
         owner: Forward | None,
         index: int,
     ) -> Handle:
-        """Return the first handle of a record: see `Ledger.open`."""
         record = Record(ledger, storage, torch_private.version_of(tensor), stream, owner, index)
         return record.add_handle(tensor, unpacker, node)
 
@@ -219,13 +217,10 @@ class Record:
         self.owner = owner
         """The forward that moves it, if any does: kept alive for as long as a graph may ask for the record."""
         self.index = index
-        """Its number in that forward."""
         self.counts = None if owner is None else owner.counts
-        """Counts its copies; None as long as it does not move."""
         self.maker: Maker | None = None
         """What can recompute it, kept alive as well; None if nothing can."""
         self.value = -1
-        """Its number among what the maker makes."""
         self.num_bytes = storage.nbytes()
         self.version = version
         self.use_order = 0
@@ -257,7 +252,6 @@ class Record:
         return handle
 
     def hold(self, sources: Sequence[object]) -> None:
-        """Hold what it is made from for as long as a graph may ask for it."""
         for handle in self.live_handles():
             handle.sources = sources
 

@@ -54,12 +54,10 @@ class TimedWays:
             self._device, self._start, self._way = device, device.record_event(), None
 
     def end_forward(self, way: Way) -> None:
-        """Note which way the forward went."""
         if self._start is not None:  # else it is not known when it began
             self._way = way
 
     def begin_backward(self) -> None:
-        """Called when a backward requests a value of the step."""
         if self._start is not None and self._way is not None:
             backwards.on_end(functools.partial(self._end_backward, self._start, self._way))
             self._start = self._way = None
@@ -84,11 +82,7 @@ _Parameter = nn.Parameter
 
 
 class SizesSeen:
-    """Adds up what a step saves, each storage once, as far as that shows without its ops: parameters are left out.
-
-    Args:
-        min_bytes: smaller storages are left out.
-    """
+    """Adds up what a step saves, each storage once, as far as that shows without its ops: parameters are left out."""
 
     __slots__ = ("_min_bytes", "made_bytes", "other_bytes", "seen")
 
@@ -97,7 +91,6 @@ class SizesSeen:
         self.seen = set[int]()
         """Addresses of storages: what was saved lives on, and so its address is its own."""
         self.made_bytes = 0
-        """Of what the graph has made."""
         self.other_bytes = 0
         """Of all else: inputs, and what was made without a graph. The budget may count it or not."""
 
@@ -125,7 +118,6 @@ class Settled:
     """What the next steps do that are like the last recorded one, with no op recorded."""
 
     options: RematOptions
-    """What was asked for."""
     budget_bytes: float
     sizes: SizesSeen | None = None
     """What was saved, where a larger step is to be noticed."""

@@ -43,14 +43,12 @@ class TagState(ABC):
     """What contexts of one kind remember under a tag. `lock` is held for all that is done with its saved tensors."""
 
     name: str
-    """The name of the context."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.lock = threading.RLock()
         self.num_iterations = 0
         self.counts = Counts()
-        """Those of the last iteration."""
         self.looks_for_large = True
         """Whether all that was saved so far was smaller than `min_bytes`, and the user was not told."""
         self.unasked = Unasked(f'{self.name} (tag "{tag}")')
@@ -73,7 +71,6 @@ class TagState(ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call under the lock was broken off."""
         return any(window.is_broken for window in self._windows.values())
 
     @is_broken.setter
@@ -134,18 +131,14 @@ class RematState(TagState):
         """How many iterations were in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
         self.is_recorded = True
-        """Whether the last iteration was recorded."""
         self.num_recorded = 0
-        """How many iterations were recorded to their end."""
         self.num_left = 0
         """How many iterations had other regions than were planned."""
         self.trial: TimedWays | None = None
-        """What times whole steps, if anything does."""
         self.settled: Settled | None = None
         """What need not be recorded any more; None where the next step is."""
         self.traces = Traces()
         self.plan: Plan | None = None
-        """The one that was followed last."""
         self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
         """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
@@ -153,7 +146,6 @@ class RematState(TagState):
         self.moved = frozenset[int]()
         """Values of the last forward that the context outside has moved to host memory."""
         self.device: Device | None = None
-        """The first that has saved any, where none was asked for."""
         self.costs = OpCosts()
         self._kinds = op_kinds()
         self._timed: list[tuple[OpTrace | None, Recording]] = []
@@ -185,12 +177,7 @@ class RematState(TagState):
         self, decider: Decider, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> OpTrace | None:
         """Return what is known of a recorded forward that is over. It was in vain if it was like none before, or if there is no
-        plan for such ones even after three.
-
-        Args:
-            decider: what has decided for its saves.
-            recording, saves, nodes, calls: see `Traces.learn`.
-        """
+        plan for such ones even after three."""
         trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
         if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
             has_no_plan = trace.ops.num_seen > 3 and self.unasked.was_asked and getattr(trace.learned, "planner", None) is None
@@ -268,7 +255,6 @@ class States(dict[str, _State]):
         self._lock = threading.RLock()
 
     def open(self, tag: str) -> _State:
-        """Return what is remembered under a tag, which may be new."""
         _settle_retired()
         with self._lock:
             found = self.get(tag)

@@ -43,9 +43,7 @@ class SeenSave:
     value: int
     """The number of the saved value, which several may be of; `NO_VALUE` if it counts for nothing."""
     geometry: Geometry | None
-    """How it lies in its storage, if it counts."""
     num_bytes: int
-    """Of its storage, if it counts."""
     is_written: bool
     """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
     node: int
@@ -76,18 +74,14 @@ class OpTrace:
     names: dict[int, tuple[str, str]]
     """For each saved value that ops make, the op and the module."""
     calls: tuple[ModuleCall, ...] = ()
-    """The calls of modules, as the last forward had them in which they were noted."""
     modules: tuple[weakref.ref[nn.Module], ...] = ()
-    """For each of them, which module is called."""
     spans: tuple[SpanCall, ...] = ()
     """Neighbors among them that may be recomputed as one."""
     num_noted: int = 0
-    """In how many forwards they were noted."""
     num_seen: int = 1
     is_measured: bool = False
     """Whether it is known what each op takes, and not only guessed."""
     has_order: bool = False
-    """Whether a whole backward was seen."""
     rewritten: frozenset[int] = frozenset()
     """Roots that were written to before that backward had ended."""
     _planner: RematPlanner | None = None
@@ -112,7 +106,6 @@ class OpTrace:
         return self._plans[key]
 
     def regions(self, of_ops: Plan, plan: Callable[[], _Planned]) -> _Planned:
-        """Return what `plan` has returned, which is called once for a plan by ops."""
         key = of_ops.budget_bytes, of_ops.predicted_peak_bytes
         if key not in self._regions:
             self._regions[key] = plan()
@@ -182,9 +175,7 @@ class SaveKey(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: str = ""
     value: int = -1
-    """Which value it is, where ops are recorded: that says more than a shape."""
     num_ops: int = 0
-    """How many ops were recorded before."""
     mark: Action | None = None
     """What the user has asked to do with it, if that was said by then."""
 
@@ -196,7 +187,6 @@ class Trace:
     keys: tuple[SaveKey, ...]
     funcs: Sequence[Any] = ()
     ops: OpTrace | None = None
-    """What is known of the ops; None where they are not recorded."""
     held: set[int] = field(default_factory=set)
     """Saves whose storage others keep alive: to move them frees nothing."""
     order: tuple[int, ...] | None = None
@@ -233,8 +223,8 @@ class Trace:
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
 
-    def is_awaited(self) -> bool:
-        """Tell whether a forward that begins now is to be looked at, since it may be this one."""
+    def await_once(self) -> bool:
+        """Count a forward that may be this one; return whether it is to be looked at."""
         if not self.num_awaited or self.seen is not None:
             return False
         self.num_awaited -= 1
@@ -247,7 +237,6 @@ class Trace:
 
     @property
     def num_noted(self) -> int:
-        """In how many forwards the calls of modules were noted."""
         return 0 if self.ops is None else self.ops.num_noted
 
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
@@ -284,10 +273,6 @@ def trace_of_ops(
     """Return the trace that a recorded forward leaves behind.
 
     Args:
-        recording: its ops.
-        keys: its saves.
-        saves: the value of each.
-        nodes: the number of the node of the graph that made each.
         is_first: whether no trace was known under the tag.
     """
     marks = {key.value: key.mark for key in keys}  # those given before the save: they tell one trace from another
@@ -304,7 +289,6 @@ class Traces:
         self._after: dict[tuple[Trace | None, Trace], Trace] = {}
         """For each two in a row, which one came next the last time; and the same for each alone, behind None."""
         self._before: Trace | None = None
-        """What was followed ahead of the last one."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -349,13 +333,7 @@ class Traces:
         nodes: Sequence[int],
         calls: Sequence[NotedCall],
     ) -> Trace:
-        """Return the trace of a recorded forward that is over, which is put first.
-
-        Args:
-            follower: how it went along those that were known.
-            recording, saves, nodes: see `trace_of_ops`.
-            calls: the calls of modules, if they were noted.
-        """
+        """Return the trace of a recorded forward that is over, which is put first."""
         trace = follower.ended_as(recording.funcs)
         if trace is None:
             trace = trace_of_ops(recording, follower.keys, saves, nodes, is_first=not len(self))
@@ -368,7 +346,6 @@ class Traces:
         return trace
 
     def drop_report(self) -> None:
-        """Forget what was only foretold."""
         self._known = [trace for trace in self._known if not trace.is_report]
 
     def beginning_with(self, keys: Sequence[SaveKey], funcs: Sequence[Any] = ()) -> Trace | None:
@@ -406,7 +383,6 @@ class Follower:
         self.trace = traces.beginning_with(())
         """The one that it has followed so far, None if it is new."""
         self.has_changed = False
-        """Whether it has left one trace for another."""
         self.num_strangers = 0
         self._traces = traces
         self._place = 0
@@ -473,7 +449,6 @@ class Capture:
         """Before which saves a region of `no_offload` began, or ended."""
         self._first_node = 0
         self._numbers = set[int]()
-        """The values that were saved."""
         self._values: dict[int, tuple[int, Any]] = {}
         """By address, the last value that a storage was saved as, and a weak reference to that."""
         self.is_whole = True
@@ -483,8 +458,6 @@ class Capture:
         """Note one save.
 
         Args:
-            packed: what autograd holds for it.
-            num_values: how many values the forward has noted by now.
             seen_bytes: what the save has added to the bytes that could leave.
         """
         kind = type(packed)
@@ -494,11 +467,7 @@ class Capture:
             self.is_whole = False
 
     def add(self, tensor: Tensor, value: int, num_values: int, seen_bytes: int) -> bool:
-        """Note one save of a value, `NO_VALUE` for none; tell whether it may be told from others by its shape.
-
-        Args:
-            num_values, seen_bytes: see `note`.
-        """
+        """Note one save of a value, `NO_VALUE` for none; tell whether it may be told from others by its shape."""
         geometry, num_bytes, before = None, 0, NO_VALUE
         if value != NO_VALUE:
             storage = tensor.untyped_storage()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import random
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -526,33 +525,6 @@ def test_functions_are_not_followed_where_that_spares_little(device: Device, mon
     assert _num_quiet() == 0
 
 
-@_IN_FULL
-def test_default_device_of_the_users_holds(device: Device) -> None:
-    model = _model(device)
-    model[1].quiet.act = lambda _, y: y.exp() + torch.ones(16)
-    with torch.device(device.torch_device):
-        make, plain = _steady(model, device), _train(model, nullcontext)
-        assert _num_quiet()
-        for _ in range(2):
-            assert_same_bits(_train(model, make), plain)
-        assert _num_function_modes() == 1
-
-
-def test_write_to_what_was_saved_raises_as_it_does_without(device: Device) -> None:
-    model = _model(device)
-    make = _steady(model, device)
-
-    def write(quiet: Quiet, y: Tensor) -> Tensor:
-        z = y.exp()
-        y.add_(1)  # which tanh has saved
-        return z
-
-    model[1].quiet.act = write
-    for context in (nullcontext, make):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            _train(model, context)
-
-
 @pytest.mark.parametrize("error", [pytest.param(ValueError, marks=_IN_FULL), KeyboardInterrupt])
 def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Device) -> None:
     model = _model(device)
@@ -623,24 +595,6 @@ def test_steps_that_go_another_way_are_recorded_throughout_from_then_on(device: 
 
     assert memkit.stats(TAG).follows_plan
     assert _num_quiet() == 0
-
-
-def test_graph_that_is_dropped_takes_all_along(device: Device) -> None:
-    model = _model(device)
-    make = _steady(model, device)
-    x = torch.randn(8, 16, device=device.torch_device).requires_grad_()
-    with make():
-        y = x
-        for block in model:
-            y = block(y)
-    made = weakref.ref(model[1].quiet.beside[1])
-    for block in model:
-        block.quiet.beside = []
-    del y, x
-    gc.collect()
-
-    assert made() is None
-    assert memkit.stats(TAG).live_records == 0
 
 
 class Wired(nn.Module):

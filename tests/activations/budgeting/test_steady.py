@@ -252,25 +252,6 @@ def test_steps_that_leave_time_and_again_are_recorded_whole(action: Action, devi
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_graph_that_is_dropped_takes_all_along(action: Action, device: Device) -> None:
-    blocks, make = _steady(device, action)
-    gc.collect()
-    gc.disable()
-    try:
-        with make():
-            y = torch.randn(8, 16, device=device.torch_device).requires_grad_()
-            for block in blocks:
-                y = block(y)
-            loss = y.square().sum()
-        assert memkit.stats(TAG).live_records > 0
-        del y, loss
-        stats = memkit.stats(TAG)
-        assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("action", ACTIONS)
 def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: Device) -> None:
     """What a dropped value is made from may be let go of by the graph before that is asked for."""
     blocks = _blocks(device)

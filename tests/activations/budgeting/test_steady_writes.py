@@ -166,17 +166,6 @@ def test_step_whose_ops_read_or_write_something_else_is_exact(what: str, which: 
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-def test_write_to_what_was_saved_raises_as_it_does_without(device: Device) -> None:
-    blocks, make = _steady(device)
-    block = blocks[2]
-    assert isinstance(block, Block)
-    block.writes_to = "saved"
-    for context in (nullcontext, make):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            _train(blocks, context)
-    device.synchronize()
-
-
 # What is written to later
 
 

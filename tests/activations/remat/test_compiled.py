@@ -168,26 +168,3 @@ def test_compiled_function_inside_of_a_model_is_refused(is_warm: bool, device: D
 
 
 # Recomputed as a whole
-
-
-@pytest.mark.covering(2)
-@forms_on("cpu", "seed 0")
-@pytest.mark.parametrize("is_attached", [False, True])
-def test_blocks_alone_are_recomputed_as_a_whole(form: str, is_attached: bool, device: Device) -> None:
-    def blocks(backend: Backend) -> nn.Sequential:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        return nn.Sequential(*[in_form(form, MLP().to(device.torch_device), backend) for _ in range(8)])
-
-    plain_backend, backend = Backend(), Backend()
-    plain = train(blocks(plain_backend), device, nullcontext, num_steps=8)
-    model = blocks(backend)
-    if is_attached:
-        memkit.attach(model, _remat(0.4, "alone", device))
-    found = train(model, device, nullcontext if is_attached else lambda: _remat(0.4, "alone", device), num_steps=8)
-
-    assert_same_bits(found, plain)
-    stats = memkit.stats("alone")
-    assert stats.num_replays > 0
-    assert stats.ledger_peak_bytes <= 0.45 * stats.saved_bytes
-    assert backend.num_graphs == plain_backend.num_graphs

@@ -75,24 +75,6 @@ def test_anchor_that_was_written_to_is_not_used(budget: float | str, torch_devic
             assert_same_bits(step(lambda: remat_on(budget, "anchors")), plain)
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_statistics_that_another_forward_updates(is_inside: bool, torch_device: torch.device, remat_on: Remat) -> None:
-    def step(context: Context) -> list[Tensor]:
-        torch.manual_seed(0)
-        norm = nn.BatchNorm1d(3).to(torch_device).requires_grad_(False)
-        x, w = torch.randn(8, 3, device=torch_device), torch.ones(3, device=torch_device, requires_grad=True)
-        norm.eval()
-        with context():
-            first = (norm(x) * w).sum()
-        norm.train()
-        with context() if is_inside else nullcontext():
-            second = (norm(x) * w).sum()
-        (first + second).backward()
-        return [w.grad, norm.running_mean]
-
-    _same_as_plain(step, remat_on)
-
-
 def test_default_dtype_that_has_changed(torch_device: torch.device, remat_on: Remat) -> None:
     def step(context: Context) -> list[Tensor]:
         n, x = torch.arange(4, device=torch_device), torch.ones(4, device=torch_device, requires_grad=True)
