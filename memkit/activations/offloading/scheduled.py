@@ -298,7 +298,7 @@ class ScheduledForward:
             if (
                 self.use_orders is not None
                 and self._can_wait(value)
-                and not self.window.is_turn_of(self._next_use_order(self.use_orders))
+                and not self.window.bring_sooner(self._next_use_order(self.use_orders))
             ):
                 return  # what is left of it comes at a later request
             if not self._fetch_next():

@@ -348,7 +348,7 @@ class OffloadWindow:
             forward.cursor += 1
         return True
 
-    def is_turn_of(self, use_order: int) -> bool:
+    def bring_sooner(self, use_order: int) -> bool:
         self._is_asking = True
         is_turn = self.lanes.bring_sooner(self, use_order)
         self._is_asking = False
