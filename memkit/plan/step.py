@@ -42,7 +42,6 @@ class Lineage:
         self.users, self._num_linked = [], 0
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether two lineages have the same ops and values, and their ops take as long."""
         if not isinstance(other, Lineage):
             return NotImplemented
         return all(

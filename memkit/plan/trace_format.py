@@ -135,11 +135,6 @@ def _lineage_from(content: Mapping[str, Any]) -> Lineage:
 
 
 def _check(trace: StepTrace) -> None:
-    """Raise if parts of a trace do not fit together.
-
-    Raises:
-        ValueError: they do not.
-    """
     step, num_ops, num_values = trace.step, len(trace.ops), len(trace.step.lineage.maker)
     lengths = {
         "live_bytes": (len(trace.live_bytes), num_ops),
@@ -176,8 +171,6 @@ def _check_below(name: str, found: Iterable[int], end: int) -> None:
 
 
 class _Texts:
-    """Each text once, and its number."""
-
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 

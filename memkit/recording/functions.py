@@ -36,7 +36,7 @@ from memkit import torch_private
 from memkit.compiled import num_asked
 from memkit.hooks import HookSet
 from memkit.recording.recorded import has_tensors, tensors_in
-from memkit.storages import Geometry
+from memkit.storages import PLAIN_TYPES, Geometry
 from memkit.torch_state import function_modes, leave_function_mode, leave_untraced
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ _ASKED = frozenset(
     )
 )
 """Queries of a tensor, which run no op: it doesn't matter how often they are made."""
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 _FLAGS = frozenset((int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size))
 _TENSOR = object()
@@ -119,7 +118,6 @@ class FunctionMode(TorchFunctionMode):
         leave_untraced(cls._before)
 
     def __enter__(self) -> Any:
-        """Enter, right after the recorder."""
         self._hooks.ahead_of_all_forwards(self._before)
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
@@ -279,7 +277,7 @@ class QuietFunctions(FunctionMode):
 
 def are_plain(types: Iterable[type]) -> bool:
     """Tell whether none of these tensor classes has a `__torch_function__` of its own."""
-    return all(kind in _PLAIN_TYPES for kind in types)
+    return all(kind in PLAIN_TYPES for kind in types)
 
 
 def is_asked(func: Any) -> bool:
@@ -333,8 +331,6 @@ def may_be_quiet(ops: Sequence[Any]) -> bool:
 
 
 class _NotedFunction(NamedTuple):
-    """What is noted of a function call, beside its `FunctionCall`."""
-
     saves: range
     """The saves in it, by their ordinals."""
     inputs: tuple[Input, ...] | None
@@ -478,7 +474,6 @@ def _read_by(calls: Sequence[OpCall]) -> set[int]:
 
 
 def _may_write(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Tell whether a function may write to its arguments, or have any other effect."""
     name, kind = getattr(func, "__name__", "_"), type(func)
     if kind is MethodWrapperType:
         return name != "__get__"

@@ -12,7 +12,7 @@ from memkit import torch_private
 from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
 from memkit.plan.chunks import Residency
-from memkit.storages import Geometry
+from memkit.storages import PLAIN_TYPES, Geometry
 from memkit.torch_state import has_own_dispatch
 from memkit.wrappers import parts_of
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from memkit.weights.slots import Slot
     from memkit.weights.streaming import Streamer
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _DIRTY = Residency.DIRTY
 _MOST_VIEWS = 1024
@@ -74,7 +73,7 @@ class _Saves:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd is to keep for a tensor."""
-        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
         address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
         if not address or bisect(self._ring.bounds, address) % 2:
@@ -130,7 +129,7 @@ class _Saves:
             return Geometry(*place).over(streamer.use(chunk).storage)
 
     def _pack_any(self, tensor: Tensor) -> KeptHandle:
-        is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
+        is_plain = type(tensor) in PLAIN_TYPES or not has_own_dispatch(tensor)
         parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
         if any(map(self._is_in_slot, parts)):
             if not self._hands_on_weights:

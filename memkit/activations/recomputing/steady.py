@@ -19,8 +19,8 @@ from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.sequentials import kind_of
+from memkit.storages import PLAIN_TYPES
 
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 _storage_of = Tensor.untyped_storage
 _Packed = tuple[Tensor, int]
 
@@ -92,7 +92,7 @@ class WatchStage(IdleStage):
 
     def pack(self, tensor: Tensor) -> _Packed | KeptHandle:
         """Take a tensor that autograd saves."""
-        if type(tensor) not in _PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES:
             return self._hand_on(tensor)
         try:
             storage = _storage_of(tensor)
