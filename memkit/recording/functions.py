@@ -186,7 +186,7 @@ class QuietFunctions(FunctionMode):
             self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._place = place + 1
-        is_quiet = call.is_quiet and self._is_quiet(call, types, args, kwargs)
+        is_quiet = call.is_quiet and self._begin_quiet(call, types, args, kwargs)
         self.is_inside = True
         try:
             if is_quiet:
@@ -232,8 +232,8 @@ class QuietFunctions(FunctionMode):
                 recording.hold_made(value, results)
         return True
 
-    def _is_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Tell whether a call that is known to be quiet writes to nothing now, and runs no other Python."""
+    def _begin_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Begin a call that is known to be quiet; tell whether it writes to nothing now, and runs no other Python."""
         are_on_top = torch_private.top_saved_tensor_hooks(True) == self._hooks_on_top
         num_modes = torch_private.num_dispatch_modes()
         if num_modes < self._num_modes and self._recorder not in torch_private.dispatch_modes():
@@ -244,12 +244,12 @@ class QuietFunctions(FunctionMode):
             return False
         is_alike = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
         try:
-            return is_alike and (not call.inputs or self._is_given(call, tensors_in(args)))
+            return is_alike and (not call.inputs or self._take_arguments(call, tensors_in(args)))
         except RuntimeError:  # a tensor wraps another
             return False
 
-    def _is_given(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a function gets the expected values; if so, number its roots."""
+    def _take_arguments(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
+        """Number the roots that a function gets; tell whether it gets the expected values."""
         recording, roots = self._recorder.recording, []
         expected, current = recording.expected, recording.current
         if expected is None or len(tensors) != len(call.inputs):
