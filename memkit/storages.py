@@ -24,6 +24,9 @@ _SPARSE_PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 
+PLAIN_TYPES = (Tensor, nn.Parameter)
+"""The classes of tensors that are surely no wrappers."""
+
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that hold a tensor's elements.

@@ -19,8 +19,7 @@ Recomputing:
 
 The traced step and the machine:
 
-- `step`: which op made which value; a step op by op, in numbers
-- `trace_format`: the same as JSON
+- `step`: which op made which value; a step op by op, in numbers, and as JSON
 - `gpu`: `Link`, `GpuSpec`: from copies and ops to seconds; GPUs that are known by name
 - `shards`: what one rank takes of a split model
 
@@ -77,9 +76,21 @@ from memkit.plan.states import (
     plan_states,
     terabytes_written,
 )
-from memkit.plan.step import NO_OP, GrowingLineage, Lifetime, Lineage, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
+from memkit.plan.step import (
+    NO_OP,
+    GrowingLineage,
+    Lifetime,
+    Lineage,
+    ModuleOps,
+    OpKind,
+    OpWork,
+    Step,
+    StepTrace,
+    ends_of,
+    trace_from_plain,
+    trace_to_plain,
+)
 from memkit.plan.timeline import Levels
-from memkit.plan.trace_format import trace_from_plain, trace_to_plain
 
 __all__ = [
     "NO_OP",

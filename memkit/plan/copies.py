@@ -89,8 +89,6 @@ def schedule_copies(
 
 
 class _Batches:
-    """Values that are gathered for copies that are put on a lane together."""
-
     def __init__(self, sizes_bytes: Mapping[int, int]) -> None:
         self.closed: list[tuple[int, ...]] = []
         self.open: list[int] = []

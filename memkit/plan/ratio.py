@@ -268,7 +268,6 @@ def _simulate_forward(
 def _simulate_backward(
     timeline: Timeline, saves: Sequence[TimedSave], away: set[int], *, forward_s: float, link: Link, limit: float | None
 ) -> None:
-    """Simulate the backward, which has what is away come back."""
     order = sorted((index for index, save in enumerate(saves) if not save.is_held), key=lambda index: saves[index].needed_at_s)
     to_fetch = deque(index for index in order if index in away)
     done_s: dict[int, float] = {}

@@ -396,7 +396,6 @@ class RegionPlanner(RegionStep):
             self._found[chosen] = replace(choice, chosen=chosen)
 
     def _front(self) -> list[RegionChoice]:
-        """Return the choices than which none is quicker and takes fewer bytes."""
         front: list[RegionChoice] = []
         for choice in sorted(self._found.values(), key=lambda choice: (choice.peak_bytes, self._rank(choice))):
             if not front or self._rank(choice) < self._rank(front[-1]):
@@ -404,8 +403,6 @@ class RegionPlanner(RegionStep):
         return front
 
     def _all_choices(self, most: int) -> Iterator[tuple[int, ...]]:
-        """Yield all choices, but not many more than so many."""
-
         def of(index: int) -> list[tuple[int, ...]]:
             inside = product_of(self._children[index][::-1])
             return [*inside, (index,)] if self._eligible[index] else inside
@@ -505,7 +502,6 @@ class RegionPlanner(RegionStep):
                 self.simulate(sorted(here))
 
     def _around(self, index: int) -> Iterator[int]:
-        """Yield the calls that a call is in."""
         while (index := self.calls[index].parent) >= 0:
             yield index
 
@@ -524,7 +520,6 @@ class RegionPlanner(RegionStep):
                 best = better
 
     def _near(self, choice: RegionChoice, limit_bytes: float) -> Iterator[RegionChoice]:
-        """Yield choices like one that fit a limit."""
         chosen = choice.chosen
         dearest = sorted(chosen, key=lambda index: (-max(self._device_s[index], self._host_s[index]), -index))[:_MOST_SWAPPED]
         for index in dearest:
@@ -544,7 +539,6 @@ class RegionPlanner(RegionStep):
         return one <= other < self._ends[one] or other <= one < self._ends[other]
 
     def _neighbors(self, index: int) -> list[int]:
-        """Return calls next to one, that it may be exchanged for."""
         nearby = range(max(0, index - _MOST_SWAPPED), min(len(self.calls), self._ends[index] + _MOST_SWAPPED))
         return [other for other in nearby if other != index and self._eligible[other]]
 
@@ -636,7 +630,6 @@ def peak_with_regions(problem: Problem, choice: RegionNeeds, ratio: float, windo
 
 
 def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:
-    """Yield the saved values that are not dropped, in the order of their first saves."""
     dropped = set[int]().union(*(region.dropped for region in choice.regions))
     return (held for held in problem.values if not held.is_anchor and held.value not in dropped)
 

@@ -191,7 +191,6 @@ class _Simulation(Timeline):
         pass
 
     def go(self, dropped: Collection[int]) -> Outcome:
-        """Simulate the step."""
         step, lineage, walk = self._step, self._lineage, self._walk
         for index, value in enumerate(step.saves):
             is_new = value not in self._saved_at
@@ -345,7 +344,6 @@ class _DropOrder:
         return ops
 
     def walk(self) -> None:
-        """Find the whole order."""
         batch = max(1, len(self._open) ** 2 // _MOST_LOOKS)
         self._take([value for value in self._step.dropped if value in self._open])
         while picked := self._pick(batch):
@@ -372,7 +370,6 @@ class _DropOrder:
         return [value for _, value in nsmallest(num_picked, found)]
 
     def _take(self, values: Sequence[int]) -> None:
-        """Drop some values."""
         for value in values:
             self._replayed |= self._new_ops(value)
             del self._open[value]
@@ -388,7 +385,6 @@ class _DropOrder:
         self.peaks_bytes += [self._levels.peak_bytes] * len(values)
 
     def _made_from(self, value: int) -> Iterator[int]:
-        """Yield the dropped values that are made from a value without a kept one between."""
         lineage, pending, seen = self._lineage, [value], {value}
         lineage.link()
         while pending:
@@ -503,7 +499,6 @@ class RematPlanner:
     def _try(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int], *, most_s: float = math.inf
     ) -> Outcome:
-        """Simulate a step, and remember what it takes."""
         found = simulate(
             self.step,
             dropped,
@@ -553,7 +548,6 @@ class RematPlanner:
         return self._least()
 
     def _least(self) -> Outcome:
-        """Return what takes the fewest bytes of all that was found."""
         return min(self._found, key=lambda outcome: (outcome.peak_bytes, outcome.replayed_s))
 
     def best(self, budget_bytes: float) -> Outcome | None:
@@ -570,7 +564,6 @@ class RematPlanner:
         return found
 
     def _search(self, budget_bytes: float) -> None:
-        """Look for steps that fit a budget."""
         if budget_bytes <= 0 or budget_bytes in self._explored:
             return
         self._explore(budget_bytes)
@@ -581,7 +574,6 @@ class RematPlanner:
         return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
 
     def _explore(self, limit_bytes: float) -> None:
-        """Simulate several plans that are held to a limit."""
         if limit_bytes in self._explored:
             return
         self._explored.add(limit_bytes)
@@ -604,7 +596,6 @@ class RematPlanner:
         return self._orders[anchors]
 
     def _lengths(self, peaks: Sequence[int], limit_bytes: float) -> list[int]:
-        """Return which prefixes of a drop order to try."""
         lengths = set[int]()
         for room in (1.0,) if self._is_large else _ROOMS:
             fits = next((length for length, peak in enumerate(peaks) if peak <= room * limit_bytes), None)
@@ -612,7 +603,6 @@ class RematPlanner:
         return sorted({max(length, len(self._asked)) for length in lengths})
 
     def _try_cheaper(self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int]) -> None:
-        """Simulate a step, but give up as soon as it takes longer than what was found."""
         best = self._cheapest(limit_bytes)
         self._try(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
 

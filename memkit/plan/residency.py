@@ -461,7 +461,6 @@ def _plan(layers: Sequence[LayerCosts], choice: _Choice, link_bytes_per_s: float
 def _predicted(
     layers: Sequence[LayerCosts], streamed: Collection[str], slot_bytes: tuple[int, ...], link_bytes_per_s: float | None
 ) -> ResidencyPlan:
-    """Return the plan in which some layers stream, with all that can be predicted of it."""
     prediction = None
     if link_bytes_per_s is not None and _compute_s(layers) is not None:
         indices = [index for index, layer in enumerate(layers) if layer.name in streamed]

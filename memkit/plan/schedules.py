@@ -107,7 +107,6 @@ class _FitMemory:
         return (too_low + fitting) / 2
 
     def _step_to_target(self) -> float:
-        """Return how far down the steepest slope seen so far leads to the target."""
         slopes = [
             (later[1] - earlier[1]) / (earlier[0] - later[0])
             for earlier, later in zip(self._fitting, self._fitting[1:], strict=False)

@@ -54,7 +54,6 @@ def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: 
 
 
 def _filled(chosen: set[int], sizes: Sequence[int], budget_bytes: int) -> set[int]:
-    """Return indices with as many more, from the last one on, as there is room for."""
     room = budget_bytes - sum(sizes[index] for index in chosen)
     for index in reversed(range(len(sizes))):
         if index not in chosen and sizes[index] <= room:
@@ -403,7 +402,6 @@ def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> t
 
 
 def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], tuple[int, ...]]:
-    """Return the pieces with the slots that they come to, and the sizes of these."""
     sizes: list[int] = []
     slots: dict[int, list[int]] = {number: [] for number in range(len(pieces))}
     for update in Update:

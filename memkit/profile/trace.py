@@ -33,7 +33,7 @@ from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
 from memkit.recording.recorder import Recorder
 from memkit.recording.recording import Recording, names_of, step_of
-from memkit.storages import is_range_of_bytes, storage_key, storages_of
+from memkit.storages import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
 from memkit.torch_state import has_own_dispatch
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ class SavedValues:
             self._clock.see_saved(tensor)
         if torch_private.backward_task() != -1:
             return KeptHandle(tensor)
-        if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
+        if type(tensor) not in PLAIN_TYPES and has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
                 return KeptHandle(tensor)
         with torch_private.without_python_dispatch():  # what is done here is no part of the forward

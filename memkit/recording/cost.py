@@ -54,7 +54,6 @@ class OpCosts:
 
 
 def _remember(costs_s: dict[CostKey, float], found: dict[CostKey, float]) -> None:
-    """Add to the known seconds, and forget the oldest if there are too many."""
     costs_s.update(found)
     while len(costs_s) > _MAX_COSTS:
         del costs_s[next(iter(costs_s))]

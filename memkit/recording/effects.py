@@ -215,5 +215,4 @@ def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any
 
 
 def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
-    """Return the versions of tensors, without those that have none."""
     return {key: _version_of(tensor) for key, tensor in tensors.items() if not tensor.is_inference()}

@@ -36,7 +36,7 @@ from memkit import torch_private
 from memkit.compiled import num_asked
 from memkit.hooks import HookSet
 from memkit.recording.recorded import has_tensors, tensors_in
-from memkit.storages import Geometry
+from memkit.storages import PLAIN_TYPES, Geometry
 from memkit.torch_state import function_modes, leave_function_mode, leave_untraced
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ _ASKED = frozenset(
     )
 )
 """Queries of a tensor, which run no op: it doesn't matter how often they are made."""
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 _FLAGS = frozenset((int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size))
 _TENSOR = object()
@@ -119,7 +118,6 @@ class FunctionMode(TorchFunctionMode):
         leave_untraced(cls._before)
 
     def __enter__(self) -> Any:
-        """Enter, right after the recorder."""
         self._hooks.ahead_of_all_forwards(self._before)
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
@@ -188,7 +186,7 @@ class QuietFunctions(FunctionMode):
             self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._place = place + 1
-        is_quiet = call.is_quiet and self._is_quiet(call, types, args, kwargs)
+        is_quiet = call.is_quiet and self._begin_quiet(call, types, args, kwargs)
         self.is_inside = True
         try:
             if is_quiet:
@@ -234,8 +232,8 @@ class QuietFunctions(FunctionMode):
                 recording.hold_made(value, results)
         return True
 
-    def _is_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Tell whether a call that is known to be quiet writes to nothing now, and runs no other Python."""
+    def _begin_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Begin a call that is known to be quiet; tell whether it writes to nothing now, and runs no other Python."""
         are_on_top = torch_private.top_saved_tensor_hooks(True) == self._hooks_on_top
         num_modes = torch_private.num_dispatch_modes()
         if num_modes < self._num_modes and self._recorder not in torch_private.dispatch_modes():
@@ -246,12 +244,12 @@ class QuietFunctions(FunctionMode):
             return False
         is_alike = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
         try:
-            return is_alike and (not call.inputs or self._is_given(call, tensors_in(args)))
+            return is_alike and (not call.inputs or self._take_arguments(call, tensors_in(args)))
         except RuntimeError:  # a tensor wraps another
             return False
 
-    def _is_given(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a function gets the expected values; if so, number its roots."""
+    def _take_arguments(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
+        """Number the roots that a function gets; tell whether it gets the expected values."""
         recording, roots = self._recorder.recording, []
         expected, current = recording.expected, recording.current
         if expected is None or len(tensors) != len(call.inputs):
@@ -279,7 +277,7 @@ class QuietFunctions(FunctionMode):
 
 def are_plain(types: Iterable[type]) -> bool:
     """Tell whether none of these tensor classes has a `__torch_function__` of its own."""
-    return all(kind in _PLAIN_TYPES for kind in types)
+    return all(kind in PLAIN_TYPES for kind in types)
 
 
 def is_asked(func: Any) -> bool:
@@ -333,8 +331,6 @@ def may_be_quiet(ops: Sequence[Any]) -> bool:
 
 
 class _NotedFunction(NamedTuple):
-    """What is noted of a function call, beside its `FunctionCall`."""
-
     saves: range
     """The saves in it, by their ordinals."""
     inputs: tuple[Input, ...] | None
@@ -478,7 +474,6 @@ def _read_by(calls: Sequence[OpCall]) -> set[int]:
 
 
 def _may_write(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Tell whether a function may write to its arguments, or have any other effect."""
     name, kind = getattr(func, "__name__", "_"), type(func)
     if kind is MethodWrapperType:
         return name != "__get__"

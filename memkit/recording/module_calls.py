@@ -179,13 +179,11 @@ class NotedCall:
         return self._effect(modules, recording) or ("" if read <= self._given else "it reads what it was not given")
 
     def _read(self, recording: Recording) -> set[int]:
-        """Return the values made before it that its ops read."""
         recording.sync()
         _, op, _, first = self._first
         return {value for ins in recording.lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
 
     def _values_in(self, given: Any, recording: Recording) -> set[int]:
-        """Return the values made before it that are in the tensors of its inputs."""
         return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, modules: Iterable[nn.Module], recording: Recording) -> str:
@@ -288,7 +286,6 @@ Alike = Mapping[int, Sequence[NotedCall]]
 
 
 def _values_of(tensors: Any, recording: Recording) -> set[int]:
-    """Return the values made in the forward that are in these tensors now."""
     found = set[int]()
     for leaf in torch_private.tree_leaves(tensors):
         storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
@@ -299,7 +296,6 @@ def _values_of(tensors: Any, recording: Recording) -> set[int]:
 
 
 def _is_own(value: int, recording: Recording) -> bool:
-    """Tell whether a value was made in the forward."""
     root = recording.roots.get(value)
     return root is None or root.is_inside
 
@@ -403,16 +399,6 @@ class SpanCall:
 
 
 class _NotedSpan(NotedCall):
-    """Neighboring calls in a call of a `Sequential`, as one `NotedCall`.
-
-    Args:
-        whole: the call of the Sequential.
-        name: the name of the span.
-        parent: the index of the Sequential's call.
-        calls: the calls in the span.
-        recording: the recording of their ops.
-    """
-
     __slots__ = ("_calls",)
 
     def __init__(self, whole: NotedCall, name: str, parent: int, calls: Sequence[NotedCall], recording: Recording) -> None:
@@ -475,7 +461,6 @@ def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Afte
 
 
 def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
-    """Tell whether each call of a `Sequential` has ended and called each of its children once, in order."""
     children = list(module.children())  # each once: one that it has twice is called more often
     return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
 

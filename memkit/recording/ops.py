@@ -129,7 +129,6 @@ class OpKinds:
         return OpTraits(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
 
     def _why_kept(self, func: OpOverload) -> str:
-        """Return why an op isn't known to be pure; empty if it is."""
         name = torch_private.schema_of(func).name
         if func.namespace in _KNOWN_NAMESPACES:
             return ""
@@ -192,7 +191,6 @@ def _named(op: object) -> str:
 
 
 def _name_of(op: object) -> str | None:
-    """Return the name of an op with its namespace and without the overload; None if it isn't an op."""
     if isinstance(op, torch_private.CustomOpDef):
         op = torch_private.op_of_custom(op)
     if isinstance(op, torch_private.OpOverload):

@@ -8,16 +8,15 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
-from memkit.storages import Geometry, is_range_of_bytes, tensor_over
+from memkit.storages import PLAIN_TYPES, Geometry, is_range_of_bytes, tensor_over
 from memkit.torch_state import has_own_dispatch
 
 if TYPE_CHECKING:
     from memkit.torch_private import OpOverload
 
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
 
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
@@ -154,7 +153,7 @@ def tensors_in(argument: Any) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
+    if type(tensor) not in PLAIN_TYPES and has_own_dispatch(tensor):
         return False
     return is_range_of_bytes(tensor)
 

@@ -245,7 +245,6 @@ class Recorder(QuietMode):
         return results
 
     def _path_of(self, kind: OpTraits) -> Any:
-        """Return how ops of a kind are recorded from their second time on."""
         if kind.op_class is OpClass.VIEW:
             return _VIEW
         if kind.op_class is OpClass.UNKNOWN:
@@ -300,7 +299,6 @@ class Recorder(QuietMode):
     def _take_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> tuple[list[Any], dict[str, Any] | None, list[Source]]:
-        """Return the arguments without their tensors, and the sources of these."""
         sources: list[Source] = []
         kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
         if not kwargs:
@@ -329,7 +327,6 @@ class Recorder(QuietMode):
         return kept
 
     def _generator(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Generator:
-        """Return the generator that an op draws from."""
         for argument in (*args, *(kwargs or {}).values()):
             if isinstance(argument, torch.Generator):
                 return argument

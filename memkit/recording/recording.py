@@ -478,7 +478,6 @@ class Recording:
             self.hold(value)
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
-        """Hold a copy of a root's current contents."""
         root.seen = root.version if root.seen is None else root.seen
         root.alias = Geometry.of(tensor).over(tensor.untyped_storage().clone())
         root.version = torch_private.version_of(root.alias)

@@ -78,7 +78,6 @@ class Replay:
             self._verify(op)
 
     def _repeat(self, call: OpCall, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
-        """Run a call, and put its values into `made`."""
         notes = call.notes
         over = self._to_be_written(call, in_place, storage_of) if notes is not None and notes.written else {}
         args = [_copied(argument) for argument in call.args]
@@ -130,7 +129,6 @@ class Replay:
         return over
 
     def _verify(self, op: int) -> None:
-        """Compare what an op has made with what it made in the forward."""
         originals = self.recording.originals
         assert originals is not None
         for value in self.recording.lineage.outs[op]:

@@ -9,21 +9,18 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils.dlpack
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
 from memkit.plan import aligned
-from memkit.storages import is_dense, tensor_over
+from memkit.storages import PLAIN_TYPES, is_dense, tensor_over
 from memkit.torch_state import local_of
 from memkit.transfer.host_memory import Span
 from memkit.wrappers import parts_of
 
 MASTER = "master"
 """The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
-
-
-_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +219,7 @@ def copy_state(target: Tensor, source: Tensor) -> None:
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors to others of the same sizes and precisions: plain ones in one call."""
-    if len(targets) > 1 and {*map(type, sources)} <= _PLAIN:
+    if len(targets) > 1 and {*map(type, sources)} <= {*PLAIN_TYPES}:
         torch_private.foreach_copy(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):
@@ -253,7 +250,7 @@ def may_leave(tensor: object) -> bool:
     number, and stays."""
     if not isinstance(tensor, Tensor) or tensor.dim() == 0:
         return False
-    if type(tensor) in (Tensor, nn.Parameter):
+    if type(tensor) in PLAIN_TYPES:
         return _is_plain(tensor)
     if not torch_private.is_wrapper(tensor):
         return False
@@ -262,7 +259,7 @@ def may_leave(tensor: object) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not tensor.is_quantized

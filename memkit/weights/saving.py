@@ -12,7 +12,7 @@ from memkit import torch_private
 from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
 from memkit.plan.chunks import Residency
-from memkit.storages import Geometry
+from memkit.storages import PLAIN_TYPES, Geometry
 from memkit.torch_state import has_own_dispatch
 from memkit.wrappers import parts_of
 
@@ -157,7 +157,7 @@ class _Saves:
             return Geometry(*place).over(streamer.use(chunk).storage)
 
     def _pack_any(self, tensor: Tensor) -> KeptHandle:
-        is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
+        is_plain = type(tensor) in PLAIN_TYPES or not has_own_dispatch(tensor)
         parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
         if any(map(self._is_in_slot, parts)):
             if not self._hands_on_weights:

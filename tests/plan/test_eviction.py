@@ -132,14 +132,6 @@ def test_bad_score_is_refused(changes: dict[str, Any], text: str) -> None:
     assert str(caught.value) == f"DTRScore: {text}"
 
 
-def test_of_what_costs_nothing_the_larger_goes_first() -> None:
-    residents = Storages(star([10, 100], [0.0, 0.0]), 109)
-
-    residents.walk.make_room(0)
-
-    assert residents.logged("drop") == [2]
-
-
 @pytest.mark.parametrize(
     ("next_uses", "victim"),
     [
@@ -166,51 +158,6 @@ def test_staleness_takes_what_came_first() -> None:
     assert [residents.walk.staleness(value) for value in (1, 2, 3)] == [4, 3, 2]
     assert residents.walk.make_room(0)
     assert residents.logged("drop") == [1]
-
-
-def test_missing_ancestors_add_to_the_cost() -> None:
-    step = chain(3)
-    residents = Storages(step, 1999)
-    residents.walk.drop(1)
-
-    residents.walk.make_room(0)
-
-    assert residents.walk.missing_cost_s(2) == 2.0
-    assert residents.logged("drop") == [1, 3]
-
-
-def test_cheap_op_behind_dear_ancestors_stays() -> None:
-    lineage = GrowingLineage()
-    (value,) = lineage.add_op([lineage.add_root(0)], [10], 100.0)
-    for _ in range(4):
-        (value,) = lineage.add_op([value], [10], 1.0)
-    (other,) = lineage.add_op([0], [10], 10.0)
-    residents = Storages(Step(lineage=lineage, saves=(value, other), uses=()), 10)
-
-    residents.walk.make_room(0)
-
-    assert residents.logged("drop") == [other]
-
-
-def test_what_came_back_makes_others_cheaper_again() -> None:
-    lineage = GrowingLineage()
-    root = lineage.add_root(0)
-    values = [lineage.add_op([source], [100], cost)[0] for source, cost in ((root, 4.0), (root, 5.0), (1, 3.0))]
-    last = values[-1]
-    residents = Storages(Step(lineage=lineage, saves=tuple(values), uses=()), 200)
-    residents.walk.drop(1)
-    assert residents.walk.missing_cost_s(last) == 7.0
-    residents.walk.limit_bytes = 100
-    residents.walk.make_room(0)  # ranks them: 5 s against 7
-    assert residents.logged("drop") == [1, 2]
-    residents.walk.limit_bytes = 300
-    residents.walk.rebuild(2)
-    residents.walk.rebuild(1)
-    residents.walk.limit_bytes = 200
-
-    residents.walk.make_room(0)
-
-    assert residents.logged("drop") == [1, 2, last]  # 3 s by now
 
 
 @given(step=steps(), data=st.data())
@@ -285,24 +232,6 @@ def test_rebuild_runs_each_missing_op_once_in_order() -> None:
     assert residents.walk.temp_bytes == 0
 
 
-def test_rebuild_frees_what_nobody_wants_at_its_last_use() -> None:
-    lineage = GrowingLineage()
-    (first,) = lineage.add_op([lineage.add_root(0)], [100])
-    (second,) = lineage.add_op([first], [10])
-    (third,) = lineage.add_op([second], [10])
-    (last,) = lineage.add_op([third, second], [10])
-    residents = Storages(Step(lineage=lineage, saves=(last,), uses=(last,)))
-    residents.walk.drop(last)
-    residents.log.clear()
-
-    residents.walk.rebuild(last)
-
-    runs = [("run", 0), ("run", 1), ("forget", first), ("run", 2), ("run", 3)]
-    assert residents.log[:5] == runs
-    assert sorted(residents.log[5:]) == [("forget", second), ("forget", third), ("keep", last)]
-    assert residents.walk.peak_bytes == 110
-
-
 def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
     step = chain(5)
     residents = Storages(step, 3000)
@@ -334,66 +263,6 @@ def test_what_a_node_was_given_stays_until_another_asks() -> None:
 
     assert walk.make_room(0)
     assert not residents.saved
-
-
-def test_siblings_that_are_wanted_stay_and_others_go() -> None:
-    lineage = GrowingLineage()
-    first, second, third = lineage.add_op([lineage.add_root(0)], [10, 20, 40])
-    residents = Storages(Step(lineage=lineage, saves=(first, second, third), uses=()))
-    residents.unwanted = {third}
-    for value in (first, second, third):
-        residents.walk.drop(value)
-
-    residents.walk.rebuild(first)
-
-    assert set(residents.saved) == {first, second}
-    assert set(residents.walk.evictable) == {first, second}
-    assert residents.logged("forget") == [third]
-    assert residents.walk.peak_bytes == 70
-
-
-def test_siblings_that_were_there_are_not_doubled() -> None:
-    lineage = GrowingLineage()
-    first, second = lineage.add_op([lineage.add_root(0)], [10, 20])
-    residents = Storages(Step(lineage=lineage, saves=(first, second), uses=()))
-    cell = residents.saved[second]
-    residents.walk.drop(first)
-
-    residents.walk.rebuild(first)
-
-    assert residents.saved[second] is cell
-    assert residents.walk.peak_bytes == 50
-    assert residents.live_bytes == 30
-
-
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_op_in_place_takes_over_what_is_the_replays_own(is_saved: bool) -> None:
-    lineage = GrowingLineage()
-    (before,) = lineage.add_op([lineage.add_root(0)], [100])
-    (after,) = lineage.add_op([before], [100], taken=[before])
-    residents = Storages(Step(lineage=lineage, saves=(before, after) if is_saved else (after,), uses=()))
-    for value in list(residents.saved):
-        residents.walk.drop(value)
-
-    residents.walk.rebuild(after)
-
-    assert residents.walk.peak_bytes == (200 if is_saved else 100)
-    assert residents.live_bytes == residents.walk.peak_bytes
-    assert residents.walk.temp_bytes == 0
-
-
-def test_op_in_place_copies_what_is_read_again() -> None:
-    lineage = GrowingLineage()
-    (before,) = lineage.add_op([lineage.add_root(0)], [100])
-    (after,) = lineage.add_op([before], [100], taken=[before])
-    (last,) = lineage.add_op([before, after], [1])  # as if it had been cloned by the recorder
-    residents = Storages(Step(lineage=lineage, saves=(last,), uses=()))
-    residents.walk.drop(last)
-
-    residents.walk.rebuild(last)
-
-    assert residents.walk.peak_bytes == 201
-    assert residents.walk.temp_bytes == 0
 
 
 def test_missing_root_is_an_error() -> None:

@@ -1,17 +1,34 @@
-"""Which calls are regions, against all choices that there are."""
+"""Which calls, and which neighbors in a row, are regions, against all choices; and what else a step may then take."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from memkit.plan import GrowingLineage, HostCosts, ModuleCall, RegionChoice, RegionPlanner, Step
+from memkit.plan import (
+    Action,
+    GrowingLineage,
+    HostCosts,
+    ModuleCall,
+    Moving,
+    Problem,
+    RegionChoice,
+    RegionNeeds,
+    RegionPlanner,
+    Step,
+    find_spans,
+    fit_copies,
+    fit_regions,
+)
 from memkit.plan import regions as planning
+from memkit.plan.regions import RegionBytes
 
 ON_HOST = HostCosts(op_s=1.0, recorded_s=1.0, saved_s=1.0, replayed_s=2.0, region_s=3.0)
 ON_DEVICE = HostCosts(op_s=0.0, recorded_s=0.0, saved_s=0.0, replayed_s=0.0, region_s=0.0)
@@ -293,3 +310,314 @@ def test_compiled_call_behind_the_last_save_of_a_region_is_not_run_again() -> No
     step = Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
 
     assert RegionPlanner(step, calls, ON_DEVICE, num_ops=3).simulate([1]).device_s == 1
+
+
+def spans_of(row: str, joined: str = "") -> list[tuple[int, int]]:
+    """Return the spans of a row of kinds; those in `joined` are never apart from what is ahead."""
+    return find_spans(row, [kind in joined for kind in row])
+
+
+@pytest.mark.parametrize(
+    ("row", "blocks"),
+    [
+        ("abcd" * 4, [(0, 4), (4, 8), (8, 12), (12, 16)]),
+        ("x" + "abc" * 3 + "yz", [(1, 4), (4, 7), (7, 10)]),
+        ("ab" * 3, [(0, 2), (2, 4), (4, 6)]),
+        ("aaaaaa", [(0, 2), (2, 4), (4, 6)]),
+        ("abacabac", [(0, 4), (4, 8)]),
+    ],
+)
+def test_smallest_spans_are_what_repeats(row: str, blocks: list[tuple[int, int]]) -> None:
+    found = spans_of(row)
+
+    inner = [
+        span for span in found if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in found)
+    ]
+    assert [span for span in inner if blocks[0][0] <= span[0] and span[1] <= blocks[-1][1]] == blocks
+
+
+def test_blocks_are_joined_two_by_two() -> None:
+    assert spans_of("ab" * 5) == [(0, 10), (0, 8), (0, 4), (0, 2), (2, 4), (4, 8), (4, 6), (6, 8), (8, 10)]
+
+
+def test_row_that_does_not_repeat_is_joined_from_two_members_on() -> None:
+    assert spans_of("abcdefg") == [(0, 7), (0, 4), (0, 2), (2, 4), (4, 7), (4, 6)]
+
+
+def test_what_belongs_together_is_not_parted() -> None:
+    found = spans_of("crcrmcrcrm", joined="r")
+
+    assert all(stop == 10 or "crcrmcrcrm"[stop] != "r" for _, stop in found)
+    assert {(0, 2), (2, 4), (5, 7), (7, 9), (0, 5), (5, 10)} <= set(found)
+
+
+def test_large_blocks_have_spans_of_their_own() -> None:
+    assert {(0, 6), (0, 4), (0, 2), (2, 4), (4, 6), (6, 12), (6, 8)} <= set(spans_of("abcdef" * 4))
+    assert (0, 2) not in spans_of("abcd" * 4)
+
+
+@pytest.mark.parametrize("row", ["", "a", "ab"])
+def test_short_rows_have_few_spans(row: str) -> None:
+    assert spans_of(row) == [(0, 2)] * (len(row) == 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_are_a_tree_and_no_more_than_members(seed: int) -> None:
+    draw = random.Random(seed)
+    row = "".join(draw.choice("abcr") for _ in range(draw.randint(2, 60)))
+    found = spans_of(row, joined="r")
+
+    assert len(set(found)) == len(found) < len(row)
+    assert found == sorted(found, key=lambda span: (span[0], -span[1]))
+    for (first, stop), (start, end) in combinations(found, 2):
+        assert stop <= start or end <= stop, (first, stop, start, end)
+
+
+def test_long_rows_take_no_time() -> None:
+    draw = random.Random(0)
+    row = "".join(draw.choice("abcd") for _ in range(20_000))
+    start_s = time.process_time()
+    spans_of(row)
+
+    assert time.process_time() - start_s < 10
+
+
+# What the planner makes of them
+
+
+def row_of(kinds: Sequence[str], sizes: dict[str, int], *, with_spans: bool) -> Build:
+    """Return a flat row of modules of which each saves what it makes, with its spans or without."""
+    build = Build()
+    spans = find_spans(kinds, [False] * len(kinds)) if with_spans else []
+    x = build.root(0)
+    build.begin("model", [x])
+    for place, kind in enumerate(kinds):
+        for first, stop in spans:
+            if first == place and stop - first < len(kinds):
+                build.begin(f"{first}:{stop}", [x])
+        build.begin(f"{place}", [x])
+        x = build.op([x], sizes[kind], saves=[x], own=False)
+        build.end()
+        for first, stop in reversed(spans):
+            if stop == place + 1 and stop - first < len(kinds):
+                build.end()
+    build.end()
+    return build
+
+
+@pytest.mark.parametrize("costs", [pytest.param(ON_HOST, marks=pytest.mark.full), ON_DEVICE])
+def test_flat_row_keeps_to_budgets_that_single_members_do_not(costs: HostCosts) -> None:
+    kinds, sizes = "abcd" * 40, {"a": 10, "b": 10, "c": 20, "d": 20}
+    planner = row_of(kinds, sizes, with_spans=True).planner(costs)
+    alone = row_of(kinds, sizes, with_spans=False).planner(costs)
+    whole = planner.simulate(()).peak_bytes
+
+    assert alone.best(whole // 2) is None
+    found = planner.best(whole // 2)
+    assert found is not None
+    assert all(":" in planner.calls[index].name for index in found.chosen)
+    assert planner.least().peak_bytes < whole / 5
+
+
+def with_spans(build: Build, parent: int, size: int) -> list[ModuleCall]:
+    """Return the calls of a step with those of the spans of the children of one."""
+    calls = build.calls
+    places = [index for index, call in enumerate(calls) if call.parent == parent]
+    spans = find_spans("a" * size, [False] * size)
+    found: list[ModuleCall] = []
+    new = dict[int, int]()
+    around = list[tuple[int, int]]()
+    for index, call in enumerate(calls):
+        if call.parent == parent:
+            child = places.index(index)
+            around = [(stop, place) for stop, place in around if stop > child]
+            for first, stop in spans:
+                if first == child and stop - first < size:
+                    inside = [calls[place] for place in places[first:stop]]
+                    found.append(
+                        replace(
+                            inside[0],
+                            name=f"layers.{first}:{stop}",
+                            parent=around[-1][1] if around else new[parent],
+                            saves=(inside[0].saves[0], inside[-1].saves[1]),
+                            ops=(inside[0].ops[0], inside[-1].ops[1]),
+                            num_ops=sum(one.num_ops for one in inside),
+                            is_span=True,
+                        )
+                    )
+                    around.append((stop, len(found) - 1))
+            new[index] = len(found)
+            found.append(replace(call, parent=around[-1][1] if around else new[parent]))
+        else:
+            new[index] = len(found)
+            found.append(replace(call, parent=-1 if call.parent < 0 else new[call.parent]))
+    return found
+
+
+@pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("count", [5, *(pytest.param(count, marks=pytest.mark.full) for count in (12, 24))])
+def test_model_of_blocks_is_planned_no_worse_with_spans_of_them(count: int, uneven: bool, costs: HostCosts) -> None:
+    build = layers(count, uneven=uneven)
+    without = build.planner(costs)
+    planner = RegionPlanner(without.step, with_spans(build, 0, count), costs, num_ops=len(build.lineage.ins))
+
+    for choice in (*evenly_spaced(without, "layers"), *map(without.simulate, [c.chosen for c in without._explored()])):
+        found = planner.best(choice.peak_bytes)
+        assert found is not None
+        assert planner.seconds(found) <= planner.seconds(choice) + 1e-9
+
+
+# Two blocks, of 30 and 40 bytes inside and inputs of 10 bytes, and a loss: saved in the slots 0 to 4, asked for in 5 to 9.
+_SIZES = {0: (10, 0, 9), 1: (30, 1, 8), 2: (10, 2, 7), 3: (40, 3, 6), 4: (20, 4, 5)}
+
+
+def _problem(
+    working_bytes: Sequence[int] = (0,) * 10, sizes: Mapping[int, tuple[int, int, int]] = _SIZES, *, forward_s: float = 1.0
+) -> Problem:
+    """Return a step with a base of 1000 bytes, and values of which each has a number, bytes, a first save and a request. The
+    fifth of the first ones can neither leave nor be made again."""
+    num_slots = 2 * len(sizes)
+    held = [
+        SimpleNamespace(
+            value=value,
+            num_bytes=num_bytes,
+            made=made,
+            released=made + 1,
+            use=use,
+            freed=min(use + 1, num_slots),
+            is_anchor=False,
+            choices=frozenset({Action.KEEP}) if value == 4 and sizes is _SIZES else frozenset(Action),
+        )
+        for value, (num_bytes, made, use) in sizes.items()
+    ]
+    made: Any = SimpleNamespace(
+        num_slots=num_slots,
+        values=held,
+        index={each.value: place for place, each in enumerate(held)},
+        base_bytes=1000,
+        working_bytes=tuple(working_bytes),
+        points=tuple(range(num_slots)),
+        num_forward_points=len(sizes),
+        starts_s=tuple(forward_s * slot / len(sizes) for slot in range(num_slots + 1)),
+        retained={9: (2, 5)},
+    )
+    return made  # type: ignore[no-any-return]
+
+
+def _block(value: int, given: int, more_bytes: int = 0) -> RegionBytes:
+    return RegionBytes(frozenset({value}), (given,), _SIZES[value][0] + more_bytes)
+
+
+_NONE = RegionNeeds(110, ())
+_FIRST = RegionNeeds(85, (_block(1, 0),))
+_BOTH = RegionNeeds(65, (_block(1, 0), _block(3, 2)))
+_CHOICES = [_NONE, _FIRST, _BOTH]
+
+
+@pytest.mark.parametrize(
+    ("working", "allowed_bytes", "limit_bytes"),
+    [
+        ({}, 1110, 85),  # 80 at the turn
+        ({}, 1080, 85),
+        ({}, 1079, 65),  # the second block, and the inputs of both, beside the loss: its backward is over by then
+        ({}, 1060, 65),
+        ({}, 1059, None),
+        ({4: 500}, 1609, 85),  # the loss needs much, and the blocks are away
+        ({4: 500}, 1540, 65),
+        ({4: 500}, 1539, None),
+        ({8: 100}, 1139, None),  # late in the backward, as the first block is back
+        ({8: 100}, 1140, 85),
+    ],
+)
+def test_quickest_choice_that_keeps_to_the_budget_in_each_slot(
+    working: dict[int, int], allowed_bytes: int, limit_bytes: int | None
+) -> None:
+    problem = _problem([working.get(slot, 0) for slot in range(10)])
+
+    assert fit_regions(problem, _CHOICES, allowed_bytes) == limit_bytes
+
+
+def test_what_a_second_run_makes_on_its_way_counts_while_it_runs() -> None:
+    needs = RegionNeeds(65, (_block(1, 0, more_bytes=25), _block(3, 2)))
+
+    assert fit_regions(_problem(), [needs], 1065) == 65  # 10 and 55, and 10 yet of what the block gives
+    assert fit_regions(_problem(), [needs], 1064) is None
+
+
+def test_what_was_beside_in_the_forward_counts_in_a_second_run_as_well() -> None:
+    """As the workspace of a convolution that makes the second block's value: 80 beside 60, and 5 of the backward."""
+    problem = _problem([{3: 80, 6: 5}.get(slot, 0) for slot in range(10)])
+
+    assert fit_regions(problem, [_BOTH], 1145) == 65
+    assert fit_regions(problem, [_BOTH], 1144) is None
+
+
+def test_what_is_held_for_a_region_and_not_saved_counts() -> None:
+    needs = RegionNeeds(70, (_block(1, 0), RegionBytes(frozenset({3}), (9,), 40)))
+
+    assert fit_regions(_problem(), [needs], 1065) == 70
+    assert fit_regions(_problem(), [needs], 1064) is None
+
+
+def test_what_is_held_for_several_regions_counts_once_and_as_long_as_the_last_runs() -> None:
+    shared = (RegionBytes(frozenset({1}), (9,), 30), RegionBytes(frozenset({3}), (9,), 40))
+    assert fit_regions(_problem(), [RegionNeeds(70, shared)], 1065) == 70
+    assert fit_regions(_problem(), [RegionNeeds(70, shared)], 1064) is None
+
+    late = (RegionBytes(frozenset({1}), (9,), 30 + 50), shared[1])
+    assert fit_regions(_problem(), [RegionNeeds(70, late)], 1095) == 70  # 10, 80 and 5
+    assert fit_regions(_problem(), [RegionNeeds(70, late)], 1094) is None
+
+
+def test_to_recompute_nothing_is_no_choice() -> None:
+    assert fit_regions(_problem(), [_NONE], 2000) is None
+    assert fit_copies(_problem(), [_NONE], 2000, 1000.0) is None
+
+
+def test_call_of_which_nothing_is_asked_for_is_not_run_again() -> None:
+    problem = _problem(sizes={**_SIZES, 3: (40, 3, 10)})
+
+    assert fit_regions(problem, [RegionNeeds(90, (_block(3, 2, more_bytes=100),))], 1090) == 90
+
+
+def test_what_leaves_makes_room_for_calls_of_which_the_inputs_alone_are_too_many() -> None:
+    """Six blocks of 40 bytes with inputs of 10: the first that is run again stands beside all of these, or beside two."""
+    sizes = {value: (40 if value % 2 else 10, value, 23 - value) for value in range(12)}
+    blocks = (RegionBytes(frozenset({value + 1}), (value,), 40) for value in range(0, 12, 2))
+    problem, needs = _problem([0] * 24, sizes), RegionNeeds(100, tuple(blocks))
+
+    assert fit_regions(problem, [needs], 1100) == 100
+    assert fit_regions(problem, [needs], 1099) is None
+    assert fit_copies(problem, [needs], 1060, 1000.0) == Moving(100, 60, 60, 20)
+    assert fit_copies(problem, [needs], 1059, 1000.0) is None
+    assert fit_copies(problem, [needs], 1060, 20.0) is None  # no more leaves than may be on its way
+    assert fit_copies(problem, [needs], 1100, 50.0) == Moving(100, 60, 40, 20)  # what would pass the 45 that hide stays
+
+
+def test_input_that_is_free_before_its_call_is_run_again_is_held_for_it() -> None:
+    """It is saved behind the call as well, and asked for before."""
+    sizes = {0: (50, 0, 5), 1: (20, 1, 8), 2: (5, 2, 6), 3: (1, 3, 9), 4: (1, 4, 7)}
+    problem = _problem([25 if slot == 8 else 0 for slot in range(10)], sizes)
+    needs = RegionNeeds(56, (RegionBytes(frozenset({1}), (0,), 20),))
+
+    assert fit_regions(problem, [needs], 1096) == 56  # the input, 20, 25 and 1
+    assert fit_regions(problem, [needs], 1095) is None
+
+
+def test_what_leaves_is_back_from_the_moment_it_is_asked_for() -> None:
+    """Though it is free only later, as what several have read."""
+    sizes = {value: (40 if value % 2 else 10, value, 23 - value) for value in range(12)}
+    blocks = (RegionBytes(frozenset({value + 1}), (value,), 40) for value in range(0, 12, 2))
+    problem, needs = _problem([0] * 24, sizes), RegionNeeds(100, tuple(blocks))
+    for held in problem.values:
+        held.freed = 24  # type: ignore[misc]
+
+    assert fit_copies(problem, [needs], 1300, 1000.0) is not None
+    assert fit_copies(problem, [needs], 1299, 1000.0) is None
+
+
+def test_nothing_leaves_beside_what_has_no_backward() -> None:
+    made: Any = SimpleNamespace(points=(0, 1), num_forward_points=2)
+
+    assert fit_copies(made, _CHOICES, 10**9, 1000.0) is None

@@ -255,26 +255,6 @@ def test_error_of_a_schedule_is_not_masked() -> None:
 
 @named_peaks
 @targets
-def test_fit_memory_finds_the_smallest_ratio_that_fits(peak: Peak, target: str) -> None:
-    target_bytes = round(float(target.removesuffix("GiB")) * GIB)
-    smallest = smallest_that_fits(peak, target_bytes)
-
-    ratios, peaks = run(schedules.fit_memory(target), peak)
-
-    assert peaks[-1] <= target_bytes
-    assert ratios[-1] <= smallest + 0.05
-
-
-@named_peaks
-@targets
-def test_fit_memory_settles_and_stays(peak: Peak, target: str) -> None:
-    ratios, _ = run(schedules.fit_memory(target), peak)
-
-    assert len(set(ratios[SETTLED_AFTER:])) == 1
-
-
-@named_peaks
-@targets
 def test_fit_memory_comes_from_above(peak: Peak, target: str) -> None:
     target_bytes = round(float(target.removesuffix("GiB")) * GIB)
 

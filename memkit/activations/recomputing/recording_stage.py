@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions, Settling
@@ -30,7 +30,7 @@ from memkit.recording.cost import recording_cost_s
 from memkit.recording.expected import num_writes
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.recording import Recording
-from memkit.storages import is_parameter, is_range_of_bytes
+from memkit.storages import PLAIN_TYPES, is_parameter, is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
 """In this many first iterations, the module of each op is noted; and in this many that are alike, which modules are called: the
 first may prepare what modules use later."""
-_PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
+_get_storage = Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
@@ -207,7 +207,7 @@ class RecordingStage(Stage):
             return KeptHandle(tensor)
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
-        if type(tensor) not in _PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES:
             return self._take_of_class(tensor)
         with torch_private.without_python_dispatch():  # what is done here is no part of the forward
             return self._take_locked(tensor)

@@ -258,7 +258,6 @@ class JointPlanner:
         return "expensive to recompute" if Action.RECOMPUTE in held.choices else "no op can recompute it"
 
     def _infeasible(self, budget_bytes: int, least: Simulated) -> BudgetInfeasible:
-        """Return what to raise, which tells what fills the device where most is there."""
         problem, slot = self.problem, least.worst_slot
         module, op = problem.module_at(slot)
         working = problem.working_bytes[slot]

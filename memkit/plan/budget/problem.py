@@ -248,7 +248,6 @@ def make_problem(
 
 
 def _choices(trace: StepTrace, value: int, *, is_movable: bool) -> frozenset[Action]:
-    """Return what may be done with a saved value."""
     step = trace.step
     can_be_made = step.lineage.maker[value] != NO_OP
     if not is_movable or (value in step.fixed and can_be_made):
@@ -259,7 +258,6 @@ def _choices(trace: StepTrace, value: int, *, is_movable: bool) -> frozenset[Act
 
 
 def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifetime]:
-    """Return the values that are not saved and that saved ones are made from."""
     lineage = trace.step.lineage
     ops, pending = set[int](), list(saved)
     while pending:
@@ -277,7 +275,6 @@ def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifet
 
 
 def _cuts(trace: StepTrace, lifetimes: list[Lifetime]) -> list[int]:
-    """Return the places at which slots begin."""
     cuts = {0, trace.num_forward_ops, *trace.save_places, *trace.use_places}
     for life in lifetimes:
         cuts.update((life.made_at, life.released_at, life.freed_at))

@@ -547,7 +547,6 @@ def floor_bytes(problem: Problem) -> int:
 
 
 def _most_simulated(problem: Problem, allowed: Collection[Action]) -> int:
-    """Return how many plans are simulated: fewer of a large step, of which each takes longer."""
     most = _SIMULATED if set(allowed) >= BOTH else _SIMULATED_ALONE
     return max(_FEWEST, min(most, most * _LARGE // max(len(problem.values), 1)))
 
@@ -584,7 +583,6 @@ def _grow_all(search: Search) -> None:
 
 
 def _cut(search: Search) -> None:
-    """Start from cuts as well: what crosses them stays, and all between is dropped."""
     tried = [search.simulate(actions) for actions in _cut_plans(search)]
     fitting = sorted((found for found in tried if not found.over_bytes), key=lambda found: found.seconds)
     for found in fitting[:2] or sorted(tried, key=lambda found: found.excess_bytes)[:1]:

@@ -380,7 +380,6 @@ class _Run:
         return levels.each()[:num_slots]
 
     def _forward(self) -> None:
-        """Let the forward go: copies leave, and what is copied is let go."""
         problem, values, timeline, limit_bytes = self.problem, self.values, self.timeline, self.limit_bytes
         gpu, points, starts_s, levels = problem.gpu, problem.points, problem.starts_s, self.levels
         copied_at: dict[int, list[int]] = {}
@@ -547,7 +546,6 @@ class _Run:
         self.levels = list(map(add, levels, added.each()))
 
     def outcome(self) -> Simulated:
-        """Return what the step takes, with the clock of its backward."""
         problem, levels, limit_bytes = self.problem, self.levels, self.limit_bytes
         replayed_s = self._backward()
         over = [level - limit_bytes for level in levels]
@@ -570,7 +568,6 @@ class _Run:
         )
 
     def given_up(self) -> Simulated:
-        """Return what stands for a step that was not looked at to its end."""
         return Simulated(
             actions=tuple(self.actions),
             seconds=math.inf,
@@ -597,7 +594,6 @@ class _Run:
         return max(range(begin, end), key=slots.__getitem__)
 
     def _backward(self) -> float:
-        """Let the backward go; return what replays take."""
         problem, values, timeline = self.problem, self.values, self.timeline
         gpu, points, starts_s, op_s = problem.gpu, problem.points, problem.starts_s, problem.op_s
         fetched: dict[int, list[Move]] = {}

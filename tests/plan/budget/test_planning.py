@@ -112,13 +112,6 @@ def test_never_worse_than_one_mechanism(seed: int) -> None:
     check_never_worse(seed)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("hundred", range(10))
-def test_never_worse_than_one_mechanism_on_a_thousand_steps(hundred: int) -> None:
-    for seed in range(100 * hundred, 100 * (hundred + 1)):
-        check_never_worse(seed)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_larger_budget_is_never_slower(seed: int) -> None:
     problem = problem_of(seed, 20)
@@ -499,10 +492,3 @@ def test_explains_by_module() -> None:
     assert "GPU: made up; predictions for it are not measured" in table
     assert "layers.0" in plan.explain(2)
     assert "op0" in plan.explain()
-
-
-def test_planner_gives_a_single_plan_that_agrees_with_several() -> None:
-    problem = problem_of(3, 20)
-    budget_bytes = round(0.6 * problem.plain_peak_bytes)
-
-    assert JointPlanner(problem).plan(budget_bytes) == plan_budget_jointly(problem, budget_bytes)

@@ -1,4 +1,4 @@
-"""`memkit.plan.remat`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
+"""`memkit.plan.remat`: simulated steps against a plain executor, plans that keep to their budgets, lineages and cuts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,194 @@ from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
-from memkit.plan.remat import Outcome, drop_order, simulate
+from memkit.plan.remat import CutPlaces, Outcome, drop_order, simulate
+from memkit.plan.step import Lineage
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
+
+
+def test_ops_and_values_are_numbered_as_they_come() -> None:
+    lineage = GrowingLineage()
+    root = lineage.add_root(10)
+
+    first = lineage.add_op([root], [20, 30], 1.5)
+    second = lineage.add_op(first, [40], 2.5)
+
+    assert (root, first, second) == (0, (1, 2), (3,))
+    assert lineage.num_bytes == [10, 20, 30, 40]
+    assert lineage.maker == [NO_OP, 0, 0, 1]
+    assert lineage.ins == [(0,), (1, 2)]
+    assert lineage.outs == [(1, 2), (3,)]
+    assert lineage.seconds == [1.5, 2.5]
+    assert lineage.taken == {}
+
+
+def test_last_outputs_are_what_written_values_become() -> None:
+    lineage = GrowingLineage()
+    first, second = lineage.add_root(10), lineage.add_root(20)
+
+    lineage.add_op([first, second], [5, 20, 10], taken=[second, first])
+
+    assert lineage.taken == {0: ((1, 3), (0, 4))}
+
+
+def test_link_knows_users_of_later_ops_too() -> None:
+    lineage = GrowingLineage()
+    root = lineage.add_root(1)
+    (value,) = lineage.add_op([root], [1])
+    lineage.link()
+    lineage.link()
+
+    lineage.add_op([value, root], [1])
+    lineage.link()
+
+    assert lineage.users == [[0, 1], [1], []]
+
+
+def test_more_written_values_than_outputs_are_refused() -> None:
+    lineage = GrowingLineage()
+    root = lineage.add_root(1)
+
+    with pytest.raises(ValueError):
+        lineage.add_op([root, root], [1], taken=[root, root])
+
+
+def test_saved_bytes_count_a_value_once() -> None:
+    lineage = GrowingLineage()
+    values = lineage.add_op([lineage.add_root(1)], [10, 20])
+
+    step = Step(lineage=lineage, saves=(*values, *values, 0), uses=())
+
+    assert step.saved_bytes == 31
+
+
+def test_roots_of_passes_over_what_was_traced() -> None:
+    lineage = GrowingLineage()
+    left, right = lineage.add_root(1), lineage.add_root(1)
+    (value,) = lineage.add_op([left, right], [1])
+    (other,) = lineage.add_op([value, right], [1])
+    traced = {right}
+
+    assert list(lineage.roots_of(other, traced)) == [left]
+    assert list(lineage.roots_of(value, traced)) == []
+    assert list(lineage.roots_of(left, set())) == [left]
+
+
+def test_step_stays_as_it_was_planned_while_its_recording_goes_on() -> None:
+    lineage, why_kept, retained_bytes = GrowingLineage(), {0: "it is an input"}, {0: 5}
+    root = lineage.add_root(5)
+    (value,) = lineage.add_op([root], [10], 1.0, taken=[root])
+    step = Step(lineage=lineage, saves=(value,), uses=(value,), why_kept=why_kept, retained_bytes=retained_bytes)
+    plan = RematPlanner(step, DTRScore()).plan(10)
+
+    lineage.add_root(7)
+    lineage.add_op([value], [20], 9.0, taken=[value])
+    lineage.num_bytes[value] = 1000
+    lineage.seconds[:] = [3.0, 3.0]
+    why_kept.clear()
+    retained_bytes.clear()
+
+    known = step.lineage
+    assert (known.num_bytes, known.maker, known.ins, known.outs) == ((5, 10), (NO_OP, 0), ((root,),), ((value,),))
+    assert (known.seconds, known.taken) == ((1.0,), {0: ((root, value),)})
+    assert (step.why_kept, step.retained_bytes) == ({0: "it is an input"}, {0: 5})
+    assert RematPlanner(step, DTRScore()).plan(10) == plan
+
+
+def test_times_are_learned_in_another_lineage() -> None:
+    known = chain(2).lineage
+
+    timed = known.with_seconds([7.0, 8.0])
+
+    assert (known.seconds, timed.seconds) == ((1.0, 1.0), (7.0, 8.0))
+    assert (timed.maker, timed.ins, timed.outs) == (known.maker, known.ins, known.outs)
+    assert known.frozen() is known
+
+
+@given(step=steps())
+def test_numbers_agree_with_each_other(step: Step) -> None:
+    lineage = step.lineage
+    lineage.link()
+
+    assert all(lineage.maker[value] == op for op, outs in enumerate(lineage.outs) for value in outs)
+    assert all(max(ins, default=-1) < min(outs) for ins, outs in zip(lineage.ins, lineage.outs, strict=True) if outs)
+    for value, users in enumerate(lineage.users):
+        assert users == [op for op, ins in enumerate(lineage.ins) for source in ins if source == value]
+
+
+def frontier(lineage: Lineage, cut: int) -> set[int]:
+    """Return what is made up to an op and read after it."""
+    return {
+        value
+        for value, maker in enumerate(lineage.maker)
+        if maker != NO_OP and maker <= cut and any(value in ins for ins in lineage.ins[cut + 1 :])
+    }
+
+
+def streams(step: Step) -> set[int]:
+    """Return the sums of a transformer's residual stream."""
+    lineage, saved = step.lineage, set(step.saves)
+    return {outs[0] for op, outs in enumerate(lineage.outs) if lineage.seconds[op] == 3.0 and outs[0] not in saved}
+
+
+@pytest.mark.parametrize("num_layers", [2, 8, 33])
+def test_fine_cuts_of_a_transformer_hold_its_residual_stream(num_layers: int) -> None:
+    step = transformer(num_layers)
+
+    segments, target_bytes = CutPlaces(step), step.saved_bytes / num_layers
+    cuts, anchors = segments.cuts(target_bytes), segments.skeleton(target_bytes)
+
+    assert num_layers - 1 <= len(cuts) <= num_layers + 1
+    assert anchors <= streams(step)
+    assert len(anchors) == len(cuts)
+
+
+def test_coarse_cuts_are_as_far_apart_as_asked() -> None:
+    step = transformer(32)
+    lineage = step.lineage
+
+    cuts = CutPlaces(step).cuts(step.saved_bytes / 4)
+
+    assert len(cuts) in (3, 4)
+    places = [-1, *cuts, len(lineage.ins)]
+    between = [
+        sum(lineage.num_bytes[value] for value in step.saves if start < lineage.maker[value] <= end)
+        for start, end in itertools.pairwise(places)
+    ]
+    assert all(0.3 * step.saved_bytes / 4 <= num_bytes <= 1.3 * step.saved_bytes / 4 for num_bytes in between)
+
+
+def test_ops_in_place_move_the_cut_behind_them() -> None:
+    lineage = GrowingLineage()
+    value, saves, sums = lineage.add_root(100), list[int](), list[int]()
+    for _ in range(4):  # the end of a block is narrow, and is written over at once
+        (wide,) = lineage.add_op([value], [300])
+        (narrow,) = lineage.add_op([wide, value], [100])
+        (value,) = lineage.add_op([narrow], [100], taken=[narrow])
+        saves += [wide, value]
+        sums.append(value)
+    step = Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
+
+    anchors = CutPlaces(step).skeleton(400)
+
+    assert anchors
+    assert anchors <= set(sums)
+
+
+def test_chain_of_equals_has_no_narrow_place() -> None:
+    assert CutPlaces(chain(50)).cuts(5000) == []
+
+
+@given(step=steps(25), target=st.floats(1, 100))
+def test_anchors_are_all_that_crosses_a_cut(step: Step, target: float) -> None:
+    lineage = step.lineage
+
+    cuts, anchors = CutPlaces(step).cuts(target), CutPlaces(step).skeleton(target)
+
+    assert anchors == {value for cut in cuts for value in frontier(lineage, cut)}
+    assert cuts == sorted(set(cuts))
+    written = {over for pairs in lineage.taken.values() for over, _ in pairs}
+    assert not anchors & written
+
 
 SCORES = st.builds(
     DTRScore,
@@ -110,36 +296,6 @@ def test_limit_is_kept_to_but_for_what_one_op_needs() -> None:
             assert outcome.peak_bytes <= limit_bytes + most_needed
         if percent >= 23:
             assert outcome.peak_bytes <= limit_bytes
-
-
-def test_values_beyond_the_limit_are_dropped_in_the_forward() -> None:
-    outcome = simulate(chain(10), (), limit_bytes=5000, score=DTRScore())
-
-    assert (outcome.peak_bytes, len(outcome.dropped)) == (5000, 5)
-
-
-def test_retained_roots_count_from_the_first_drop() -> None:
-    lineage = GrowingLineage()
-    root = lineage.add_root(70)
-    values = [lineage.add_op([root], [100], 1.0)[0] for _ in range(2)]
-    step = Step(lineage=lineage, saves=tuple(values), uses=tuple(reversed(values)), retained_bytes={root: 70})
-
-    assert simulate(step, (), limit_bytes=1000, score=DTRScore()).peak_bytes == 200
-    assert simulate(step, values, limit_bytes=1000, score=DTRScore()).peak_bytes == 170
-    assert simulate(step, values[1:], limit_bytes=1000, score=DTRScore()).peak_bytes == 270
-
-
-def test_anchors_spare_what_leads_to_them() -> None:
-    lineage = GrowingLineage()
-    (anchor,) = lineage.add_op([lineage.add_root(0)], [10], 100.0)
-    (value,) = lineage.add_op([anchor], [50], 1.0)
-    step = Step(lineage=lineage, saves=(value,), uses=(value,))
-
-    without = simulate(step, (value,), limit_bytes=1000, score=DTRScore())
-    held = simulate(step, (value,), limit_bytes=1000, score=DTRScore(), anchors=frozenset({anchor}))
-
-    assert (without.replayed_s, held.replayed_s) == (101.0, 1.0)
-    assert (held.anchors, held.peak_bytes) == ({anchor}, 60)
 
 
 def test_values_that_are_never_asked_for_go_without_a_replay() -> None:
