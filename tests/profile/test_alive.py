@@ -145,10 +145,6 @@ def test_run_with_data_tells_the_same() -> None:
     assert real.category_bytes(real.peak) == meta.category_bytes(meta.peak)
 
 
-def test_forward_alone_has_none() -> None:
-    assert memkit.profile_memory(nn.Linear(2, 2), torch.ones(1, 2), print_table=False).step_memory is None
-
-
 def test_items_are_named() -> None:
     # x and w are 256 by 256 floats, 256 KiB each; sin saves the product.
     model = Weighted(lambda x, w: (x * w).sin())
