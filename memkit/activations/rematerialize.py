@@ -21,7 +21,7 @@ from memkit.device import CpuDevice, Device, open_device
 from memkit.hooks import innermost_hooks
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
-from memkit.profile.step import Step as ProfiledStep
+from memkit.profile.step import ProfiledStep
 from memkit.profiled import refuse_in_profile
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds

@@ -23,7 +23,6 @@ Group = dict[str, Any]
 StateDict = dict[Any, Any]
 
 _MISSING = object()
-_OWN = ("param_groups", "state")
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -51,11 +50,8 @@ def put_in_train_mode(shell: torch.optim.Optimizer) -> None:
 def shell_of(
     optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict, *, hooks: Iterable[str] | None = None
 ) -> torch.optim.Optimizer:
-    """Return a shell of an optimizer with these groups and states, and without its hooks.
-
-    Args:
-        hooks: the attributes that have these, where they were looked up before.
-    """
+    """Return a shell of an optimizer with these groups and states, without its hooks: the attributes named in `hooks`, if
+    looked up before."""
     shell: torch.optim.Optimizer = object.__new__(type(optimizer))
     known = vars(shell)
     known.update(vars(optimizer))
@@ -99,7 +95,7 @@ class Changes:
     entries: Mapping[str, Any]
 
     def differs_from(self, other: Changes) -> str | None:
-        """Return the name of an entry that another part has written otherwise; None if there is none."""
+        """Return the name of an entry that the other has written otherwise; None if there is none."""
         for name in {**self.entries, **other.entries}:
             if not _are_equal(self.entries.get(name, _MISSING), other.entries.get(name, _MISSING)):
                 return name
@@ -128,24 +124,23 @@ class Watched:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Watched:
-        """Watch the tensors that groups have."""
         return cls(tuple([(name, value, torch_private.version_of(value)) for name, value in tensors]))
 
     def written(self) -> str | None:
-        """Return the name of one that was written to since; None if none was."""
+        """Return the name of a tensor that was written to since; None if there is none."""
         if not self.tensors:
             return None
         return next((name for name, value, version in self.tensors if torch_private.version_of(value) != version), None)
 
 
 def changes_of_group(before: Group, after: Group) -> Changes:
-    """Return what a step has written to a cut of a group."""
-    return Changes(_changed(before, after, _is_of_members))
+    """Return what a step has written to a cut of a group, but for its parameters."""
+    return Changes(_changed(before, after, lambda name: name in ("params", "param_names")))
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
-    """Return what a step has written to the attributes of a shell, which were known before."""
-    return Changes(_changed(known, vars(shell), _is_of_shell))
+    """Return what a step has written to a shell's attributes."""
+    return Changes(_changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name)))
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
@@ -154,28 +149,17 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: C
     return {name: after[name] for name in others if not _are_equal(before.get(name, _MISSING), after[name])} if others else {}
 
 
-def _is_of_members(name: str) -> bool:
-    return name in ("params", "param_names")
-
-
-def _is_of_shell(name: str) -> bool:
-    return name in _OWN or _is_of_hooks(name)
-
-
 def _are_equal(one: Any, other: Any) -> bool:
     """Tell whether two entries are the same, bit by bit where they are tensors."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and _have_same_bits(one, other)
+        is_alike = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
+        return is_alike and one.size() == other.size() and one.device == other.device and torch.equal(one, other)
     try:
         return type(one) is type(other) and bool(one == other)
     except Exception:  # whatever compares otherwise than to a truth
         return False
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.size() == other.size() and one.device == other.device and torch.equal(one, other)
 
 
 _SHARED = (FunctionType, MethodType, BuiltinFunctionType, type, nn.Module)
@@ -219,7 +203,6 @@ def own_group(optimizer: torch.optim.Optimizer, group: Group, memo: dict[int, An
 
 
 def _memo(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Return the memo for `copy.deepcopy` with all that is not to be copied."""
     kept = [optimizer, optimizer.state, optimizer.param_groups, optimizer.defaults]
     kept += [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(value): value for value in kept}

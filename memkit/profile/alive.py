@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.profile.calls import CallStack
-from memkit.profile.step import Step
+from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree
 from memkit.storages import storage_key, storages_of
 
@@ -302,7 +302,7 @@ class StorageLog:
         self._tree: ModuleTree | None = None
         self._gathered: GatheredParameters | None = None
 
-    def follow(self, step: Step, tree: ModuleTree, stack: CallStack) -> None:
+    def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack) -> None:
         """Called before a step: name the existing storages, and ask `stack` from now on which module is running."""
         self._stack, self._tree = stack, tree
         from memkit.profile.watch import ParamCasts  # beside a dispatch mode: its base is a private class of torch
@@ -437,7 +437,7 @@ _PACKING = "fsdp.all_gather_copy_in"
 _OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
 
 
-def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:
+def parameter_names(step: ProfiledStep, tree: ModuleTree) -> dict[int, tuple[str, str]]:
     """Return each parameter's row and name where it is registered first, by its id."""
     names: dict[int, tuple[str, str]] = {}
     for tensor, category, module, what in _there_before(step, tree):
@@ -446,7 +446,7 @@ def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:
     return names
 
 
-def _there_before(step: Step, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
+def _there_before(step: ProfiledStep, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
     """Yield each tensor that exists before the step, with category, row, and name in the row."""
     loss = step.modules()[1:]
     for index, node in enumerate(tree.nodes):

@@ -44,11 +44,8 @@ class Gauge:
 
 
 class PeakGauge(Gauge):
-    """The most bytes allocated during each module's calls, above what was allocated when the call began.
-
-    The allocator has one peak counter: at each beginning and end of a call, its value is added to every open call, and it is
-    reset.
-    """
+    """The most bytes allocated during each module's calls, above those at entry. The allocator has one peak counter: at the
+    ends of each call its value is added to every open call, and it is reset."""
 
     def __init__(self, counter: MemoryCounter) -> None:
         super().__init__()
@@ -237,12 +234,9 @@ class CallStack:
             self._leave(index, args)
 
     def backward(self, hooks: HookSet, graph: BackwardGraph, run: Callable[[], None]) -> None:
-        """Run a backward, telling the gauge which module's operations it has reached. Module calls are ignored from here on:
-        they belong to recomputes of checkpoints.
-
-        An operation belongs to the module that was innermost when its node was made. Accumulating a gradient belongs to the
-        operation before it.
-        """
+        """Run a backward, telling the gauge which module's operations it has reached: a node belongs to the module that was
+        innermost when it was made; accumulating a gradient to the operation before it. Module calls from here on belong to
+        recomputes of checkpoints, and are ignored."""
         self.in_backward = True
         for node in graph.nodes:
             hooks.before_backward(node, self._before_node(self._owner_of_node(node)))

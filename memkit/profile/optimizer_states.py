@@ -13,7 +13,7 @@ from memkit.errors import ProfileError
 from memkit.optimizers import KeptState, kept_states, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
 from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
-from memkit.profile.step import Step
+from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 from memkit.storages import storage_bytes
 from memkit.torch_state import local_of
@@ -60,7 +60,7 @@ def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def optimizer_memory(
-    step: Step, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
+    step: ProfiledStep, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
 ) -> tuple[OptimizerMemory, tuple[AliveStorage, ...]]:
     """Return what an optimizer keeps on the device, and its states one by one; streamed parameters have theirs in host
     memory."""
@@ -163,7 +163,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[int, list[KeptState]]:
         ) from error
 
 
-def _check_parameters(step: Step, optimizer: torch.optim.Optimizer) -> None:
+def _check_parameters(step: ProfiledStep, optimizer: torch.optim.Optimizer) -> None:
     own = {id(parameter) for module in step.modules() for parameter in module.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [parameter for parameter in given if id(parameter) not in own]

@@ -45,18 +45,10 @@ class _CutError(Exception):
 
 
 def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float]) -> list[Partition]:
-    """Return how the compiler would partition a block called with these arguments, for values of `activation_memory_budget`.
-
-    Nothing is computed, and the block is left unchanged. Its forward is traced by AOTAutograd, with the partitioner that
-    `torch.compile` uses (`torch._functorch.partitioners.min_cut_rematerialization_partition`), in a thread of its own, where no
-    mode or hook of the caller's is on.
-
-    Args:
-        block: a module, compiled or not; not a wrapper that `torch.compile` returned.
-
-    Raises:
-        RuntimeError: it can't be traced.
-    """
+    """Return how the compiler would partition a block (not a wrapper of `torch.compile`) called with these arguments, for
+    values of `activation_memory_budget`. Nothing is computed. AOTAutograd traces the forward with the partitioner of
+    `torch.compile`, in a thread of its own, where no mode or hook of the caller's is on. Raises RuntimeError if it can't be
+    traced."""
     dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: it loads much
     device = torch.get_default_device()
     is_elsewhere = any(parameter.device.type not in ("cpu", "meta") for parameter in block.parameters())

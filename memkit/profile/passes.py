@@ -18,7 +18,7 @@ from memkit.profile.alive import StorageLog
 from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge, PeakGauge, TimeGauge
 from memkit.profile.report import ModuleRecord
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import Step, say_where
+from memkit.profile.step import ProfiledStep, say_where
 from memkit.profile.tree import Mark, ModuleTree, Signatures, children_of
 from memkit.profile.watch import (
     HiddenRegions,
@@ -31,6 +31,8 @@ from memkit.profile.watch import (
     Writes,
 )
 from memkit.storages import unique_storages
+
+_Seconds = dict[int, float]
 
 
 def module_records(
@@ -95,12 +97,14 @@ def _with_children(
     return found
 
 
-def plain_pass(step: Step, tree: ModuleTree) -> None:
+def plain_pass(step: ProfiledStep, tree: ModuleTree) -> None:
     """Run the step unwatched: libraries start up, the allocator fills its cache, kernels are chosen."""
     step.run(CallStack(tree, Gauge()))
 
 
-def time_pass(step: Step, tree: ModuleTree, device: Device, *, num_calls: int) -> tuple[dict[int, float], dict[int, float]]:
+def time_pass(
+    step: ProfiledStep, tree: ModuleTree, device: Device, *, num_calls: int
+) -> tuple[dict[int, float], dict[int, float]]:
     """Run the step with events around each call; return seconds per module, forward (inclusive) and backward (its own)."""
     gauge = TimeGauge(device)
     device.make_events(2 * num_calls)
@@ -109,7 +113,7 @@ def time_pass(step: Step, tree: ModuleTree, device: Device, *, num_calls: int) -
     return gauge.read()
 
 
-def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
+def save_times_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> SaveTimes:
     device.synchronize()
     times = SaveTimes(device)
     packing = SavedTensorHooks(times.pack, times.unpack)
@@ -118,7 +122,7 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
     return times
 
 
-def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Watch:
+def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
     counter = device.memory_counter()
     log = StorageLog() if (step.backward or step.sharded) and not tree.has_compiled else None
     live: list[LiveStorages] = []
@@ -146,7 +150,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Watch:
     return watch
 
 
-def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Watch:
+def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str) -> Watch:
     """Run the step on meta as `target` would. The model has twins without data until `preserved`, around this, restores its
     tensors."""
     refuse_scripted(step)
@@ -169,7 +173,7 @@ def _pack(log: StorageLog | None, saves: SavedStorages, tensor: Tensor) -> Any:
 class Watch:
     """What is noted in the run for memory."""
 
-    def __init__(self, step: Step, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
+    def __init__(self, step: ProfiledStep, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
         self._step = step
         self._tree = tree
         self._log = log
@@ -209,7 +213,7 @@ class Watch:
         self.backend_dependent.add(self.stack.current)
 
     def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
-        """Run the step; for the arguments see `Step.run`."""
+        """Run the step; for the arguments see `ProfiledStep.run`."""
         with HookSet() as hooks:
             self.signatures.hook(self._tree, hooks)
             self._step.run(

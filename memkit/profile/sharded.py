@@ -252,20 +252,9 @@ def with_others(
     around: Callable[[], AbstractContextManager[None]],
     checks: bool = True,
 ) -> _Value:
-    """Run a step, in which FSDP2 communicates, on every rank; leave FSDP2 as it was.
-
-    Args:
-        work: runs the step.
-        shards: the shards of its model. If there are none, the step just runs.
-        around: returns a context for the run, which is left once all parameters are shards again.
-        doing: what the run is, for errors.
-        checks: whether ranks wait for each other before each gather and each reduction, so that an exception on one is raised
-            on all. Otherwise they only wait after `work`: a rank that raises keeps the others until the timeout of the group.
-
-    Raises:
-        ShardError: another rank has raised, or didn't come.
-        Exception: the exception raised on this rank.
-    """
+    """Run a step in which FSDP2 communicates on every rank, within `around`; leave FSDP2 as it was. With `checks`, ranks wait
+    for each other before each collective, so that an exception on one is raised on all; else only after `work`, and a rank that
+    raises keeps the others until the timeout of the group. Raises ShardError if another rank has raised, or didn't come."""
     if not shards:
         with around():
             return work()

@@ -1,4 +1,4 @@
-"""`Step`: what a profile runs: the model on its inputs, then the loss, then the backward; and what a run changes, put back."""
+"""`ProfiledStep`: the model on its inputs, then the loss, then the backward; and putting back what a run changes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,10 @@ from memkit.storages import byte_view, unique_storages
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, contents: bool) -> Iterator[None]:
-    """Run a block, then put back every attribute, parameter, buffer and mode of `modules`, and all random states.
-
-    Attributes are put back as the objects they were; lists, dicts, sets and deques among them with the items they had. The
-    bytes of buffers and of tensors that are plain attributes are put back as well, and their version counters. The bytes of
-    parameters are not kept: copies of them would double the memory that is being measured.
-
-    Args:
-        modules: the modules and all under them.
-        torch_device: its random state is kept, beside those of the CPU, of Python and of NumPy where it is loaded.
-        contents: whether the bytes are kept (on the host), too. False where a run has no data to change.
-    """
+    """Run a block, then put back every attribute, parameter, buffer and mode of `modules`, and all random states. Attributes
+    are put back as the objects they were, containers with the items they had; with `contents`, buffers and tensor attributes
+    with their bytes and version counters. The bytes of parameters are not kept: copies of them would double the memory that is
+    being measured."""
     distinct = list(dict.fromkeys(found for module in modules for found in module.modules()))
     devices = [torch_device] if torch_device.type == "cuda" else []
     with ExitStack() as after:  # each of these runs, whatever becomes of the others
@@ -142,7 +135,7 @@ def say_where(error: Exception, where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ProfiledStep:
     """What is run: the model on its inputs, then the loss, then the backward."""
 
     model: nn.Module
@@ -236,7 +229,7 @@ class Step:
             if step.backward:
                 step._run_backward(result, owned, stack, hooks, backward_done, at_node, explain)
 
-    def _for_one_run(self) -> Step:
+    def _for_one_run(self) -> ProfiledStep:
         """Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward
         ends there and not in a graph of the caller's."""
         args, kwargs = torch_private.tree_map(_as_leaf, (self.args, self.kwargs))
@@ -271,7 +264,7 @@ def _as_leaf(value: Any) -> Any:
     return value
 
 
-def _backward_roots(step: Step, result: Any) -> list[Tensor]:
+def _backward_roots(step: ProfiledStep, result: Any) -> list[Tensor]:
     if step.loss_fn is not None and not (isinstance(result, Tensor) and result.numel() == 1):
         found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(f"with backward=True, loss_fn must return a tensor with one element; found {found}")

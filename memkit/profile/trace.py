@@ -19,13 +19,12 @@ from memkit.errors import ProfileError
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.modes import Mode
-from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, StepTrace, ends_of
-from memkit.plan import Step as PlannedStep
+from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
 from memkit.profile.alive import StorageLog
 from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge
 from memkit.profile.simulate import META
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import Step, preserved
+from memkit.profile.step import ProfiledStep, preserved
 from memkit.profile.tree import ModuleTree, dtype_name
 from memkit.profile.watch import LiveStorages, tensors_in
 from memkit.recording.expected import num_writes
@@ -54,18 +53,8 @@ _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nl
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
-    """Return what an op does that has run.
-
-    Bytes are those of its tensors, each storage once: broadcast dimensions are read once, of several views of one storage the
-    largest counts, and an argument that the op writes over is both read and written.
-
-    Args:
-        op: any overload.
-        args, kwargs: its arguments.
-        outputs: its results.
-
-    Source: `flops_of`.
-    """
+    """Return what an op does that has run. Each storage counts once: broadcast dimensions are read once, of several views the
+    largest counts, and an argument that the op writes over is both read and written."""
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
     given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
     made = list(tensors_in(outputs))
@@ -282,21 +271,10 @@ def _storages_in(nested: Any) -> Iterator[torch.UntypedStorage]:
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
-def trace_step(step: Step, target: str, min_bytes: int, log: StorageLog | None = None) -> StepTrace:
-    """Run a step twice without data, and return its trace; the model is left unchanged.
-
-    The second run is of the forward alone, with autograd holding nothing: it shows which values others hold.
-
-    Args:
-        step: a step with a backward.
-        target: whose kernels to imitate, "cuda" or "cpu".
-        min_bytes: smaller saved storages are not listed one by one.
-        log: gets a moment for each op, if given.
-
-    Raises:
-        ProfileError: the step can't run on meta, runs a backward within its forward, or doesn't do the same twice.
-        DataDependentError: it reads the value of a tensor.
-    """
+def trace_step(step: ProfiledStep, target: str, min_bytes: int, log: StorageLog | None = None) -> StepTrace:
+    """Run a step with a backward twice without data, and return its trace; the model is left unchanged. The second run is of
+    the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
+    DataDependentError if the step can't run on meta, runs a backward within its forward, or doesn't do the same twice."""
     torch_private.require(torch_private.Feature.REMAT)  # ops are recorded, as it does
     refuse_scripted(step)
     tree = ModuleTree(step.model, step.streamed)
@@ -353,14 +331,9 @@ class _SavedValue(KeptHandle):
         self.value, self.node = value, node
 
 
-class SavedValues:
-    """Notes which values autograd saves and when it requests them, as `Rematerialize` would, and keeps all of them.
-
-    Args:
-        recording: the recording of the forward's ops.
-        clock: numbers the ops of the step.
-        min_bytes: smaller storages don't count; at least 1.
-    """
+class TracedSaves:
+    """Notes which values of at least `min_bytes` autograd saves and when it requests them, as `Rematerialize` would, and keeps
+    all."""
 
     def __init__(self, recording: Recording, clock: OpClock, min_bytes: int) -> None:
         self._recording = recording
@@ -462,20 +435,20 @@ class _Whole:
 
     clock: OpClock
     recording: Recording
-    saves: SavedValues
-    step: PlannedStep
+    saves: TracedSaves
+    step: Step
     num_forward_ops: int
     modules: tuple[ModuleOps, ...]
     backend_dependent: tuple[str, ...]
 
 
-def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
+def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
     step = without_data(step)
     recording = Recording(CpuDevice(META))
     clock = _clock_of(step, target, recording, log)
-    saves = SavedValues(recording, clock, min_bytes)
+    saves = TracedSaves(recording, clock, min_bytes)
     spans = _ModuleSpans(tree, recording)
-    found: list[tuple[PlannedStep, int]] = []
+    found: list[tuple[Step, int]] = []
     stack, backend_dependent = CallStack(tree, spans), dict[int, None]()
     if log is not None:
         log.follow(step, tree, stack)
@@ -516,7 +489,7 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: S
     )
 
 
-def _run_alone(step: Step, tree: ModuleTree, target: str) -> tuple[OpClock, Mapping[int, int]]:
+def _run_alone(step: ProfiledStep, tree: ModuleTree, target: str) -> tuple[OpClock, Mapping[int, int]]:
     """Return the clock, and for each storage freed in the forward how many ops had run by then."""
     step = replace(without_data(step), backward=False)
     clock, ends = _clock_of(step, target), dict[int, int]()
@@ -532,7 +505,7 @@ def _run_alone(step: Step, tree: ModuleTree, target: str) -> tuple[OpClock, Mapp
     return clock, ends
 
 
-def _clock_of(step: Step, target: str, recording: Recording | None = None, log: StorageLog | None = None) -> OpClock:
+def _clock_of(step: ProfiledStep, target: str, recording: Recording | None = None, log: StorageLog | None = None) -> OpClock:
     rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
     live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes, observer=log)
     there = (tensor.untyped_storage() for tensor in step.streamed.parameters)

@@ -30,7 +30,7 @@ from memkit.profile.registry import file_report
 from memkit.profile.report import MemoryReport, RunInfo
 from memkit.profile.sharded import INSTEAD, find_shards, with_others
 from memkit.profile.simulate import META, TARGETS
-from memkit.profile.step import USE_META, Step, preserved
+from memkit.profile.step import USE_META, ProfiledStep, preserved
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_bytes
@@ -153,13 +153,13 @@ def profile_memory(
     """
     is_fitted = fit is not None or gpu is not None
 
-    def look() -> _Asked:
+    def look() -> _Prepared:
         spec = None if gpu is None else find_gpu(gpu)
         counted = check_optimizer(optimizer)
         if is_fitted:
             check_fit(fit, spec)
         goes_back = backward or counted is not None or is_fitted
-        step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=goes_back)
+        step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=goes_back)
         check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
         if trace is True or is_fitted or str(device).startswith("meta"):
             refuse_sharded(step)
@@ -174,7 +174,7 @@ def profile_memory(
         if counted is not None:
             rounding_bytes = CUDA_ROUNDING_BYTES if run_at.type == "cuda" or (run_at == META and target == "cuda") else 1
             memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding_bytes)
-        return _Asked(
+        return _Prepared(
             step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=memory, states=states
         )
 
@@ -207,10 +207,10 @@ def profile_memory(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Prepared:
     """What is to be run, and what is known before anything runs."""
 
-    step: Step
+    step: ProfiledStep
     tree: ModuleTree
     run_device: torch.device
     traced_bytes: int | None
@@ -219,7 +219,7 @@ class _Asked:
     states: tuple[AliveStorage, ...]
 
 
-def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: object) -> _Asked:
+def _together(look: Callable[[], _Prepared], parts: Sequence[object], warmup: object) -> _Prepared:
     """Call `look`; if a part of the model is sharded, on all ranks, which must have the same arguments."""
     import torch.distributed as dist
 
@@ -228,7 +228,7 @@ def _together(look: Callable[[], _Asked], parts: Sequence[object], warmup: objec
         return look()
     from memkit.agreement import together
 
-    def describe(asked: _Asked) -> Iterator[object]:
+    def describe(asked: _Prepared) -> Iterator[object]:
         step = asked.step
         yield step.backward, warmup, asked.run_device.type, asked.optimizer is None, step.model.training
         for name, item in step.model.named_parameters():
@@ -246,7 +246,7 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
     """Return the trace of a module call and of a backward from all of its outputs. Raises as `profile_memory(device="meta",
     trace=True)`."""
-    step = Step(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
+    step = ProfiledStep(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
     step.check_surroundings()
     check_model(step)
     refuse_sharded(step)
@@ -260,7 +260,7 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _measure(
-    step: Step, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
+    step: ProfiledStep, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
 ) -> tuple[MemoryReport, StorageLog | None]:
     """Return the report without its `step_memory`, and the log for that."""
     # Only now: a private class of torch is the base of what watches the ops.
@@ -315,7 +315,7 @@ def _warn_of_written(names: Sequence[str]) -> None:
         )
 
 
-def _run_info(step: Step, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:
+def _run_info(step: ProfiledStep, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:
     autocast = next((str(torch.get_autocast_dtype(kind)) for kind in TARGETS if torch.is_autocast_enabled(kind)), "")
     return RunInfo(
         model=type(step.model).__name__,
@@ -333,7 +333,7 @@ def _run_info(step: Step, tree: ModuleTree, run_device: torch.device, device: De
     )
 
 
-def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
+def check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
     if not isinstance(step.model, nn.Module):
         raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
     if step.loss_fn is not None and not callable(step.loss_fn):
@@ -350,7 +350,7 @@ def check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: in
     step.check_surroundings()
 
 
-def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
+def traced_bytes(step: ProfiledStep, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
     num_bytes = check_bytes("min_bytes", min_bytes)
     if not isinstance(trace, bool):
         raise ValueError(f"trace is True or False; found {trace!r}")
@@ -365,7 +365,7 @@ def traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes
     return num_bytes
 
 
-def check_model(step: Step) -> None:
+def check_model(step: ProfiledStep) -> None:
     """Raise ProfileError if the model can't run, or if running it would train something."""
     named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
@@ -380,7 +380,7 @@ def check_model(step: Step) -> None:
         )
 
 
-def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:
+def run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -> torch.device:
     """Return the device of the run: meta, or the one device that model and inputs are on."""
     if asked is not None and str(asked) in ("meta", "meta:0"):
         check_gradients_without_data(step)
@@ -411,7 +411,7 @@ def run_device(step: Step, asked: str | torch.device | Device | None) -> torch.d
     return found
 
 
-def refuse_sharded(step: Step) -> None:
+def refuse_sharded(step: ProfiledStep) -> None:
     """Raise ProfileError if a model that FSDP2 has sharded is to run without data."""
     if fsdp_modules(step.modules()):
         raise ProfileError(
@@ -420,7 +420,7 @@ def refuse_sharded(step: Step) -> None:
         )
 
 
-def check_gradients_without_data(step: Step) -> None:
+def check_gradients_without_data(step: ProfiledStep) -> None:
     """Raise ProfileError if gradients would go to the host in a run without data."""
     if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
         raise ProfileError(

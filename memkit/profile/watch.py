@@ -52,18 +52,9 @@ class OpWatch(Mode):
 
 
 class LiveStorages(MemoryCounter):
-    """Counts the bytes of live storages on devices without a counting allocator: the CPU and the meta device.
-
-    Scratch memory inside a kernel is not seen. A storage counts until nothing refers to it, rounded up as an allocator would.
-
-    Args:
-        initial: storages that already exist; all others count from the operation that made them.
-        elsewhere: tensors in host memory, which do not count.
-        rounding_bytes: sizes are rounded up to multiples of this.
-        observer: is called when storages are made and freed, if given.
-        only: the type of the device whose storages count, such as "cuda"; None for all.
-        resized: returns storages whose sizes have changed since the last call without an op, if given.
-    """
+    """Counts the bytes of live storages: the `initial` ones, and others from the op that made them until nothing refers to
+    them. Scratch memory inside a kernel is not seen. `elsewhere` has tensors in host memory, `only` the type of the device that
+    counts; `resized` returns storages whose sizes have changed without an op."""
 
     def __init__(
         self,
@@ -262,16 +253,9 @@ class SavedCount:
 
 
 class SavedStorages:
-    """Lists every storage that autograd saves, once per version, and which module saved it first; empty ones are left out.
-
-    Holds weak references only: what the model drops is freed as in a run that is not watched.
-
-    Args:
-        resident: the storages that are there anyway (parameters and buffers): not listed.
-        inputs: keys of the storages of the model's inputs.
-        is_param_cast: tells whether a storage is a parameter or buffer in another dtype.
-        stack: tells which module is running.
-    """
+    """Lists every storage that autograd saves, once per version, and which module saved it first; empty and resident ones
+    (parameters, buffers) are left out. Holds weak references only: what the model drops is freed as in a run that is not
+    watched."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -14,17 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import memkit
-from memkit.page.document import as_script_json, contents_of, page_of
+from memkit.page.document import (
+    MOST_POINTS,
+    MOST_STORAGES,
+    as_script_json,
+    categories_of,
+    contents_of,
+    page_of,
+    sampled,
+    spans_of,
+    timeline_of,
+)
 from memkit.plan import Action, find_gpu
 from memkit.plan.asked import problem_of, trace_of
 from memkit.plan.budget import plan_budget_jointly
 from memkit.profile import MemoryReport
+from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from tests.page.browser import needs_browser, opened
 from tests.page.reports import EVIL, Block, plans_of, profiled, report_of_blocks, report_of_evil
-from tests.page.test_timeline import memory_of_ops
 
 MOST_BYTES = 8 * 10**6
 _START_S = 10
@@ -234,3 +247,87 @@ def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s
     assert written_s < most_s
     assert _taken_s() - begin_s < most_s + _START_S
     assert (tmp_path / "step.html").stat().st_size < MOST_BYTES
+
+
+def memory_of_ops(num_ops: int, *, seed: int = 0) -> StepMemory:
+    """Return a step of so many ops, each of which makes a storage that stays for a while."""
+    draw = random.Random(seed)
+    storages = [
+        AliveStorage(
+            category=MemoryCategory.ACTIVATION if place % 3 else MemoryCategory.TEMP,
+            module=f"layers.{place % 50}",
+            what="mm",
+            num_bytes=512 * draw.randint(1, 4000),
+            begin=place,
+            end=min(num_ops, place + draw.randint(1, 200)),
+        )
+        for place in range(num_ops)
+    ]
+    params = AliveStorage(category=MemoryCategory.PARAM, module="(model)", what="weight", num_bytes=2**24, begin=0, end=num_ops)
+    moments = tuple(
+        Moment(
+            phase=Phase.FORWARD if place < num_ops // 3 else Phase.BACKWARD, op="aten.mm.default", module=f"layers.{place % 50}"
+        )
+        for place in range(num_ops)
+    )
+    return StepMemory(moments=moments, storages=(params, *storages))
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=500), st.integers(4, 60))
+def test_no_peak_is_lost(levels: list[int], most: int) -> None:
+    places = sampled(levels, most)
+
+    assert max(levels[place] for place in places) == max(levels)
+    assert min(levels[place] for place in places) == min(levels)
+    assert places == sorted(set(places))
+    assert len(places) <= most + 2
+
+
+def test_parts_of_the_step_follow_each_other() -> None:
+    assert spans_of(memory_of_ops(30)) == [("forward", 0, 10), ("backward", 10, 30)]
+
+
+def test_categories_that_are_never_there_are_left_out() -> None:
+    assert list(categories_of(memory_of_ops(30))) == ["param", "activation", "temp"]
+
+
+@pytest.mark.parametrize("num_ops", [1, 30, 5000])
+def test_timeline_is_the_memory(num_ops: int) -> None:
+    memory = memory_of_ops(num_ops)
+
+    line = timeline_of(memory)
+
+    assert line["num_moments"] == num_ops
+    assert line["x"][line["peak"]] == memory.peak
+    for index, place in enumerate(line["x"]):
+        assert sum(series["y"][index] for series in line["series"]) == memory.total_bytes[place]
+        assert line["texts"][line["modules"][index]] == memory.moments[place].module
+    assert len(line["x"]) <= MOST_POINTS + 20
+
+
+def test_each_category_keeps_its_highest() -> None:
+    memory = memory_of_ops(20_000)
+
+    line = timeline_of(memory)
+
+    for series in line["series"]:
+        assert max(series["y"]) == max(memory.levels[MemoryCategory(series["key"])])
+
+
+def test_storages_say_when_they_are_there() -> None:
+    memory = memory_of_ops(40)
+
+    line = timeline_of(memory)
+
+    for moment in range(40):
+        there = [row[3] for row in line["storages"] if row[4] <= moment < row[5]]
+        assert sum(there) == memory.total_bytes[moment]
+
+
+def test_of_many_storages_the_largest_are_known() -> None:
+    memory = memory_of_ops(MOST_STORAGES + 500)
+
+    sizes = sorted((row[3] for row in timeline_of(memory)["storages"]), reverse=True)
+
+    assert len(sizes) == MOST_STORAGES
+    assert sizes == sorted((storage.num_bytes for storage in memory.storages), reverse=True)[:MOST_STORAGES]

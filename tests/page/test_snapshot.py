@@ -18,7 +18,7 @@ from memkit.page.snapshot import snapshot_of
 from memkit.profile import MemoryReport
 from memkit.profile.alive import MemoryCategory
 from tests.page.reports import report_of_blocks
-from tests.page.test_timeline import memory_of_ops
+from tests.page.test_document import memory_of_ops
 
 
 @pytest.fixture(scope="module")

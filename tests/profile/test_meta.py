@@ -2,73 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memkit import profile_memory
 from memkit.errors import DataDependentError, ProfileError
-from memkit.profile import MemoryReport, SavedTensorRecord
+from memkit.profile import MemoryReport
 from memkit.profile.simulate import target
+from memkit.profile.simulate.attention import fused_broadcast_heads, fused_take_three_dims
 from memkit.profile.simulate.target import Rule, autocast_ops, rule_for
 from tests.models import CASES, NAMES, Case
-
-
-def _saved(report: MemoryReport) -> list[tuple[object, ...]]:
-    return [_without_times(record) for record in report.saved]
-
-
-def _without_times(record: SavedTensorRecord) -> tuple[object, ...]:
-    return (
-        record.storage,
-        record.version,
-        record.storage_bytes,
-        record.category,
-        record.module,
-        record.dtype,
-        record.save_ordinals,
-        record.shapes,
-        record.needed_position,
-    )
+from tests.profile.calls import CONSTANT_CALLS
+from tests.profile.cases import Biased, Calls, Function, both, saved
 
 
 def _both(case: Case, **options: object) -> tuple[MemoryReport, MemoryReport]:
-    model, inputs = case.model(), case.inputs()
-    real = profile_memory(model, *inputs, warmup=0, print_table=False, **options)
-    meta = profile_memory(model, *inputs, device="meta", target="cpu", print_table=False, **options)
-    return real, meta
-
-
-@functools.cache
-def _both_with_backward(name: str) -> tuple[MemoryReport, MemoryReport]:
-    return _both(CASES[name], backward=True)
+    return both(case.model(), *case.inputs(), **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_meta_saves_what_the_cpu_saves(name: str) -> None:
-    real, meta = _both_with_backward(name)
+def test_meta_saves_what_the_cpu_saves_with_its_peaks(name: str) -> None:
+    real, meta = _both(CASES[name], backward=True)
 
-    assert _saved(meta) == _saved(real)
+    assert saved(meta) == saved(real)
     assert meta.activation_bytes == real.activation_bytes
     assert [row.self_bytes for row in meta.modules] == [row.self_bytes for row in real.modules]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_meta_has_the_peaks_of_the_cpu(name: str) -> None:
-    real, meta = _both_with_backward(name)
-
     assert meta.before_bytes == real.before_bytes
     assert meta.forward_peak_bytes == real.forward_peak_bytes
     # In which order gradients that nobody needs any more are let go is up to the engine and to the kernels.
     assert meta.backward_peak_bytes == pytest.approx(real.backward_peak_bytes, rel=0.01)
     assert [row.peak_bytes for row in meta.modules] == [row.peak_bytes for row in real.modules]
+    assert (meta.forward_s, meta.backward_s) == (None, None)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm says so under autocast
@@ -77,7 +50,7 @@ def test_meta_saves_what_the_cpu_saves_under_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         real, meta = _both(CASES[name])
 
-    assert _saved(meta) == _saved(real)
+    assert saved(meta) == saved(real)
     assert meta.param_cast_bytes == real.param_cast_bytes
     assert meta.run.autocast == "bfloat16"
 
@@ -87,10 +60,9 @@ def test_meta_saves_what_the_cpu_saves_in_bfloat16(name: str) -> None:
     case = CASES[name]
     model, inputs = case.model().bfloat16(), [x.bfloat16() for x in case.inputs()]
 
-    real = profile_memory(model, *inputs, warmup=0, print_table=False)
-    meta = profile_memory(model, *inputs, device="meta", target="cpu", print_table=False)
+    real, meta = both(model, *inputs)
 
-    assert _saved(meta) == _saved(real)
+    assert saved(meta) == saved(real)
 
 
 @pytest.mark.full
@@ -99,10 +71,9 @@ def test_meta_saves_what_the_cpu_saves_in_eval_mode(name: str) -> None:
     case = CASES[name]
     model, inputs = case.model().eval(), case.inputs()
 
-    real = profile_memory(model, *inputs, warmup=0, print_table=False)
-    meta = profile_memory(model, *inputs, device="meta", target="cpu", print_table=False)
+    real, meta = both(model, *inputs)
 
-    assert _saved(meta) == _saved(real)
+    assert saved(meta) == saved(real)
 
 
 def test_autocast_inside_the_forward_is_followed() -> None:
@@ -118,7 +89,7 @@ def test_autocast_inside_the_forward_is_followed() -> None:
 
     real, meta = _both(Case(Inside, ((4, 8),)), backward=True)
 
-    assert _saved(meta) == _saved(real)
+    assert saved(meta) == saved(real)
 
 
 class _Calls(nn.Module):
@@ -349,15 +320,6 @@ def test_model_of_seventy_billion_parameters_works() -> None:
     report = profile_memory(model, torch.empty(1, 4096, 8192, device="meta"), print_table=False)
 
     assert report.param_bytes == 4 * sum(param.numel() for param in model.parameters())
-
-
-def test_times_are_blank() -> None:
-    report = profile_memory(nn.Linear(2, 2), torch.randn(1, 2), device="meta", backward=True, print_table=False)
-
-    assert report.forward_s is None
-    assert report.backward_s is None
-    assert all(row.forward_s is None for row in report.modules)
-    assert str(report).splitlines()[-1] == "forward time in all: -"
 
 
 def test_views_of_one_storage_stay_views() -> None:
@@ -624,3 +586,188 @@ def test_compiled_models_run_as_they_were_written(amp: bool) -> None:
         eager = profile_memory(plain, x, device="meta", target="cpu", print_table=False)
 
     assert compiled.activation_bytes == eager.activation_bytes
+
+
+@pytest.mark.parametrize("name", CONSTANT_CALLS)
+def test_constants_are_saved_as_with_data(name: str) -> None:
+    real, meta = both(Calls(CONSTANT_CALLS[name]), torch.randn(4, 4), backward=True)
+
+    assert saved(meta) == saved(real)
+    assert meta.param_cast_bytes == real.param_cast_bytes
+
+
+@pytest.mark.parametrize("name", CONSTANT_CALLS)
+def test_constants_are_saved_as_with_data_under_autocast(name: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        real, meta = both(Calls(CONSTANT_CALLS[name]), torch.randn(4, 4))
+
+    assert saved(meta) == saved(real)
+
+
+@pytest.mark.parametrize(
+    ("make", "storages"),
+    [
+        (lambda device: torch.arange(4, device=device).float(), 1),  # it is there already
+        (lambda device: torch.linspace(0, 1, 4), 2),  # it is in the memory of the host: moving it makes another
+        (lambda device: torch.tensor([1.0, 2.0, 3.0, 4.0]).mul(2), 2),
+        (lambda device: torch.arange(4).float(), 2),
+    ],
+)
+def test_on_cuda_a_constant_moves_if_it_was_made_on_the_host(make: Callable[[torch.device], Tensor], storages: int) -> None:
+    x = torch.randn(4, requires_grad=True)
+
+    def call(x: Tensor) -> Tensor:
+        constant = make(x.device)
+        return x * constant + x * constant.to(x.device)
+
+    report = profile_memory(Function(call), x, device="meta", target="cuda", print_table=False)
+
+    assert [record.storage_bytes for record in report.saved] == [16] * storages
+
+
+def test_a_constant_keeps_its_value_when_it_is_moved() -> None:
+    model = Function(lambda x: x.exp() if torch.linspace(0, 1, 3).to(x.device)[1].item() == 0.5 else x)
+
+    report = profile_memory(model, torch.randn(4, requires_grad=True), device="meta", target="cpu", print_table=False)
+
+    assert report.activation_bytes == 16
+
+
+def test_a_gradient_that_flows_into_a_tensor_made_on_the_cpu_is_refused() -> None:
+    model = Calls(lambda x, w, _: torch.zeros(4, 4).add_(x @ w).exp())
+
+    with pytest.raises(DataDependentError, match="something that torch cannot do on the meta device"):
+        profile_memory(model, torch.randn(4, 4), backward=True, device="meta", print_table=False)
+
+
+def test_values_written_into_a_constant_flow_back() -> None:
+    def write(x: Tensor, w: Tensor, _: object) -> Tensor:
+        rows = torch.zeros(4, 4)
+        rows[0] = (x @ w)[0]
+        return rows.exp()
+
+    real, meta = both(Calls(write), torch.randn(4, 4), backward=True)
+
+    assert saved(meta) == saved(real)
+
+
+def _attend(*shapes: tuple[int, ...], mask: Tensor | None = None, **options: object) -> tuple[nn.Module, list[Tensor]]:
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    query = functional.scaled_dot_product_attention
+    return Function(lambda q, k, v: query(q.sin(), k.sin(), v.sin(), attn_mask=mask, **options).exp()), tensors
+
+
+def _bias(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+def _learned(*shape: int) -> Tensor:
+    return torch.nn.Parameter(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {}),  # one key head for all
+        (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {"is_causal": True}),
+        (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {"mask": _bias(12, 12)}),
+        (((2, 4, 12, 8), (2, 1, 12, 8), (2, 4, 12, 8)), {}),
+        (((2, 1, 12, 8), (2, 4, 12, 8), (2, 4, 12, 8)), {}),
+        (((2, 4, 12, 8), (1, 4, 12, 8), (1, 4, 12, 8)), {}),  # batches do not broadcast
+        (((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8)), {"enable_gqa": True}),
+        (((2, 4, 12, 8), (2, 2, 12, 8), (2, 1, 12, 8)), {"enable_gqa": True}),  # key and value heads differ
+        (((4, 12, 8),) * 3, {}),
+        (((4, 12, 8),) * 3, {"mask": _bias(12, 12)}),
+        (((4, 12, 8),) * 3, {"mask": _bias(4, 12, 12)}),
+        (((4, 12, 8), (1, 12, 8), (1, 12, 8)), {}),
+        (((4, 12, 8),) * 3, {"dropout_p": 0.5}),
+        (((12, 8),) * 3, {}),
+        (((2, 4, 12, 8),) * 3, {"mask": _bias(12, 12).mT}),
+        (((2, 4, 12, 8),) * 3, {"mask": _bias(12, 1)}),
+        (((2, 4, 12, 8),) * 3, {"mask": _bias(4, 12, 12)}),  # three dimensions: no fused operation
+        (((2, 4, 12, 8),) * 3, {"mask": _bias(2, 1, 1, 12)}),
+        (((2, 4, 12, 8),) * 3, {"mask": _bias(12)[None]}),
+        (((2, 4, 12, 8), (2, 4, 12, 8), (2, 4, 12, 16)), {}),
+        (((2, 4, 1, 8), (2, 4, 12, 8), (2, 4, 12, 8)), {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_takes_the_operation_that_the_cpu_takes(
+    shapes: tuple[tuple[int, ...], ...], options: dict[str, object], dtype: torch.dtype
+) -> None:
+    if isinstance(options.get("mask"), Tensor):
+        options = {**options, "mask": options["mask"].to(dtype)}
+    model, inputs = _attend(*shapes, **options)
+
+    real, meta = both(model, *(x.detach().to(dtype).requires_grad_() for x in inputs), backward=True)
+
+    assert saved(meta) == saved(real)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_attention_with_a_mask_that_requires_grad_saves_what_the_cpu_saves(contiguous: bool, dropout_p: float) -> None:
+    real, meta = both(Biased(contiguous=contiguous, dropout_p=dropout_p), torch.randn(2, 16, 32), backward=True)
+
+    assert saved(meta) == saved(real)
+
+
+def _bytes_of_attention(model: nn.Module) -> int:
+    report = profile_memory(model, torch.randn(2, 16, 32, dtype=torch.bfloat16), device="meta", print_table=False)
+    return sum(record.storage_bytes for record in report.saved if record.module == "(model)")
+
+
+def test_cuda_decomposes_attention_with_a_mask_whose_rows_are_not_contiguous() -> None:
+    heads = 2 * 4  # and the batch
+    in_single = heads * 16 * 8 * 4  # queries, keys or values
+    weights = heads * 16 * 16 * 4
+
+    plain = _bytes_of_attention(Biased(contiguous=False).bfloat16())
+    dropping = _bytes_of_attention(Biased(contiguous=False, dropout_p=0.1).bfloat16())
+
+    assert plain == 3 * in_single + weights  # the softmax
+    assert dropping == plain + heads * 16 * 16 + weights  # one byte for each weight, and what dropout gives
+
+
+def test_cuda_makes_gradients_for_a_mask_with_contiguous_rows_in_one_operation() -> None:
+    heads = 2 * 4
+    output = heads * 16 * 8 * 2
+    bias = 4 * 16 * 16 * 2
+    sums = heads * 32 * 4  # one for each row, of which there are multiples of 32
+
+    found = _bytes_of_attention(Biased(contiguous=True).bfloat16())
+
+    # queries, keys and values are parts of one storage; the state of the random numbers is two numbers
+    assert found == 3 * output + bias + output + sums + 2 * 8
+
+
+@pytest.mark.parametrize(("key_len", "bias_bytes"), [(24, 24 * 24 * 4), (20, 24 * 24 * 4), (32, 24 * 32 * 4)])
+def test_cuda_pads_a_mask_whose_rows_do_not_begin_at_multiples_of_eight(key_len: int, bias_bytes: int) -> None:
+    model, inputs = _attend((2, 4, 24, 8), (2, 4, key_len, 8), (2, 4, key_len, 8), mask=_bias(24, key_len))
+
+    report = profile_memory(model, *inputs, device="meta", print_table=False)
+
+    assert bias_bytes in {record.storage_bytes for record in report.saved if (2, 4, 24, key_len) in record.shapes}
+
+
+@pytest.mark.skipif(not fused_broadcast_heads(), reason="this torch decomposes it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_key_head_is_not_repeated_on_cuda(dtype: torch.dtype) -> None:
+    model, inputs = _attend((2, 4, 64, 8), (2, 1, 64, 8), (2, 1, 64, 8))
+
+    report = profile_memory(model, *(x.detach().to(dtype).requires_grad_() for x in inputs), device="meta", print_table=False)
+
+    assert max(record.storage_bytes for record in report.saved) == 2 * 4 * 64 * 8 * dtype.itemsize
+
+
+def test_what_torch_can_fuse_does_not_depend_on_what_is_switched_off() -> None:
+    fused_broadcast_heads.cache_clear()
+    fused_take_three_dims.cache_clear()
+    expected = fused_broadcast_heads(), fused_take_three_dims()
+    fused_broadcast_heads.cache_clear()
+    fused_take_three_dims.cache_clear()
+
+    with sdpa_kernel(SDPBackend.MATH), torch.device("meta"):
+        found = fused_broadcast_heads(), fused_take_three_dims()
+
+    assert found == expected

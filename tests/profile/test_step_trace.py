@@ -16,6 +16,7 @@ from memkit.activations.saved.state import remat_states
 from memkit.device import ReferenceDevice
 from memkit.plan import NO_OP, Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 from memkit.profile import MemoryReport, SavedCategory
+from memkit.profile.trace import work_of
 from tests.activations import cases
 from tests.models import CASES, NAMES
 from tests.profile.traced import KIB, LlamaBlock, Weighted, learned, profile, trace, untimed
@@ -94,13 +95,6 @@ def test_value_that_a_frame_still_names_is_released_when_the_frame_ends() -> Non
     assert named.freed_at == unnamed.freed_at + 2 > 5
 
 
-def test_output_that_the_backward_begins_with_is_held_to_the_end() -> None:
-    found = trace(Weighted(lambda x, w: (x @ w).tanh()), torch.randn(32, 32))
-
-    (value,) = found.step.saves
-    assert found.lifetimes[value] == Lifetime(made_at=1, released_at=len(found.ops), freed_at=len(found.ops))
-
-
 def test_op_that_writes_in_place_ends_one_value_and_begins_another() -> None:
     found = trace(Weighted(lambda x, w: (x @ w).relu_().sin()), torch.randn(32, 32))
 
@@ -111,18 +105,6 @@ def test_op_that_writes_in_place_ends_one_value_and_begins_another() -> None:
     assert found.lifetimes[after].made_at == 1
     assert found.live_bytes[:2] == (4 * KIB, 4 * KIB)
     assert found.ops[1].num_bytes == 8 * KIB  # read and written
-
-
-def test_views_are_no_ops() -> None:
-    found = trace(Weighted(lambda x, w: (x.t() @ w.view(32, 32)).t()[1:].exp()), torch.randn(32, 32))
-
-    assert [op.name for op in found.ops[: found.num_forward_ops]] == ["aten.mm.default", "aten.exp.default"]
-
-
-def test_gradients_of_parameters_are_born_in_the_backward_and_stay() -> None:
-    found = trace(nn.Linear(32, 32, bias=False), torch.randn(64, 32))
-
-    assert found.live_bytes[-1] == 8 * KIB + 512 + 4 * KIB  # the output, the one that the backward begins with, the gradient
 
 
 def test_work_of_ops() -> None:
@@ -396,3 +378,14 @@ def test_modules_of_which_only_the_backend_knows_what_they_do_are_named() -> Non
     assert report.marked("backend-dependent") == ("rnn",)
     assert any("in rnn" in note for note in memkit.plan_memory(report, budget="1GiB", gpu="H200").notes)
     assert MemoryReport.from_json(report.to_json()).trace == report.trace
+
+
+@pytest.mark.parametrize(
+    ("channels", "kind"), [(1, OpKind.CONVOLUTION_OF_FEW), (3, OpKind.CONVOLUTION_OF_FEW), (4, OpKind.CONVOLUTION)]
+)
+def test_convolutions_of_few_channels_are_a_kind_of_their_own(channels: int, kind: OpKind) -> None:
+    image, weight = torch.empty(2, channels, 8, 8, device="meta"), torch.empty(5, channels, 3, 3, device="meta")
+    args = (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    op = torch.ops.aten.convolution.default
+
+    assert work_of(op, args, {}, op(*args)).kind is kind

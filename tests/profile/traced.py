@@ -17,7 +17,7 @@ from memkit.device import CpuDevice
 from memkit.plan import Step, StepTrace
 from memkit.profile import MemoryReport
 from memkit.profile.simulate.run import run_without_data
-from memkit.profile.step import Step as ProfiledStep
+from memkit.profile.step import ProfiledStep
 
 KIB = 1024
 

@@ -19,7 +19,7 @@ from memkit.owners import StreamedWeights, owners_set_aside
 from memkit.profile.calls import CallStack, Gauge
 from memkit.profile.simulate import META
 from memkit.profile.simulate.target import MixedDtypesError, TargetKernels, TargetMode
-from memkit.profile.step import Step, preserved, say_where
+from memkit.profile.step import ProfiledStep, preserved, say_where
 from memkit.profile.tree import ModuleTree
 from memkit.storages import storage_key, unique_storages
 
@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 
 
 class MetaTwins:
-    """Makes the meta twin of a tensor, always the same one for the same tensor; twins of views share a storage as well.
-
-    Args:
-        keep_integers: whether small integer and boolean tensors get a copy with data, on the CPU, instead: lengths, masks and
-            counters that models look into.
-    """
+    """Makes the meta twin of a tensor, always the same one for the same tensor; twins of views share a storage as well. With
+    `keep_integers`, small integer and boolean tensors get a copy with data on the CPU instead: lengths, masks and counters that
+    models look into."""
 
     def __init__(self, *, keep_integers: bool = False) -> None:
         self._keep_integers = keep_integers
@@ -188,7 +185,7 @@ _READS = frozenset(
 _MAX_CONSTANT_NUMEL = 2**20
 
 
-def run_without_data(step: Step, target: str, context: AbstractContextManager[Any]) -> None:
+def run_without_data(step: ProfiledStep, target: str, context: AbstractContextManager[Any]) -> None:
     """Run a step on the meta device as `target` would, its forward in a context, and leave the model as it was."""
     step.check_surroundings()
     tree = ModuleTree(step.model)
@@ -217,8 +214,8 @@ def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable
         yield mode
 
 
-def without_data(step: Step) -> Step:
-    """Return the step with meta copies of its tensors, which the model has from now on, until `restore.preserved`, around this,
+def without_data(step: ProfiledStep) -> ProfiledStep:
+    """Return the step with meta copies of its tensors, which the model has from now on, until `preserved`, around this,
     restores its own."""
     twins = MetaTwins(keep_integers=True)
     for module in step.modules():
@@ -232,7 +229,7 @@ def without_data(step: Step) -> Step:
     return replace(step, args=args, kwargs=kwargs, streamed=streamed)
 
 
-def refuse_scripted(step: Step) -> None:
+def refuse_scripted(step: ProfiledStep) -> None:
     if any(isinstance(part, torch.jit.ScriptModule) for module in step.modules() for part in module.modules()):
         raise ProfileError("TorchScript cannot run on the meta device; profile this model with data")
 
@@ -246,12 +243,8 @@ _NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'",
 
 
 def say_why_not(error: Exception, where: str) -> None:
-    """Explain an exception that a model has raised on the meta device; may raise another.
-
-    Raises:
-        ProfileError: the model cannot run on the target, or needs CUDA here.
-        DataDependentError: it cannot run without data.
-    """
+    """Explain an exception that a model has raised on meta: raises ProfileError if it cannot run on the target, or needs CUDA
+    here, and DataDependentError if it needs data."""
     text = str(error)
     if isinstance(error, MixedDtypesError):
         raise ProfileError(f"{where} cannot run: {text}. {error.advice}") from error

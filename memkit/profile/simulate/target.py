@@ -516,12 +516,8 @@ BACKEND_DEPENDENT = frozenset(
 
 
 class TargetMode(TorchFunctionMode):
-    """While active, operations on meta tensors save and allocate what they would on `target`.
-
-    Args:
-        target: "cuda" or "cpu".
-        backend_dependent: called whenever an operation runs of which only the backend knows what it saves.
-    """
+    """While active, operations on meta tensors save and allocate what they would on `target`; calls `backend_dependent` at
+    those of which only the backend knows what it saves."""
 
     def __init__(self, target: str, *, backend_dependent: Callable[[], None]) -> None:
         super().__init__()
