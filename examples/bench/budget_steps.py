@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from alternating import Step, alternate, largest, median_of, step_of
+from measuring import Engine, Workload, plain
 from setting import TAG, Setting, say
 from shared import Line
 from torch import nn
@@ -19,9 +20,6 @@ from torch import nn
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved.trial import Way
-from memkit.bench import Workload
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 from memkit.plan import JointPlanner
 
 MIB = 2**20
