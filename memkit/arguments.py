@@ -49,12 +49,7 @@ SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:fact
 
 
 def nearest_spec(text: str) -> str:
-    """Return the SPEC that was most likely meant by an invalid one.
-
-    Example:
-        >>> nearest_spec("my_models.py")
-        'my_models:factory, with the name of a function or class in it'
-    """
+    """Return the SPEC that was most likely meant by an invalid one."""
     if text.endswith(".json") or os.path.isdir(text) or ("/" in text and not text.endswith(".py")):
         return f"hf:{text}"
     if text.endswith(".py"):
@@ -65,8 +60,7 @@ def nearest_spec(text: str) -> str:
     return f"torchvision:{text} or timm:{text}" if text else "torchvision:resnet50"
 
 
-def size(text: str) -> int | float | str:
-    """Return a single budget: see `budgets`."""
+def size(text: str) -> float | str:
     return _budget(text.strip())
 
 
@@ -83,16 +77,6 @@ def _one_of(text: str, names: Sequence[str]) -> str:
         known = [spelling for spelling, name in DTYPES.items() if name in names]
         raise argparse.ArgumentTypeError(f"needs one of {', '.join(known)}; found {text!r}")
     return DTYPES[text]
-
-
-def ratios(text: str) -> list[float]:
-    try:
-        ratios = [float(part) for part in text.split(",")]
-    except ValueError:
-        ratios = []
-    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
-        raise argparse.ArgumentTypeError(f"needs numbers from 0 to 1 joined by commas, such as 0,0.5,1; found {text!r}")
-    return ratios
 
 
 def budgets(text: str) -> list[float | str]:
@@ -119,16 +103,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"needs a whole number, 1 or more; found {text!r}")
     return int(text)
-
-
-def speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a positive number of GB/s; found {text!r}")
-    return speed
 
 
 def count(text: str) -> int:

@@ -19,7 +19,7 @@ from memkit._torch_floor import require_torch, torch_version
 from memkit._version import __version__
 from memkit.errors import MemkitError, ProfileError
 from memkit.progress import progress
-from memkit.removed import removed
+from memkit.removed import removed, removed_command
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
@@ -30,7 +30,10 @@ _logger = logging.getLogger("memkit.cli")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `memkit` command and return its exit status, after one line on standard error if it isn't 0."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if answer := removed_command(words):
+        return _fail(answer)
+    options = _parser().parse_args(words)
     _check_model(options)
     try:
         with progress():
@@ -126,14 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(show)
     show.set_defaults(command="show")
 
-    _add_plan(commands.add_parser("plan", **_PLAN))
+    _add_plan(commands)
 
-    bench = commands.add_parser("bench", help="time a training step with and without memkit", allow_abbrev=False)
+    bench = commands.add_parser("bench", help="measure this machine, for `memkit plan`", allow_abbrev=False)
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
-    _add_bench_offload(benches.add_parser("offload", **_BENCH_OFFLOAD))
-    _add_bench_remat(benches.add_parser("remat", **_BENCH_REMAT))
-    _add_bench_layers(benches.add_parser("layers", **_BENCH_LAYERS))
-    _add_bench_machine(benches.add_parser("machine", **_BENCH_MACHINE))
+    _add_bench_machine(benches)
     for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
         command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser
@@ -146,9 +146,7 @@ def _add_html(parser: argparse.ArgumentParser, what: str) -> None:
 _AS_PROFILE = "as for `memkit profile`"
 
 
-def _add_model(
-    parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE, needs_input: bool = True
-) -> None:
+def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE) -> None:
     """Add the arguments for the model and its inputs; `spec` and `inputs` are their help texts."""
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument(
@@ -159,7 +157,7 @@ def _add_model(
         metavar="[NAME=]SHAPE[:DTYPE]",
         help=inputs,
     )
-    parser.set_defaults(needs_input=needs_input, refuse=parser.error, inputs=[], named_inputs=[])
+    parser.set_defaults(refuse=parser.error, inputs=[], named_inputs=[])
 
 
 class _Input(argparse.Action):
@@ -176,9 +174,9 @@ class _Input(argparse.Action):
 def _check_model(options: argparse.Namespace) -> None:
     """Raise if no model or no input was given. argparse itself would report that before a misspelled option; and building the
     model would import torch first."""
-    if not hasattr(options, "spec") or getattr(options, "predict", False):
+    if not hasattr(options, "spec"):
         return
-    if options.needs_input and not options.inputs and not options.named_inputs:
+    if not options.inputs and not options.named_inputs:
         options.refuse("the following arguments are required: --input")
     if getattr(options, "needs_gpu", False) and options.gpu is None:
         options.refuse("the following arguments are required: --gpu")
@@ -202,18 +200,15 @@ def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
     )
 
 
-_PLAN: dict[str, Any] = {
-    "help": "predict, without a GPU, how fast a training step is under memory budgets",
-    "description": (
-        "Predict, without a GPU, how long a training step of a model takes on a GPU under memory budgets: with the best mix of "
-        "keeping, offloading and recomputing what autograd saves, and with each of them alone."
-    ),
-    "epilog": "example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
-    "allow_abbrev": False,
-}
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
+def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is private
+    parser = commands.add_parser(
+        "plan",
+        help="predict, without a GPU, how fast a training step is under memory budgets",
+        description="Predict, without a GPU, how long a training step of a model takes on a GPU under memory budgets: with the "
+        "best mix of keeping, offloading and recomputing what autograd saves, and with each of them alone.",
+        epilog="example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
+        allow_abbrev=False,
+    )
     _add_model(parser)
     parser.add_argument(
         "--gpu",
@@ -262,109 +257,21 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command="plan", needs_gpu=True)
 
 
-_BENCH_MACHINE: dict[str, Any] = {
-    "help": "measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
-    "description": "Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
-    "updates on the host's cores, reads and writes of a disk.",
-    "epilog": "example: memkit bench machine --save my_gpu.json",
-    "allow_abbrev": False,
-}
-
-
-def _add_bench_machine(parser: argparse.ArgumentParser) -> None:
+def _add_bench_machine(benches: Any) -> None:
+    parser = benches.add_parser(
+        "machine",
+        help="measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
+        description="Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
+        "updates on the host's cores, reads and writes of a disk.",
+        epilog="example: memkit bench machine --save my_gpu.json",
+        allow_abbrev=False,
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what was measured to FILE")
     parser.add_argument(
         "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
     )
     parser.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there")
     parser.set_defaults(command="bench_machine")
-
-
-_BENCH_OFFLOAD: dict[str, Any] = {
-    "help": "time and peak memory against the share that CPUOffload moves",
-    "description": "Time a training step, and take its peak memory, at several offload ratios, beside plain PyTorch.",
-    "epilog": "example: memkit bench offload torchvision:resnet50 --input 256x3x224x224 --ratios 0,0.1,0.3,0.5,1",
-    "allow_abbrev": False,
-}
-
-
-def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, spec=f"{_AS_PROFILE}; with --predict, a report that it wrote", needs_input=False)
-    parser.add_argument(
-        "--ratios", type=arguments.ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
-    )
-    parser.add_argument("--peers", action="store_true", help="time torch's save_on_cpu and checkpointing as well")
-    _add_bench_output(parser)
-    parser.add_argument("--predict", action="store_true", help="measure nothing; compute from a report with times")
-    parser.add_argument(
-        "--link-gbps", type=arguments.speed, metavar="G", help="with --predict: speed of the link in GB/s each way"
-    )
-    parser.set_defaults(command="bench_offload")
-
-
-_BENCH_REMAT: dict[str, Any] = {
-    "help": "time and peak memory against the budget that Rematerialize holds saved tensors to",
-    "description": "Time a training step, and take its peak memory, at several budgets, beside plain PyTorch.",
-    "epilog": "example: memkit bench remat torchvision:resnet50 --input 256x3x224x224 --budgets 1,0.5,8GiB --peers",
-    "allow_abbrev": False,
-}
-
-
-def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    parser.add_argument(
-        "--budgets",
-        type=arguments.budgets,
-        default=[1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2],
-        metavar="B,B,...",
-        help="shares of the saved bytes, or bytes such as 8GiB; default: 1,0.8,0.6,0.5,0.4,0.3,0.2",
-    )
-    parser.add_argument("--peers", action="store_true", help="time checkpointing as well: per block where the model has blocks")
-    _add_bench_output(parser)
-    parser.set_defaults(command="bench_remat")
-
-
-_BENCH_LAYERS: dict[str, Any] = {
-    "help": "time and peak memory of LayerOffload at several offload ratios",
-    "description": (
-        "Time a step, and take its peak memory, at several offload ratios of its layers, which stream from host memory, "
-        "beside plain PyTorch. The model is built on the CPU, so it may be larger than the device: plain is then left out."
-    ),
-    "epilog": "example: memkit bench layers torchvision:vit_l_16 --input 32x3x224x224 --ratios 0,0.5,1",
-    "allow_abbrev": False,
-}
-
-
-def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    parser.add_argument(
-        "--ratios",
-        type=arguments.ratios,
-        default=[0.0, 0.25, 0.5, 0.75, 1.0],
-        metavar="R,R,...",
-        help="shares of the layers' bytes; default: 0,0.25,0.5,0.75,1",
-    )
-    parser.add_argument(
-        "--train",
-        choices=("frozen", "host", "fused"),
-        default="frozen",
-        help="what becomes of the layers' gradients. frozen: there are none; the layers' parameters are frozen, all others are "
-        "trained, and inputs of floating point get gradients, so that the backward goes through all layers. host: they go to "
-        "host memory. fused: plain SGD steps inside of the backward; plain PyTorch then steps after it. Default: frozen",
-    )
-    parser.add_argument(
-        "--no-backward", dest="backward", action="store_false", help="forward only, in eval mode and without gradients"
-    )
-    _add_bench_output(parser)
-    parser.set_defaults(command="bench_layers")
-
-
-def _add_bench_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--iters", type=arguments.positive, default=20, metavar="N", help="steps that count in each median; default: 20"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE; - is standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and peak memory into FILE (.png, .svg)")
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:

@@ -157,7 +157,6 @@ def _transformers_factory(name: str) -> Callable[[], Any]:
 
 
 def _class_named(transformers: Any, config: Any, asked: str) -> Callable[[], Any]:
-    """Return a function that builds the model of a configuration, by the auto class for its architecture."""
     heads = [asked.partition("For")[2], *_LANGUAGE] if asked else []
     for head in dict.fromkeys(heads):
         auto = getattr(transformers, f"AutoModelFor{head}", None)
@@ -191,14 +190,10 @@ def make_inputs(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return a model's inputs, by position and by keyword.
 
-    Args:
-        model: one of transformers' takes integers where its argument is named so: "input_ids", "labels", "attention_mask".
-        inputs: shapes and dtypes, in order.
-        named: names, shapes and dtypes.
-        dtype_name: of inputs for which none is named; those of a model of transformers have the dtype that it was built in.
-        device: where they are made.
+    Those for which no dtype is named have `dtype_name`; those of a transformers model have its own dtype, or integers where the
+    argument is named so: "input_ids", "labels", "attention_mask".
     """
-    names = _argument_names(model)
+    names = list(inspect.signature(model.forward).parameters)
     if _is_of_transformers(model) and isinstance(getattr(model, "dtype", None), torch.dtype):
         dtype_name = str(model.dtype).removeprefix("torch.")
 
@@ -215,17 +210,12 @@ def make_inputs(
 
 
 def loss_of(model: nn.Module, names: Iterable[str]) -> Callable[[Any], Tensor] | None:
-    """Return a function that takes the loss from a model's output, if the model computes one: a transformers model with
-    labels."""
+    """Return a function that takes the loss from the output of a transformers model with labels; None for other models."""
     return (lambda output: output.loss) if _is_of_transformers(model) and "labels" in names else None
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "main_input_name") and hasattr(model, "config")
-
-
-def _argument_names(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _is_integer(model: nn.Module, name: str) -> bool:
@@ -236,11 +226,7 @@ def _is_integer(model: nn.Module, name: str) -> bool:
 
 
 def said_as(option: str, read: Callable[[], _T]) -> _T:
-    """Return the value of an option; name the option in errors.
-
-    Raises:
-        UsageError: `read` raised a ValueError.
-    """
+    """Return the value of an option; a ValueError of `read` becomes a UsageError that names the option."""
     try:
         return read()
     except ValueError as error:
@@ -255,7 +241,6 @@ def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
 
 
 def _other_form(name: str) -> str:
-    """Return a hint at the right form of SPEC for a name that was taken for a Python module."""
     if name in ("huggingface", "transformers", "hub"):
         return ". For a model of transformers write hf:CONFIG.json"
     if "/" in name or name.endswith((".py", ".json")):

@@ -20,20 +20,12 @@ _SHORTEST = 16
 
 
 def terminal_width() -> int | None:
-    """Return the number of columns of the terminal; None if standard output is a file or a pipe.
-
-    The environment variable COLUMNS takes precedence, as in other programs.
-    """
+    """Return the columns of the terminal (COLUMNS takes precedence); None if standard output is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text of at most `width` characters (1 or more), leaving out the middle of a longer one.
-
-    Example:
-        >>> shortened("model.layers.0.self_attn.q_proj", 16)
-        'model.la….q_proj'
-    """
+    """Return a text of at most `width` characters (1 or more), without the middle of a longer one: 'model.la….q_proj'."""
     if len(text) <= width:
         return text
     head = width // 2
@@ -95,36 +87,11 @@ def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
     return _made(_with_short_cells(shown, _width(shown) - width, _SHORTEST if may_go else 1))
 
 
-def columns_of(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, order: Sequence[str] = ()
-) -> list[TextColumn]:
-    """Return the columns of some rows.
-
-    Args:
-        headings: one for each cell of a row.
-        rows: their cells.
-        left: how many of the first columns are aligned to the left.
-        order: headings of the columns that may be left out, in that order.
-    """
-    return [
-        TextColumn(
-            heading=heading,
-            cells=[row[place] for row in rows],
-            right=place >= left,
-            goes=order.index(heading) if heading in order else None,
-            shortens=place == 0,
-        )
-        for place, heading in enumerate(headings)
-    ]
-
-
 def _made(columns: Sequence[TextColumn]) -> str:
     return tabulate(
         list(zip(*(column.cells for column in columns), strict=True)),
         headers=[column.heading for column in columns],
-        colalign=["right" if column.right else "left" for column in columns]
-        if any(column.cells for column in columns)
-        else None,
+        colalign=["right" if column.right else "left" for column in columns] if any(it.cells for it in columns) else None,
         disable_numparse=True,
         tablefmt="simple",
     )
@@ -135,10 +102,7 @@ _BETWEEN, _PADDING = 2, 2
 
 
 def _width(columns: Sequence[TextColumn]) -> int:
-    """Return the width of a table with these columns, without making it."""
-    widths = (
-        max(max(map(len, column.heading.split("\n"))) + _PADDING, max(map(len, column.cells), default=0)) for column in columns
-    )
+    widths = (max(max(map(len, it.heading.split("\n"))) + _PADDING, max(map(len, it.cells), default=0)) for it in columns)
     return sum(widths) + _BETWEEN * (len(columns) - 1)
 
 
@@ -178,11 +142,7 @@ STDOUT = Path("-")
 
 
 def check_writable(path: Path | None) -> None:
-    """Check that a file can be written, without leaving one behind.
-
-    Raises:
-        OSError: it can't.
-    """
+    """Raise an OSError if a file can't be written, without leaving one behind."""
     if path is None or path == STDOUT:
         return
     there = path.exists()

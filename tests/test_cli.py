@@ -20,6 +20,7 @@ from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
 from tests.bench.cases import assert_fails, run_command
 
+PLAN = ["plan", "torch.nn:ReLU", "--input", "2", "--gpu", "H200", "--budget"]
 RESNET = ["profile", "torchvision:resnet18", "--input", "2x3x64x64", "--device", "meta"]
 
 
@@ -144,10 +145,6 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU"], "required: --input (see `memkit profile --help`)"),
         (["profile", "torch.nn:ReLU", "--inptu", "2x3"], "unrecognized arguments: --inptu 2x3"),
         (["profile", "--inptu", "2x3"], "unrecognized arguments: --inptu"),
-        (
-            ["bench", "offload", "resnet50", "--input", "2x3"],
-            "SPEC must be torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory",
-        ),
         (["profile", "torch.nn:ReLU", "--input", "2", "--depth", "-1"], "argument --depth"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--sort", "colour"], "argument --sort: invalid choice"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "tpu"], "argument --device: invalid choice"),
@@ -158,17 +155,16 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["show", __file__], "is not a memkit report"),
         (["bench"], "required: BENCH"),
         (["bench", "fly"], "invalid choice: 'fly'"),
-        (["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "2.5"], "found '2.5'"),
-        (
-            ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "1,12"],
-            'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"',
-        ),
-        (
-            ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "much"],
-            "needs shares above 0 and up to 1, or bytes",
-        ),
-        (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--ratios", "0,1.5"], "needs numbers from 0 to 1"),
-        (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--train", "all"], "argument --train: invalid choice: 'all'"),
+        (["bench", "offload", "x:y", "--ratios", "1"], "`memkit bench offload` was removed in 0.2; run examples/bench/"),
+        (["bench", "remat", "--help"], "`memkit bench remat` was removed in 0.2; run examples/bench/"),
+        (["bench", "layers"], "`memkit bench layers` was removed in 0.2; run examples/bench/bench_layers.py"),
+        ([*PLAN, "0"], "needs shares above 0 and up to 1, or bytes"),
+        ([*PLAN, "2.5"], "found '2.5'"),
+        ([*PLAN, "1,-0.5"], "found '-0.5'"),
+        ([*PLAN, "nan"], "found 'nan'"),
+        ([*PLAN, "0.5,,1"], "found ''"),
+        ([*PLAN, "8GBit"], "found '8GBit'"),
+        ([*PLAN, "1,12"], 'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required: COMMAND"),
     ],
@@ -274,9 +270,6 @@ def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
         (["profile"], "memkit profile torchvision:resnet50 --input 256x3x224x224"),
         (["plan"], "memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200"),
         (["bench", "machine"], "memkit bench machine --save"),
-        (["bench", "offload"], "memkit bench offload torchvision:resnet50 --input 256x3x224x224"),
-        (["bench", "remat"], "memkit bench remat torchvision:resnet50 --input 256x3x224x224"),
-        (["bench", "layers"], "memkit bench layers torchvision:vit_l_16 --input 32x3x224x224"),
     ],
 )
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list[str], example: str) -> None:
@@ -292,7 +285,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list
     ],
 )
 def test_budgets_are_shares_or_bytes(text: str, budgets: list[float | str]) -> None:
-    options = cli._parser().parse_args(["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", text])
+    options = cli._parser().parse_args([*PLAN, text])
 
     assert options.budgets == budgets
 

@@ -66,7 +66,7 @@ RANKS = {
     "specs": 10,
     "progress": 10,
     "live": 10,
-    "bench": 10,
+    "machine": 10,
     "integrations": 11,
     "plan_command": 11,
     "commands": 12,
@@ -120,7 +120,6 @@ def test_layering_check_can_fail() -> None:
 MOST_LINES = {
     "": 5588,
     "activations": 14429,
-    "bench": 1629,
     "device": 1558,
     "distributed": 870,
     "integrations": 974,

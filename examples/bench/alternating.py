@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from measuring import Engine, Workload
 from shared import Line
 
-from memkit.bench import Workload
-from memkit.bench.measure import Engine
 from memkit.device import Device
 
 NUM_WARMUP = 10

@@ -20,15 +20,13 @@ from functools import partial
 
 import torch
 from alternating import NUM_WARMUP, alternate, figures, step_of, warm_up
+from measuring import Engine, Workload, blocks_of, plain
 from remat_spaced import evenly_spaced, spaced
 from setting import TAG, Setting, remat_figures
 from shared import Line, about_run, allow_tf32
 from torch import nn
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import blocks_of, plain
-from memkit.bench.measure import Engine
 from memkit.device import ReferenceDevice, cuda_is_available, open_device
 
 NUM_CHECKPOINTED = (4, 8, 16)
@@ -227,9 +225,7 @@ def main() -> int:
         return 0
     allow_tf32()
     device = open_device("cuda") if has_gpu else ReferenceDevice()
-    setting = Setting(
-        device=device, steps=options.steps, fast=False, plots=None, tiny=options.tiny, ends_s=time.perf_counter() + 600
-    )
+    setting = Setting(device=device, steps=options.steps, fast=False, tiny=options.tiny, ends_s=time.perf_counter() + 600)
     for way in options.only:
         torch.compiler.reset()
         try:

@@ -211,7 +211,6 @@ def main() -> int:
             device=device,
             steps=options.steps,
             fast=False,
-            plots=None,
             tiny=options.tiny or not cuda_is_available(),
             ends_s=time.perf_counter() + options.patience,
         )

@@ -79,7 +79,6 @@ def main() -> int:
             device=device,
             steps=options.steps,
             fast=False,
-            plots=None,
             tiny=options.tiny,
             ends_s=time.perf_counter() + options.patience,
             ratios=tuple(options.ratios),

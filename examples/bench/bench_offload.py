@@ -18,24 +18,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Engine, Workload, measure, plain, save_on_cpu, synchronous, torch_baselines
 from offload_ratios import offload_ratios, offload_reserved
 from peers import add_wheels, installed_peers
-from setting import MODELS, Setting
+from setting import MODELS, TAG, Setting, say
 from shared import Line, about_run, allow_tf32, measure_in_turn, run_in_process
 from torch import Tensor, nn
 from workloads import llama, llama_checkpointed, lstms, narrow_lstms, resnet50, unet, vit_large
 
 import memkit
-from memkit.bench import OffloadBench, Workload, bench_offload, measure
-from memkit.bench.engines import plain, save_on_cpu, torch_baselines
-from memkit.bench.measure import Engine
 from memkit.device import Device, open_device
-from memkit.plan import Action, plan_ratio, simulate_lanes
+from memkit.plan import Action, plan_ratio, roofline_s, simulate_lanes
 from memkit.profile import timed_saves
 from memkit.transfer import Arena, Lanes, measure_link
 
@@ -49,23 +48,61 @@ def _on_gpu(make: Callable[[], Workload]) -> Workload:
 
 def against_roofline(make: Callable[[], Workload], options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
     """Every ratio, synchronous copies of as many bytes, and the peers."""
-    workload = _on_gpu(make)
-    result = bench_offload(
-        workload,
-        options.ratios,
-        device,
-        num_steps=options.steps,
-        with_synchronous=not options.fast,
-        peers={**torch_baselines(workload.model), **installed_peers(workload.model)} if options.peers else {},
-    )
-    print(result.to_text(), file=sys.stderr)
-    return [json.loads(result.to_json()), _close_to_plain(workload, options, device, result)]
+    workload, link = _on_gpu(make), measure_link(device)
+    steps = {"num_steps": options.steps, "num_warmup": 4}
+    alone, rows = measure(workload, plain, device, **steps), []
+    for ratio in options.ratios:
+        memkit.reset(TAG)
+        fast = measure(workload, partial(memkit.CPUOffload, ratio, TAG, min_bytes=MIN_BYTES, device=device), device, **steps)
+        stats = memkit.stats(TAG)
+        slow = None
+        if stats.moved_out_bytes and not options.fast:
+            copies = partial(synchronous, stats.moved_out_bytes, min_bytes=MIN_BYTES)
+            slow = measure(workload, save_on_cpu if ratio == 1 else copies, device, **steps)
+        least_s = roofline_s(
+            forward_s=alone.forward_s,
+            backward_s=alone.backward_s,
+            out_bytes=stats.moved_out_bytes,
+            back_bytes=stats.moved_in_bytes,
+            link=link,
+        )
+        rows.append(
+            {
+                "ratio": ratio,
+                "moved_bytes": stats.moved_out_bytes,
+                "window_bytes": stats.window_bytes,
+                "memkit_s": fast.step_s,
+                "peak_allocated_bytes": fast.peak_allocated_bytes,
+                "peak_reserved_bytes": fast.peak_reserved_bytes,
+                "plain_s": alone.step_s,
+                "synchronous_s": None if slow is None else slow.step_s,
+                "synchronous_allocated_bytes": None if slow is None else slow.peak_allocated_bytes,
+                "roofline_s": least_s,
+                "to_roofline": fast.step_s / least_s,
+                "speed_up": None if slow is None else slow.step_s / fast.step_s,
+            }
+        )
+        say(f"{workload.name}, ratio {ratio:g}: {fast.step_s / least_s:.3f} of the roofline")
+    memkit.reset(TAG)
+    peers = {**torch_baselines(workload.model), **installed_peers(workload.model)} if options.peers else {}
+    line = {
+        "bench": "offload",
+        "name": workload.name,
+        "plain": asdict(alone),
+        "link": asdict(link),
+        "saved_bytes": stats.unique_bytes,
+        "rows": rows,
+        "peers": {name: asdict(measure(workload, engine, device, **steps)) for name, engine in peers.items()},
+    }
+    return [line, _close_to_plain(workload, options, device)]
 
 
-def _close_to_plain(workload: Workload, options: argparse.Namespace, device: Device, result: OffloadBench) -> dict[str, Any]:
+def _close_to_plain(workload: Workload, options: argparse.Namespace, device: Device) -> dict[str, Any]:
     """Ratios 0 and 0.1 in turn with no context, since their differences are about as small as the drift."""
     engines: dict[str, Engine] = {"plain": plain}
-    engines |= {name: partial(memkit.CPUOffload, float(name), "turns", min_bytes=MIN_BYTES) for name in ("0", "0.1")}
+    engines |= {
+        name: partial(memkit.CPUOffload, float(name), "turns", min_bytes=MIN_BYTES, device=device) for name in ("0", "0.1")
+    }
     runs = measure_in_turn(workload, engines, device, num_rounds=3, num_steps=options.steps, num_warmup=(3, 3))
     seconds = {name: [run.step_s for run in found] for name, found in runs.items()}
     memkit.reset("turns")
@@ -258,7 +295,7 @@ def two_hundred_steps(options: argparse.Namespace, device: Device) -> list[dict[
 
 def by_turns(part: Callable[[Setting], Iterator[Line]], options: argparse.Namespace, device: Device) -> Iterator[Line]:
     """A part of `offload_ratios.py`."""
-    setting = Setting(device=device, steps=options.steps, fast=options.fast, plots=None, tiny=False, ends_s=float("inf"))
+    setting = Setting(device=device, steps=options.steps, fast=options.fast, tiny=False, ends_s=float("inf"))
     return part(setting)
 
 

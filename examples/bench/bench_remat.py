@@ -2,7 +2,7 @@
 
     python examples/bench/bench_remat.py                                # all on this machine's GPU, about 12 minutes
     python examples/bench/bench_remat.py --only spaced_gpt2             # against evenly spaced checkpointed layers
-    python examples/bench/bench_remat.py --only resnet50 llama --plots plots
+    python examples/bench/bench_remat.py --only resnet50 llama
     python examples/bench/bench_remat.py --only recorder_host planning  # what needs no GPU
 
 All seconds are medians; every line names its plain step of the same run. Each bench runs in a process of its own. Those that
@@ -21,7 +21,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from remat_cap import cap, resnet1202
@@ -61,8 +60,6 @@ def _in_processes(options: argparse.Namespace) -> int:
         f"--patience={options.patience}",
         *(f"--{name}" for name in ("fast", "tiny") if getattr(options, name)),
     ]
-    if options.plots is not None:
-        passed.append(f"--plots={options.plots}")
     status = 0
     for name in options.only:
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if name in CAPPED else {}
@@ -103,7 +100,6 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=10, help="steps that count, for each median; default: 10")
     parser.add_argument("--fast", action="store_true", help="fewer budgets, tries and rounds")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to draw the curves")
     parser.add_argument("--patience", type=float, default=240, metavar="S", help="seconds for each bench; default: 240")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -117,9 +113,7 @@ def main() -> int:
     if options.tiny:
         torch.set_num_threads(1)
     device = open_device(torch.device("cuda")) if has_gpu and not options.tiny else CpuDevice()
-    setting = Setting(
-        device=device, steps=options.steps, fast=options.fast, plots=options.plots, tiny=options.tiny, ends_s=ends_s
-    )
+    setting = Setting(device=device, steps=options.steps, fast=options.fast, tiny=options.tiny, ends_s=ends_s)
     for name in options.only:
         if has_gpu or options.tiny or name in NEED_NO_GPU:
             status |= _here(name, setting)

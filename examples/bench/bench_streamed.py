@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import transformers
+from measuring import Workload
 from setting import Setting, say
 from shared import Line, about_run
 from states_layers import about_streams, all_streams
@@ -41,7 +42,6 @@ from states_steps import LR, Loop, Trained, timed, told
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit.bench import Workload
 from memkit.device import ReferenceDevice, cuda_is_available, open_device
 
 PIECE = 2048
@@ -210,7 +210,7 @@ def main() -> int:
         return 0
     warnings.simplefilter("ignore" if not sys.warnoptions else "default")
     device = ReferenceDevice() if tiny else open_device("cuda")
-    setting = Setting(device=device, steps=options.steps, fast=False, plots=None, tiny=tiny, ends_s=math.inf)
+    setting = Setting(device=device, steps=options.steps, fast=False, tiny=tiny, ends_s=math.inf)
     about = {"device": device.name, "cuda": torch.version.cuda, "python": platform.python_version()}
     about |= {"transformers": transformers.__version__, **about_run(options.steps)}
     try:

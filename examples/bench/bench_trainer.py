@@ -166,7 +166,7 @@ def main() -> int:
         return 0
     warnings.simplefilter("ignore" if not sys.warnoptions else "default")
     device = ReferenceDevice() if options.tiny else open_device("cuda")
-    setting = Setting(device=device, steps=options.steps, fast=False, plots=None, tiny=options.tiny, ends_s=math.inf)
+    setting = Setting(device=device, steps=options.steps, fast=False, tiny=options.tiny, ends_s=math.inf)
     about = {"device": device.name, "cuda": torch.version.cuda, "python": platform.python_version()}
     about |= {"transformers": transformers.__version__, **about_run(options.steps)}
     try:

@@ -32,12 +32,11 @@ from typing import Any
 
 import torch
 from budget_steps import has_stepped
+from measuring import Engine, checkpointed, plain
 from shared import Line, about_run
 from torch import Tensor, nn
 
 import memkit
-from memkit.bench.engines import checkpointed, plain
-from memkit.bench.measure import Engine
 from memkit.device import Device, MemoryCounter, ReferenceDevice, open_device
 
 TAG = "varying"

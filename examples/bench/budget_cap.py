@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from budget_models import CAPPED, built
 from budget_steps import LEAST, MIB, figures_of_stats, in_mib, of_plain
+from measuring import Workload
 from setting import TAG, Setting, say
 from shared import Line
 
 import memkit
-from memkit.bench import Workload
 
 SHARES = (0.8, 0.5, 0.3)
 ROOM = 1.10

@@ -12,14 +12,13 @@ import torch
 from alternating import alternate, step_of
 from budget_models import built
 from budget_steps import Budgeted, figures_of_stats, has_stepped, in_mib, of_plain, plain_peak
+from measuring import Workload, plain
 from setting import TAG, Setting, say
 from shared import Line
 from torch import nn
 from workloads import llama_3b, on_tokens
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import plain
 
 MODEL, SHARE = "resnet50", 0.7
 """Much of what leaves here is moved."""

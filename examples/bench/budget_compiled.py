@@ -12,15 +12,13 @@ from alternating import alternate, warm_up
 from bench_compiled import compile_each, dynamo_counts
 from budget_steps import Budgeted, in_mib, of_plain, plain_peak
 from functorch.compile import config
+from measuring import Engine, Workload, blocks_of, plain
 from remat_spaced import spaced
 from setting import TAG, Setting, say
 from shared import Line
 from torch import nn
 
 from memkit.activations.budgeting.state import budget_states
-from memkit.bench import Workload
-from memkit.bench.engines import blocks_of, plain
-from memkit.bench.measure import Engine
 
 SHARES: Mapping[str, Sequence[float]] = {"llama": (0.73, 0.48, 0.39, 0.26), "resnet50": (0.7, 0.5, 0.35)}
 """Of the peak of the eager plain step."""

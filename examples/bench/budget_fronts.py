@@ -15,6 +15,7 @@ from budget_parts import llama_of
 from budget_steps import MIB, Budgeted, in_mib, plain_peak
 from functorch.compile import config
 from host_chains import steps_within
+from measuring import Engine, Workload, blocks_of, checkpointed_each, plain, save_on_cpu
 from peers import installed_peers
 from remat_spaced import spaced
 from setting import Setting, say
@@ -22,9 +23,6 @@ from shared import Line
 from torch import nn
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import blocks_of, checkpointed_each, plain, save_on_cpu
-from memkit.bench.measure import Engine
 
 SPACED_QUARTERS = (1, 2, 3, 4)
 OFFLOADED = (0.1, 0.2, 0.5)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torchvision
 from dit import dit
+from measuring import Workload
 from setting import Setting
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.convnext import CNBlockConfig
 from workloads import StackOfLSTMs, UNet, llama_3b, on_images, resnet50
-
-from memkit.bench import Workload
 
 
 def _square(output: Tensor) -> Tensor:

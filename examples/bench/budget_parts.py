@@ -9,6 +9,7 @@ from functools import partial
 from alternating import CLOSE, step_of, warm_up
 from budget_models import OTHERS, built
 from budget_steps import LEAST, MIB, Budgeted, compared_alone, in_mib, measured, of_plain, plain_peak
+from measuring import Engine, Workload, blocks_of
 from remat_spaced import fewest_within, spaced
 from setting import TAG, Setting
 from shared import Line
@@ -16,9 +17,6 @@ from workloads import llama_whole
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.bench import Workload
-from memkit.bench.engines import blocks_of
-from memkit.bench.measure import Engine
 from memkit.plan.budget.bound import why_no_bound
 
 RESNET50_PLAIN_MIB = 21346

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from alternating import Step, alternate, largest, median_of, step_of
+from measuring import Engine, Workload, plain
 from setting import TAG, Setting, say
 from shared import Line
 from torch import nn

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from lora import add_lora
+from measuring import Workload
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-
-from memkit.bench import Workload
 
 TEXT_WIDTH, PATCH_WIDTH, TIME_WIDTH = 4096, 64, 256
 

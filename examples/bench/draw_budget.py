@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from budget_tables import COMPILED, FRONTS
-from draw_steady import NAMES
+from draw_steady import NAMES, draw_curve, picture
 from shared import Line
-
-from memkit.bench.curves import draw_curve, picture
 
 MIB = 2**20
 MOST_OF_PLAIN = 2.2

@@ -8,16 +8,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shared import Line
 from steady_tables import MODELS
 
-from memkit.bench.curves import draw_curve, draw_names, picture
-
 NAMES = {"resnet50": "ResNet-50", "llama": "Llama", "gpt2": "GPT-2", "whisper": "Whisper-small"}
+GIB = 2**30
 Point = tuple[int | None, float]
+
+
+@contextmanager
+def picture(path: Path, title: str) -> Iterator[Any]:
+    """Give axes for seconds against peak bytes (see `draw_curve`), and write what was drawn when it is done."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    yield axes
+    axes.set(xlabel="peak allocated (GiB)", ylabel="step (ms)", title=title)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def draw_curve(axes: Any, style: str, label: str, points: Iterable[Point], **options: Any) -> None:
+    """Draw steps, each by its peak in bytes and its seconds. Those whose peak was not counted are left out."""
+    counted = [(peak_bytes / GIB, seconds * 1e3) for peak_bytes, seconds in points if peak_bytes is not None]
+    axes.plot([peak for peak, _ in counted], [time for _, time in counted], style, label=label, **options)
 
 
 def draw(lines: Sequence[Line], pattern: str) -> list[Path]:
@@ -42,8 +63,10 @@ def draw(lines: Sequence[Line], pattern: str) -> list[Path]:
             draw_curve(axes, "s-", "Rematerialize, by budget", dropped)
             draw_curve(axes, "D:", "checkpointed layers, the fewest for that", _spaced(remats.values()))
             for asked, points in ((offloads, moved), (remats, dropped)):
-                texts = zip(points, asked, strict=True)
-                draw_names(axes, [(peak_bytes, step_s, f"{number:g}") for (peak_bytes, step_s), number in texts])
+                for (peak_bytes, step_s), number in zip(points, asked, strict=True):
+                    if peak_bytes is not None:
+                        place = peak_bytes / GIB, step_s * 1e3
+                        axes.annotate(f"{number:g}", place, textcoords="offset points", xytext=(4, 6), fontsize=8)
             axes.set_xlim(left=0)
     return made
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import torch
 from alternating import Step, alternate, figures, warm_up
+from measuring import Workload, plain
 from setting import TAG, Setting, say
 from shared import Line
 from torch import Tensor, nn
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import plain
 
 NUM_LINKS = 400
 CHAIN_KIB = (256, 1024)

@@ -11,13 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from measuring import Engine, plain
 from setting import Setting, say
 from shared import Line
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 
 NUM_CALLS = 50
 WIDTH = 64

@@ -11,12 +11,9 @@ from functools import partial
 
 import torch
 from block_swap import BlockSwap
+from measuring import Measurement, StepOf, let_go, measure, plain
 from torch import nn
 
-from memkit.bench import Measurement, measure
-from memkit.bench.engines import plain
-from memkit.bench.layers import StepOf
-from memkit.bench.measure import let_go
 from memkit.device import Device
 from memkit.weights.host_copies import DevicePlacement
 from memkit.weights.selection import find_layers

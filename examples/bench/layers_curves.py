@@ -11,16 +11,16 @@ from typing import Any
 from unittest import mock
 
 from dit import dit as make_dit
+from measuring import Engine, Measurement, Workload, measure
 from setting import Setting, figures_of, say
 from shared import Line
 from torch import Tensor, nn
 from workloads import gpt2, llama_3b, whisper
 
 import memkit
-from memkit.bench import LayerRow, Measurement, Workload, measure, measure_ratio
-from memkit.bench.measure import Engine
 from memkit.device import Device
 from memkit.transfer import Link, measure_link
+from memkit.weights.stats import LayerStats
 
 RATIOS = (0.0, 0.5, 1.0)
 NUM_WARMUP = 3
@@ -149,42 +149,65 @@ def _curve(
         yield {**line, "ratio": ratio, **found}
 
 
-def streamed(setting: Setting, workload: Workload, ratio: float, link: Link, plain: Measurement, **options: Any) -> Line:
-    """Measure a workload with a share of its layers streamed."""
-    return layer_figures(
-        measure_ratio(
+def streamed(
+    setting: Setting,
+    workload: Workload,
+    ratio: float,
+    link: Link,
+    plain: Measurement,
+    *,
+    train: str = "auto",
+    slots: int = 3,
+    engine: Engine = nullcontext,
+) -> Line:
+    """Measure a workload with a share of its layers streamed, by one `LayerOffload` that is open over all steps.
+
+    Bytes moved and seconds waited are those of one step, on average over the steps that count.
+    """
+    warm: list[LayerStats] = []
+    with memkit.LayerOffload(
+        workload.model, offload_ratio=ratio, num_slots=slots, train=train, device=setting.device
+    ) as offload:
+        found = measure(
             workload,
-            ratio,
+            engine,
             setting.device,
-            plain=plain,
-            link=link,
             num_steps=setting.steps,
             num_warmup=NUM_WARMUP,
-            **options,
+            after_warmup=lambda: warm.append(offload.stats()),
+            num_in_a_row=setting.steps,
         )
-    )
-
-
-def layer_figures(row: LayerRow) -> Line:
-    """Return what is told of one ratio."""
+        (before,), stats = warm, offload.stats()
+    num_counted = 2 * setting.steps + 1  # those in a row as well
+    d2h_bytes = (stats.d2h_bytes - before.d2h_bytes) / num_counted
+    least_s = layers_roofline_s(plain, link, stats.streamed_bytes, d2h_bytes)
     line = {
-        **figures_of(row.memkit),
-        "num_streamed": row.num_streamed,
-        "streamed_bytes": row.streamed_bytes,
-        "slot_bytes": row.slot_bytes,
-        "grads_bytes": row.d2h_bytes,
-        "roofline_s": row.roofline_s,
-        "to_roofline": row.to_roofline,
-        "to_plain": row.to_plain,
-        "in_a_row_to_plain": row.in_a_row_to_plain,
-        "fetches_per_step": row.num_fetches,
-        "demand_fetches_per_step": row.num_demand_fetches,
-        "overflows": row.num_overflows,
-        "stall_s_per_step": row.stall_s,
+        **figures_of(found, plain),
+        "num_streamed": stats.num_streamed,
+        "streamed_bytes": stats.streamed_bytes,
+        "slot_bytes": stats.slot_bytes,
+        "grads_bytes": d2h_bytes,
+        "roofline_s": least_s,
+        "to_roofline": found.step_s / least_s,
+        "fetches_per_step": (stats.num_fetches - before.num_fetches) / num_counted,
+        "demand_fetches_per_step": (stats.num_demand_fetches - before.num_demand_fetches) / num_counted,
+        "overflows": stats.num_overflows,
+        "stall_s_per_step": (sum(stats.stall_s.values()) - sum(before.stall_s.values())) / num_counted,
     }
-    if row.peak_over_expected_bytes is not None:
-        line["peak_over_expected_bytes"] = row.peak_over_expected_bytes
+    if found.peak_allocated_bytes is not None and plain.peak_allocated_bytes is not None:
+        # Of the plain step's peak, what streams is gone (with its gradients, if they move), and slots are there.
+        gone_bytes = stats.streamed_bytes * (2 if d2h_bytes else 1)
+        expected_bytes = plain.peak_allocated_bytes - gone_bytes + stats.slot_bytes
+        line["peak_over_expected_bytes"] = found.peak_allocated_bytes - expected_bytes
     return line
+
+
+def layers_roofline_s(plain: Measurement, link: Link, streamed_bytes: int, d2h_bytes: float) -> float:
+    """Return the least time of a step: in each pass that of the plain one, or of its copies, whichever is longer. Both
+    directions of the link are taken to be independent."""
+    fetch_s = streamed_bytes / link.h2d_bytes_per_s
+    backward_s = max(plain.backward_s, fetch_s, d2h_bytes / link.d2h_bytes_per_s) if plain.backward_s else 0.0
+    return max(plain.forward_s, fetch_s) + backward_s
 
 
 BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {

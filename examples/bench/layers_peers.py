@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from layers_adaptors import PEERS, LayerPeer, measure_peer
 from layers_curves import NUM_WARMUP, link_of, llama, streamed
+from measuring import Measurement, StepOf, Workload, measure
+from measuring import plain as nothing
 from setting import Setting, figures_of, say
 from shared import Line
 from torch import nn
 from workloads import on_tokens
 
-from memkit.bench import Measurement, Workload, measure
-from memkit.bench.engines import plain as nothing
-from memkit.bench.layers import StepOf
 from memkit.storages import storage_bytes
 from memkit.weights.selection import find_layers
 

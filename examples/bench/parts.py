@@ -114,7 +114,7 @@ class Script:
             return 1
         ends_s = time.perf_counter() + float(limit_s)
         allow_tf32()
-        setting = Setting(device=device, steps=steps, fast=False, plots=None, tiny=tiny, ends_s=ends_s)
+        setting = Setting(device=device, steps=steps, fast=False, tiny=tiny, ends_s=ends_s)
         about = {"part": name, "device": device.name, "cuda": torch.version.cuda, **about_run(steps)}
         try:
             for line in self.parts[name].run(setting):

@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from measuring import Engine
 from torch import nn
-
-from memkit.bench.measure import Engine
 
 _PACKAGES = ("trl", "trl.models", "torchtune", "torchtune.training")
 

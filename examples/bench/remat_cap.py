@@ -9,15 +9,13 @@ from functools import partial
 
 import torch
 import torchvision
+from measuring import Engine, Measurement, Workload, measure, plain
 from setting import GIB, TAG, Setting, figures_of, remat_figures, say
 from shared import Line
 from torch import nn
 from workloads import CifarResNet, on_images
 
 import memkit
-from memkit.bench import Measurement, Workload, measure
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 
 CAP_BYTES = 11 * GIB
 BUDGET_SCALES = (1.0, 0.88, 0.76, 0.62)

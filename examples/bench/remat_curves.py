@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
+from measuring import Engine, Measurement, Workload, checkpointing, measure, plain
 from setting import GIB, TAG, Setting, figures_of, remat_figures, say
 from shared import Line, measure_in_turn
 from workloads import llama_whole
 
 import memkit
-from memkit.bench import Measurement, RematBench, Workload, bench_remat, measure
-from memkit.bench.engines import checkpointing, plain
-from memkit.bench.measure import Engine
 
 RESNET50_TARGET_BYTES = int(7.06 * GIB)  # the peak of checkpointing per block, as it was measured once
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -27,40 +25,44 @@ def resnet50_curve(setting: Setting) -> Iterator[Line]:
     """Shares of the saved bytes, checkpointing, and the largest budget whose peak is at most a target."""
     workload = setting.resnet50()
     curve = _curve(workload, FAST_SHARES if setting.fast else SHARES, setting)
-    yield _line_of(curve)
-    target = RESNET50_TARGET_BYTES if not setting.tiny else curve.saved_bytes // 3
-    yield {"bench": "remat_fit", "name": curve.name, **setting.attempt(lambda: _fit(workload, curve, target, setting))}
+    yield curve
+    target = RESNET50_TARGET_BYTES if not setting.tiny else curve["saved_bytes"] // 3
+    yield {"bench": "remat_fit", "name": workload.name, **setting.attempt(lambda: _fit(workload, curve, target, setting))}
 
 
 def llama_curve(setting: Setting) -> Iterator[Line]:
     """Shares, and the largest budget whose peak is at most that of checkpointing per layer, in turn with checkpointing: with
     head and loss in the context, where the budget holds for the logits, too."""
-    yield _line_of(_curve(setting.llama(), FAST_SHARES if setting.fast else LLAMA_SHARES, setting))
+    yield _curve(setting.llama(), FAST_SHARES if setting.fast else LLAMA_SHARES, setting)
     gc.collect()
     workload = setting.llama(llama_whole)
     curve = _curve(workload, WHOLE_SHARES, setting)
-    yield _line_of(curve)
-    (peer,) = curve.peers.values()
-    target = peer.peak_allocated_bytes or curve.saved_bytes // 3
-    yield {"bench": "remat_fit", "name": curve.name, **setting.attempt(lambda: _fit(workload, curve, target, setting))}
+    yield curve
+    (peer,) = curve["peers"].values()
+    target = peer["peak_allocated_bytes"] or curve["saved_bytes"] // 3
+    yield {"bench": "remat_fit", "name": workload.name, **setting.attempt(lambda: _fit(workload, curve, target, setting))}
 
 
-def _curve(workload: Workload, shares: Sequence[float], setting: Setting) -> RematBench:
-    peers = checkpointing(workload.model)
-    found = bench_remat(workload, shares, setting.device, num_steps=setting.steps, peers=peers, min_bytes=setting.min_bytes)
-    say(found.to_text())
-    if setting.plots is not None:
-        setting.plots.mkdir(parents=True, exist_ok=True)
-        try:
-            found.plot(setting.plots / f"remat_{found.name}.svg")
-        except ModuleNotFoundError as error:
-            say(f"no picture: {error}")
-    return found
-
-
-def _line_of(curve: RematBench) -> Line:
-    line: Line = json.loads(curve.to_json())
-    return line
+def _curve(workload: Workload, shares: Sequence[float], setting: Setting) -> Line:
+    """Measure a step as it is, at each share, and with checkpointing; all in one run."""
+    device, steps = setting.device, {"num_steps": setting.steps, "num_warmup": 4}
+    alone = measure(workload, plain, device, **steps)
+    rows: list[Line] = []
+    for share in shares:
+        memkit.reset(TAG)
+        found = measure(workload, setting.remat(share), device, **steps)
+        rows.append({"budget": share, **figures_of(found, alone), "stats": asdict(memkit.stats(TAG))})
+        say(f"{workload.name}, {share:g} of what is saved: {rows[-1]['to_plain']:.3f} of plain")
+    memkit.reset(TAG)
+    peers = {name: measure(workload, engine, device, **steps) for name, engine in checkpointing(workload.model).items()}
+    return {
+        "bench": "remat",
+        "name": workload.name,
+        "plain": figures_of(alone),
+        "saved_bytes": rows[-1]["stats"]["saved_bytes"],
+        "rows": rows,
+        "peers": {name: figures_of(peer, alone) for name, peer in peers.items()},
+    }
 
 
 def _peak(found: Measurement) -> int:
@@ -69,11 +71,12 @@ def _peak(found: Measurement) -> int:
     return memkit.stats(TAG).ledger_peak_bytes if peak is None else peak
 
 
-def _fit(workload: Workload, curve: RematBench, target: int, setting: Setting) -> Line:
+def _fit(workload: Workload, curve: Line, target: int, setting: Setting) -> Line:
     """Find the largest budget whose peak is at most the target, and compare it with checkpointing, in turn."""
-    rows = [(row.stats.budget_bytes or 0, row.memkit.peak_allocated_bytes or row.stats.ledger_peak_bytes) for row in curve.rows]
+    kept = [(row["stats"], row["peak_allocated_bytes"]) for row in curve["rows"]]
+    rows = [(stats["budget_bytes"] or 0, peak or stats["ledger_peak_bytes"]) for stats, peak in kept]
     fits = max((budget for budget, peak in rows if peak <= target), default=0)
-    exceeds = min((budget for budget, peak in rows if peak > target and budget > fits), default=curve.saved_bytes)
+    exceeds = min((budget for budget, peak in rows if peak > target and budget > fits), default=curve["saved_bytes"])
     budget, peak = min(rows, key=lambda row: abs(row[1] - target))
     tries: list[Line] = []
     for _ in range(3 if setting.fast else 5):

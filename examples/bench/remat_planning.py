@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torchvision
+from measuring import Workload
 from setting import TAG, Setting
 from shared import Line
 from workloads import CifarResNet, on_images
 
 import memkit
-from memkit.bench import Workload
 from memkit.plan import GrowingLineage, RematPlanner, Step
 
 

@@ -7,13 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from measuring import Engine, Workload, measure, plain
 from setting import TAG, Setting, figures_of, remat_figures, say
 from shared import Line
 
 import memkit
-from memkit.bench import Workload, measure
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 
 REPLAYED_SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 

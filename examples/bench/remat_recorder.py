@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 import torchvision
+from measuring import Engine, Workload, plain
 from setting import Setting, remat_figures
 from shared import Line, measure_in_turn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 from memkit.device import CpuDevice, default_generator
 from memkit.recording.ops import op_kinds
 from memkit.recording.recorder import Recorder

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from alternating import CLOSE, Step, alternate, figures, step_of, warm_up
+from measuring import Engine, Workload, blocks_of, checkpointed_each, plain
 from setting import Setting, remat_figures, say
 from shared import Line
 from torch import nn
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import blocks_of, checkpointed_each, plain
-from memkit.bench.measure import Engine
 
 BUDGETS = (0.7, 0.5, 0.3, 0.15)
 

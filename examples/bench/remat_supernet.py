@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from measuring import Engine, Workload, plain
 from remat_cap import Capped, set_cap
 from setting import TAG, Setting
 from shared import Line
@@ -19,9 +20,6 @@ from torch import nn
 from workloads import Supernet, supernet
 
 import memkit
-from memkit.bench import Workload
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 
 FIRST_MULTIPLE = 2.5
 """Of the plain batch: what is to be shown."""

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Engine, Measurement, Workload
 from shared import Line
 from workloads import gpt2, llama, resnet50, whisper
 
 import memkit
-from memkit.bench import Measurement, Workload
-from memkit.bench.measure import Engine
 from memkit.device import Device
 
 GIB = 2**30
@@ -34,7 +33,6 @@ class Setting:
     device: Device
     steps: int
     fast: bool
-    plots: Path | None
     tiny: bool
     """Small models and small images: shows that all of it runs, and nothing else."""
     ends_s: float

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from measuring import Engine, Measurement, Workload, measure
 
 import memkit
-from memkit.bench import Measurement, Workload, measure
-from memkit.bench.measure import Engine
 from memkit.device import Device
 
 Line = dict[str, Any]

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from measuring import Workload
 from setting import GIB, Setting, say
 from shared import Line
 from torch import Tensor, nn
 from workloads import llama_3b
 
 import memkit
-from memkit.bench import Workload
 from memkit.device import Event
 
 LR = 1e-6

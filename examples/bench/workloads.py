@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torchvision
+from measuring import Workload
 from torch import Tensor, nn
-
-from memkit.bench import Workload
 
 
 def _scalar(output: Tensor) -> Tensor:

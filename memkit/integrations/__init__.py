@@ -1,13 +1,10 @@
 """Callbacks for the Hugging Face Trainer and for Lightning, which use memkit's features in their training loops.
 
-Each library is imported when its callback is first used. A callback takes memkit's own features as arguments. `in_place` keeps
-a model where it is although the loop moves it, and `refusals` checks the loop's settings.
+Each library is imported when its callback is first used.
 
 - `trainer`: `MemkitCallback` for the Hugging Face Trainer
 - `lightning`: `MemkitLightningCallback`
-- `features`: attaches and removes features, for both
-- `optimizer_states`: the `StateOffload` of each optimizer
-- `in_place`: keeps a streaming model where it is
+- `features`: attaches and removes features, for both; `keep_in_place`
 - `refusals`: combinations that are refused or warned of
 """
 
@@ -16,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from memkit.integrations.in_place import keep_in_place
+from memkit.integrations.features import keep_in_place
 
 if TYPE_CHECKING:
     from memkit.integrations.lightning import MemkitLightningCallback

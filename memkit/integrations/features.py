@@ -1,41 +1,40 @@
-"""The features that a callback was given: attached to a model when its training begins, removed when it ends."""
+"""The features that a callback was given: attached to a model when its training begins, removed when it ends. A streaming model
+stays where `LayerOffload` has put it, even if the training loop moves it."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
 
+from memkit import torch_private
 from memkit.activations import Attachment, MemoryBudget, SavedTensorStats, attach, stats
 from memkit.activations.context import ForwardContext
+from memkit.around import Around, Code
 from memkit.attached import attached_to
-from memkit.integrations.in_place import keep_in_place
-from memkit.integrations.optimizer_states import OptimizerStates, inside, is_asked_for
+from memkit.errors import LayerOffloadError
 from memkit.live import values_of
 from memkit.states import StateOffload, StateStats
+from memkit.states.asked import check_options
 from memkit.weights import LayerOffload, LayerStats
 
 Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
 """What was last attached to each model: a run that ended by an error may have left it there."""
+_begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
+"""The `StateOffload`s made by callbacks: a run that ended by an error may have left one open."""
 
 
 class Features:
     """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
-    stream, and what makes a `StateOffload` of the optimizer.
-
-    Args:
-        owner: the name of the callback, for errors.
-        features: the callback's arguments.
-
-    Raises:
-        TypeError: there are none, or one is no feature of memkit.
-        ValueError: two are of one kind, or a `LayerOffload` is closed.
-    """
+    stream, and what makes a `StateOffload` of the optimizer. `owner` is the name of the callback, for errors."""
 
     def __init__(self, owner: str, features: Iterable[object]) -> None:
         self.owner = owner
@@ -57,7 +56,7 @@ class Features:
                 self.offloads.append(keep_in_place(feature))
                 named = list(feature.model.named_parameters())
                 self._known.append(frozenset((*(name for name, _ in named), *(id(parameter) for _, parameter in named))))
-            elif is_asked_for(feature) or isinstance(feature, StateOffload):
+            elif _is_asked_for(feature) or isinstance(feature, StateOffload):
                 if self.states is not None:
                     raise ValueError(f"{owner} needs at most one StateOffload; found two. Leave one of them out")
                 self.states = OptimizerStates(owner, feature)
@@ -68,11 +67,7 @@ class Features:
                 )
 
     def check(self, model: nn.Module) -> None:
-        """Check that each `LayerOffload` is of the model to be trained, and has all of its parameters.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Raise a ValueError unless each `LayerOffload` is of the model to be trained, and has all of its parameters."""
         modules = {id(module) for module in model.modules()}
         for offload, known in zip(self.offloads, self._known, strict=True):
             if offload not in attached_to(offload.model):
@@ -95,13 +90,7 @@ class Features:
                 )
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:
-        """Attach the contexts to a model.
-
-        Args:
-            model: the module to attach to.
-            optimizer: its optimizer, if there is one: a `MemoryBudget` without one leaves room for its states.
-            looks_ahead: False for a model that must not run without data.
-        """
+        """Attach the contexts to a model; with `looks_ahead=False` it never runs without data."""
         self.end()
         for attachment in _begun.pop(model, []):
             attachment.remove()
@@ -117,11 +106,7 @@ class Features:
 
     def begin_states(self, optimizers: Iterable[object]) -> None:
         """Make the `StateOffload`s, if there are to be any. Called before `begin`, so that their device memory is already
-        allocated when a budget is planned.
-
-        Raises:
-            ValueError: there is no optimizer, or it can't be stepped in pieces.
-        """
+        allocated when a budget is planned."""
         if self.states is not None:
             self.states.begin(optimizers)
 
@@ -131,12 +116,10 @@ class Features:
             self._attached.pop().remove()
 
     def end_states(self) -> None:
-        """Close the `StateOffload`s, which puts the states back."""
         if self.states is not None:
             self.states.end()
 
     def close(self) -> None:
-        """Remove everything: contexts, `StateOffload`s, and `LayerOffload`s, whose weights are then where they were before."""
         self.end()
         self.end_states()
         for offload in self.offloads:
@@ -144,7 +127,6 @@ class Features:
 
     @property
     def is_on(self) -> bool:
-        """Whether any feature is active."""
         has_states = self.states is not None and bool(self.states.opened)
         return bool(self._attached) or has_states or any(offload in attached_to(offload.model) for offload in self.offloads)
 
@@ -163,3 +145,136 @@ class Features:
 def _told(budget: MemoryBudget, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool) -> MemoryBudget:
     inner = inside(optimizer)
     return budget.told(optimizer=inner if isinstance(inner, torch.optim.Optimizer) else None, look_ahead=looks_ahead)
+
+
+class OptimizerStates:
+    """A `StateOffload` for each optimizer of a training, which is there only once the training has begun."""
+
+    def __init__(self, owner: str, asked: object) -> None:
+        if not _is_asked_for(asked):
+            raise TypeError(
+                f"{owner} makes the StateOffload itself, once the trainer has its optimizer; found {asked!r}. Pass "
+                'memkit.StateOffload, or functools.partial(memkit.StateOffload, device_budget="4GiB")'
+            )
+        self._owner = owner
+        self._options: dict[str, Any] = {}
+        if isinstance(asked, functools.partial):
+            if asked.args:
+                raise TypeError(
+                    f"{owner} makes the StateOffload over the trainer's optimizer; found a functools.partial that has one "
+                    f"already, {type(asked.args[0]).__name__}. Leave that out"
+                )
+            self._options = dict(asked.keywords)
+        try:
+            bound = inspect.signature(StateOffload).bind(None, **self._options)
+        except TypeError as error:
+            raise TypeError(f"{owner}: StateOffload {error}") from None
+        bound.apply_defaults()
+        options = {name: bound.arguments[name] for name in ("update", "master", "when", "overlap_forward", "disk")}
+        check_options(**options)
+        self.when: str = options["when"]
+        self.overlaps: bool = options["overlap_forward"]
+        self.opened: list[StateOffload] = []
+        self._figures: list[StateStats] = []
+        """The figures of the last training that has ended."""
+
+    def begin(self, optimizers: Iterable[object]) -> None:
+        """Make a `StateOffload` of each optimizer that has none yet."""
+        found = [inside(optimizer) for optimizer in optimizers]
+        if not found:
+            raise ValueError(f"{self._owner} needs the optimizer of the training for its StateOffload; the trainer has none")
+        for states in [states for states in self.opened if not any(states.optimizer is one for one in found)]:
+            states.close()
+            self.opened.remove(states)
+        known = [states.optimizer for states in self.opened]
+        try:
+            for optimizer in found:
+                if any(optimizer is one for one in known):
+                    continue
+                for states in [states for states in _begun_states if states.optimizer is optimizer]:
+                    states.close()
+                made = StateOffload(optimizer, **self._options)  # refuses what is no optimizer
+                self.opened.append(made)
+                _begun_states.add(made)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        self._figures = self.figures()
+        while self.opened:
+            states = self.opened.pop()
+            states.close()
+            _begun_states.discard(states)
+
+    def figures(self) -> list[StateStats]:
+        return [states.stats() for states in self.opened] or self._figures
+
+
+def _is_asked_for(feature: object) -> bool:
+    return feature is StateOffload or (isinstance(feature, functools.partial) and feature.func is StateOffload)
+
+
+def inside(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper, such as Accelerate's or Lightning's."""
+    found = optimizer
+    with suppress(AttributeError):
+        while isinstance(found.optimizer, torch.optim.Optimizer):
+            found = found.optimizer
+    return found
+
+
+def keep_in_place(offload: LayerOffload) -> LayerOffload:
+    """Have a model whose layers stream stay where it is, when a training loop moves it, or a module that has it inside.
+
+    Trainers move the model that they are given to the device (`model.to("cuda")`), which would bring all that streams there.
+    From now on such calls leave the model alone, until `offload.close()`. The callbacks do it themselves. What casts the model
+    raises.
+
+    Args:
+        offload: one that is open.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: it is no `LayerOffload`.
+        ValueError: it is closed.
+
+    Example:
+        >>> import torch, memkit
+        >>> from memkit.integrations import keep_in_place
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).requires_grad_(False)
+        >>> device = memkit.device.ReferenceDevice()  # on a GPU, leave it out
+        >>> with keep_in_place(memkit.LayerOffload(model, offload_ratio=0.75, device=device)):
+        ...     _ = torch.nn.ModuleDict({"inner": model}).to("meta")  # as a trainer would move it, to "cuda"
+        >>> model[3].weight.device
+        device(type='cpu')
+    """
+    if not isinstance(offload, LayerOffload):
+        raise TypeError(f"keep_in_place needs a memkit.LayerOffload; found {type(offload).__name__}")
+    if offload not in attached_to(offload.model):
+        raise ValueError("keep_in_place needs a LayerOffload that streams; found one that is closed. Make a new one")
+    place = torch_private.MOVING_ALL
+    if not isinstance(vars(offload.model).get(place), Around):
+        around = Around(offload.model, place, _stay)
+        offload.until_closed(around)  # ahead: to remove what is not there yet does nothing
+        around.put()
+    return offload
+
+
+def _stay(model: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stands for `_apply` of a model: leave its tensors where they are if the call moves them, raise if it casts them."""
+    change = args[0] if args else kwargs["fn"]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            continue
+        changed = change(torch.empty(0, dtype=tensor.dtype))
+        if changed.dtype != tensor.dtype:
+            raise LayerOffloadError(
+                f'a {type(model).__name__} whose layers stream was about to be cast: "{name}" is {tensor.dtype}, and was to be '
+                f"{changed.dtype}. Cast the model before memkit.LayerOffload is made, and have the trainer leave it as it is"
+            )
+        if changed.device.type == "cpu" and changed.is_shared():
+            return code(*args, **kwargs)  # to be used by several processes: refused by the next forward
+    return model

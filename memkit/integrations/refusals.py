@@ -9,8 +9,7 @@ from torch import nn
 
 from memkit.activations import MemoryBudget, Rematerialize
 from memkit.errors import warn_user
-from memkit.integrations.features import Features
-from memkit.integrations.optimizer_states import OptimizerStates
+from memkit.integrations.features import Features, OptimizerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +44,7 @@ class Loop:
 
 
 def refuse(features: Features, loop: Loop) -> None:
-    """Check features against the settings of a training loop.
-
-    Raises:
-        ValueError: they don't go together. The message names the setting, and what to do.
-    """
+    """Raise a ValueError that names the setting and what to do, where features don't go with those of a training loop."""
     owner = features.owner
     if loop.replicas is not None:
         raise ValueError(

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from memkit import cli
-from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, sum_of_outputs
-from memkit.bench.layers import StepOf
 from memkit.device import ReferenceDevice
 
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
@@ -32,13 +30,15 @@ def bench_module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+measuring = bench_module("measuring")
+Workload, StepOf = measuring.Workload, measuring.StepOf
+
+
 def lines_of_part(script: str, name: str) -> list[dict[str, Any]]:
     """Return what a part of a script tells in a tiny run of one step, made in this process: what a process of its own imports
     takes longer than most parts do. Any: JSON."""
     device = ReferenceDevice()
-    setting = bench_module("setting").Setting(
-        device=device, steps=1, fast=False, plots=None, tiny=True, ends_s=time.perf_counter() + 400
-    )
+    setting = bench_module("setting").Setting(device=device, steps=1, fast=False, tiny=True, ends_s=time.perf_counter() + 400)
     about = {"part": name, "device": device.name, "cuda": None, **bench_module("shared").about_run(1)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as scripts do
@@ -59,7 +59,7 @@ def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], No
         seen()
         return model(batch)
 
-    return Workload(name="layers", model=model, forward=forward, loss=sum_of_outputs)
+    return Workload(name="layers", model=model, forward=forward, loss=measuring.sum_of_outputs)
 
 
 def square_layers(width: int) -> Workload:
@@ -93,7 +93,7 @@ def stack_step(*, backward: bool = True, seen: Callable[[], None] = lambda: None
             seen()
             return model(batch)
 
-        return Workload(name="stack", model=model, forward=forward, loss=sum_of_outputs, backward=backward)
+        return Workload(name="stack", model=model, forward=forward, loss=measuring.sum_of_outputs, backward=backward)
 
     return step_of
 
@@ -116,12 +116,3 @@ def assert_fails(capsys: pytest.CaptureFixture[str], arguments: list[str], messa
     assert message in err
     assert err.count("\n") == 1
     assert err.startswith("memkit: error: ")
-
-
-def assert_draws(result: OffloadBench | RematBench | LayerBench, folder: Path) -> None:
-    """A bench writes a picture."""
-    pytest.importorskip("matplotlib")
-
-    result.plot(folder / "picture.png")
-
-    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")

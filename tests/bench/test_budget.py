@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import memkit
-from memkit.bench import engines
 from memkit.device import ReferenceDevice
-from tests.bench.cases import BENCHES, bench_module, layers, lines_of_part
+from tests.bench.cases import BENCHES, bench_module, layers, lines_of_part, measuring
 
 FRONTS = ["front_resnet50", "front_llama", "front_gpt2", "front_whisper"]
 PARTS = [
@@ -72,7 +71,7 @@ def budget_tables() -> ModuleType:
 @pytest.fixture
 def setting() -> Any:
     """Return one for tiny runs."""
-    found = {"steps": 1, "fast": False, "plots": None, "tiny": True, "ends_s": 0.0}
+    found = {"steps": 1, "fast": False, "tiny": True, "ends_s": 0.0}
     return bench_module("setting").Setting(device=ReferenceDevice(), **found)
 
 
@@ -106,7 +105,7 @@ def test_nothing_is_left_free_for_states_of_what_has_stepped(budget_steps: Modul
 
 
 def test_learned_budget_is_timed_by_turns_with_plain_steps(budget_steps: ModuleType, setting: Any) -> None:
-    line = budget_steps.measured(layers(torch.randn(64, 64)), 0.5, setting, {"again": engines.plain})
+    line = budget_steps.measured(layers(torch.randn(64, 64)), 0.5, setting, {"again": measuring.plain})
 
     assert line["way"] in ("plan", "regions", "regions and copies")
     assert line["ratio"] == line["step_s"] / line["plain_s"]

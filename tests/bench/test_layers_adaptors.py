@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from memkit.bench import Measurement, freeze_layers
-from memkit.bench.layers import StepOf
 from memkit.device import CpuDevice, Device, ReferenceDevice
-from tests.bench.cases import Stack, bench_module, stack_step
+from tests.bench.cases import Stack, StepOf, bench_module, measuring, stack_step
 
 pytestmark = pytest.mark.full
 
 adaptors = bench_module("layers_adaptors")
+Measurement = measuring.Measurement
 PEERS = {peer.name: peer for peer in adaptors.PEERS}
 FORWARD_ONLY = [name for name, peer in PEERS.items() if not peer.has_backward]
 
@@ -27,7 +26,7 @@ def _measure(name: str, step_of: StepOf, model: nn.Module, device: Device | None
 
 def _frozen() -> Stack:
     model = Stack()
-    freeze_layers(model)
+    model.layers.requires_grad_(False)
     return model
 
 

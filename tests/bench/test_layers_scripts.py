@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from memkit.device import CpuDevice, Device, ReferenceDevice
-from tests.bench.cases import BENCHES
+from memkit.transfer import Link
+from tests.bench.cases import BENCHES, measuring
 
 KEYS = {
     "name",
@@ -58,7 +59,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
 
 
 def _setting(scripts: Scripts, device: Device, **options: Any) -> Any:
-    return scripts.setting.Setting(device=device, steps=1, fast=False, plots=None, tiny=True, ends_s=math.inf, **options)
+    return scripts.setting.Setting(device=device, steps=1, fast=False, tiny=True, ends_s=math.inf, **options)
 
 
 @pytest.mark.full
@@ -120,6 +121,21 @@ def test_peers_are_told_one_by_one_beside_plain_and_memkit(scripts: Scripts) -> 
         assert found[name]["to_plain"] > 0
         assert found[name]["to_memkit"] > 0
     assert all(("step_s" in line) != ("left_out" in line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("backward_s", "d2h_bytes", "expected_s"),
+    [(3.0, 0.0, 2.0 + 3.0), (3.0, 100.0, 2.0 + 10.0), (0.0, 0.0, 2.0)],
+    ids=["computes longer", "copies longer", "forward only"],
+)
+def test_roofline_is_the_longer_of_compute_and_transfer_in_each_pass(
+    scripts: Scripts, backward_s: float, d2h_bytes: float, expected_s: float
+) -> None:
+    found = {"num_steps": 1, "step_s": 9.0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}
+    plain = measuring.Measurement(forward_s=1.0, backward_s=backward_s, **found)
+    link = Link(d2h_bytes_per_s=10.0, h2d_bytes_per_s=50.0)
+
+    assert scripts.curves.layers_roofline_s(plain, link, 100, d2h_bytes) == expected_s
 
 
 def test_capped_run_has_the_losses_of_the_plain_one(scripts: Scripts) -> None:

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkit.bench import host
-from memkit.bench.host import REHEARSAL, HostUpdates, _Block, update_threads
-from memkit.bench.machine import measure_machine, spec_text
+from memkit import machine
 from memkit.device import CudaDevice, ReferenceDevice
 from memkit.errors import ReportFormatError
+from memkit.machine import REHEARSAL, HostUpdates, measure_machine, spec_text, update_threads
 from memkit.plan.gpu import GPUS, GpuSpec
 from memkit.transfer import link
 from tests.bench.cases import assert_fails, run_command
 
-_THREADS = host._UPDATE_THREADS
+_THREADS = machine._UPDATE_THREADS
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +25,8 @@ def _little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run side by side: threads that wait for a core take seconds for what takes none. And copies of the reference
     device are not over by themselves: some updates beside them show as much as 10,000.
     """
-    monkeypatch.setattr(host, "_UPDATE_THREADS", (1,))
-    monkeypatch.setattr(host, "_BOTH_S", 0.05)
+    monkeypatch.setattr(machine, "_UPDATE_THREADS", (1,))
+    monkeypatch.setattr(machine, "_BOTH_S", 0.05)
     monkeypatch.setattr(link, "_MOST_ACTS", 10)
 
 
@@ -128,7 +127,7 @@ def test_updates_are_those_of_adamw(casts: bool) -> None:
 
 
 def test_number_of_threads_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "update_threads", lambda: [2])
+    monkeypatch.setattr(machine, "update_threads", lambda: [2])
     before = torch.get_num_threads()
     assert before == 1  # or it may be left as it is found
 
@@ -186,7 +185,7 @@ def test_a_gpu_is_about_what_is_known_of_it() -> None:
 def test_updates_are_timed_with_no_more_threads_than_cores(
     num_cores: int, found: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "_UPDATE_THREADS", _THREADS)
+    monkeypatch.setattr(machine, "_UPDATE_THREADS", _THREADS)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)), raising=False)
 
     assert update_threads() == found

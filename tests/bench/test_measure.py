@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torchvision
-from torch import Tensor
+from torch import Tensor, nn
 
 import memkit
-from memkit.bench import Workload, engines, measure, sum_of_outputs
 from memkit.device import CpuDevice, ReferenceDevice
-from tests.bench.cases import bench_module, layers
+from tests.bench.cases import Workload, bench_module, layers, measuring
+
+measure, sum_of_outputs = measuring.measure, measuring.sum_of_outputs
 
 
 def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
@@ -25,7 +26,7 @@ def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
 def test_measures_so_many_steps_after_the_warm_up() -> None:
     calls: list[int] = []
 
-    found = measure(_workload(lambda: calls.append(1)), engines.plain, CpuDevice(), num_steps=3, num_warmup=2)
+    found = measure(_workload(lambda: calls.append(1)), measuring.plain, CpuDevice(), num_steps=3, num_warmup=2)
 
     assert len(calls) == 5
     assert found.num_steps == 3
@@ -40,7 +41,7 @@ def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device, "synchronize", lambda: calls.append("wait"))
     workload = _workload(lambda: calls.append("step"))
 
-    found = measure(workload, engines.plain, device, num_steps=2, num_warmup=1, num_in_a_row=3)
+    found = measure(workload, measuring.plain, device, num_steps=2, num_warmup=1, num_in_a_row=3)
 
     assert calls == ["wait", "step", "wait"] * 3 + ["step"] * 4 + ["wait"]
     assert found.num_steps == 2
@@ -51,7 +52,7 @@ def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -
 def test_leaves_no_gradients() -> None:
     workload = _workload()
 
-    measure(workload, engines.plain, CpuDevice(), num_steps=1, num_warmup=0, num_in_a_row=1)
+    measure(workload, measuring.plain, CpuDevice(), num_steps=1, num_warmup=0, num_in_a_row=1)
 
     assert all(param.grad is None for param in workload.model.parameters())
 
@@ -74,7 +75,7 @@ def test_update_follows_each_backward() -> None:
     first = next(workload.model.parameters())
     updated = replace(workload, update=lambda: grads.append(first.grad is not None))
 
-    measure(updated, engines.plain, CpuDevice(), num_steps=2, num_warmup=1)
+    measure(updated, measuring.plain, CpuDevice(), num_steps=2, num_warmup=1)
 
     assert grads == [True] * 3
 
@@ -86,7 +87,7 @@ def test_without_a_backward_there_is_no_grad_mode_and_no_loss() -> None:
         workload, backward=False, loss=lambda _: pytest.fail("a loss"), update=lambda: pytest.fail("an update")
     )
 
-    found = measure(forward_only, engines.plain, CpuDevice(), num_steps=2, num_warmup=0)
+    found = measure(forward_only, measuring.plain, CpuDevice(), num_steps=2, num_warmup=0)
 
     assert modes == [False, False]
     assert found.backward_s == 0
@@ -97,7 +98,7 @@ def test_end_of_the_warm_up_is_told() -> None:
     calls: list[str] = []
     workload = _workload(lambda: calls.append("step"))
 
-    measure(workload, engines.plain, CpuDevice(), num_steps=1, num_warmup=2, after_warmup=lambda: calls.append("warm"))
+    measure(workload, measuring.plain, CpuDevice(), num_steps=1, num_warmup=2, after_warmup=lambda: calls.append("warm"))
 
     assert calls == ["step", "step", "warm", "step"]
 
@@ -125,9 +126,9 @@ def _gradients(workload: Workload, context: object) -> list[Tensor]:
 def test_engines_change_no_gradient(name: str) -> None:
     workload = _workload()
     made = {
-        "save_on_cpu": engines.save_on_cpu,
-        "synchronous": lambda: engines.synchronous(10**6, min_bytes=0),
-        "checkpointed": lambda: engines.checkpointed(workload.model),
+        "save_on_cpu": measuring.save_on_cpu,
+        "synchronous": lambda: measuring.synchronous(10**6, min_bytes=0),
+        "checkpointed": lambda: measuring.checkpointed(workload.model),
     }[name]()
 
     found = _gradients(workload, made)
@@ -139,7 +140,7 @@ def test_engines_change_no_gradient(name: str) -> None:
 def test_synchronous_copies_move_the_tensors_saved_first() -> None:
     x = torch.randn(8, requires_grad=True)
     packed: list[object] = []
-    context = engines.synchronous(64, min_bytes=32)
+    context = measuring.synchronous(64, min_bytes=32)
     pack = context.pack_hook
     context.pack_hook = lambda tensor: packed.append(pack(tensor)) or packed[-1]
 
@@ -150,7 +151,7 @@ def test_synchronous_copies_move_the_tensors_saved_first() -> None:
 
 
 def test_blocks_are_the_members_of_uniform_lists() -> None:
-    blocks = engines.blocks_of(torchvision.models.resnet18())
+    blocks = measuring.blocks_of(torchvision.models.resnet18())
 
     assert [type(block).__name__ for block in blocks] == ["BasicBlock"] * 8
 
@@ -158,14 +159,34 @@ def test_blocks_are_the_members_of_uniform_lists() -> None:
 def test_checkpointing_is_taken_off_again() -> None:
     model = torchvision.models.resnet18()
 
-    with engines.checkpointed(model):
-        assert "forward" in vars(engines.blocks_of(model)[0])
+    with measuring.checkpointed(model):
+        assert "forward" in vars(measuring.blocks_of(model)[0])
 
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (nn.Sequential(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])), "checkpoint per block"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "checkpoint per child"),
+        (nn.Linear(4, 4), "checkpoint of the whole"),
+    ],
+    ids=["blocks", "children", "leaf"],
+)
+def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
+    batch = torch.randn(2, 4)
+    workload = Workload(name="tiny", model=model, forward=lambda: model(batch), loss=sum_of_outputs)
+
+    ((found, engine),) = measuring.checkpointing(model).items()
+
+    assert found == name
+    for one, other in zip(_gradients(workload, engine()), _gradients(workload, nullcontext()), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_torch_baselines_are_named() -> None:
-    assert list(engines.torch_baselines(torchvision.models.resnet18())) == ["torch save_on_cpu", "checkpoint per block"]
+    assert list(measuring.torch_baselines(torchvision.models.resnet18())) == ["torch save_on_cpu", "checkpoint per block"]
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench.cases import BENCHES
+from memkit.device import ReferenceDevice
+from memkit.plan import plan_ratio
+from tests.bench.cases import BENCHES, NUM_LAYERS, bench_module, square_layers
 
 pytestmark = pytest.mark.full
 
@@ -56,7 +59,10 @@ def test_host_script_tells_what_each_engine_takes_beyond_plain() -> None:
     ("given", "benches"),
     [
         (["--only", "supernet"], SUPERNET_PHASES),
-        (["--here", "--only", "planning", "recorder_host"], ["remat_planning"] * 3 + ["remat_recorder_host"] * 4),
+        (
+            ["--here", "--only", "planning", "recorder_host", "resnet50"],
+            ["remat_planning"] * 3 + ["remat_recorder_host"] * 4 + ["remat", "remat_fit"],
+        ),
     ],
 )
 def test_script_runs(given: list[str], benches: list[str]) -> None:
@@ -76,6 +82,23 @@ def test_layers_script_runs() -> None:
     for line in lines:
         assert "error" not in line
         assert line["torch"] == torch.__version__
+
+
+def test_ratios_move_what_their_plan_says_and_are_set_beside_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = bench_module("bench_offload")
+    monkeypatch.setattr(script, "_on_gpu", lambda make: make())
+    options = argparse.Namespace(ratios=[0, 0.5, 1], steps=1, fast=False, peers=False)
+
+    line, close = script.against_roofline(lambda: square_layers(512), options, ReferenceDevice())
+
+    sizes = [2**20] * (2 * NUM_LAYERS - 1)  # each GELU's input and each Linear's, the model's own input apart
+    assert line["saved_bytes"] == sum(sizes)
+    for row in line["rows"]:
+        assert row["moved_bytes"] == plan_ratio(sizes, row["ratio"], window_bytes=row["window_bytes"]).offload_bytes
+        assert row["roofline_s"] >= max(line["plain"]["forward_s"], line["plain"]["backward_s"])
+        assert row["to_roofline"] == row["memkit_s"] / row["roofline_s"]
+    assert [row["synchronous_s"] is None for row in line["rows"]] == [True, False, False]
+    assert close["bench"] == "offload_close_to_plain"
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from memkit.bench import engines
 from memkit.device import ReferenceDevice
 from memkit.transfer import Link
-from tests.bench.cases import BENCHES, bench_module, layers, lines_of_part
+from tests.bench.cases import BENCHES, bench_module, layers, lines_of_part, measuring
 
 PARTS = [
     "chain",
@@ -72,7 +71,7 @@ def test_steps_of_engines_take_turns_after_one_of_each(alternating: ModuleType) 
     entered: list[str] = []
 
     def named(name: str) -> Callable[[], Any]:
-        return lambda: (entered.append(name), engines.plain())[1]
+        return lambda: (entered.append(name), measuring.plain())[1]
 
     found = alternating.alternate(
         layers(torch.randn(4, 16)), {"a": named("a"), "b": named("b")}, ReferenceDevice(), num_steps=2
@@ -161,7 +160,7 @@ def test_checkpointing_gives_back_a_forward_of_the_modules_own() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     mine = one.forward = torch.compile(one.forward, backend="eager")
 
-    with engines.checkpointed_each([one, other]):
+    with measuring.checkpointed_each([one, other]):
         assert one.forward is not mine
 
     assert one.forward is mine
@@ -170,7 +169,7 @@ def test_checkpointing_gives_back_a_forward_of_the_modules_own() -> None:
 
 def _flops_of_backward(kept_ops: Sequence[Any]) -> int:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    with engines.checkpointed_each([layer], kept_ops=kept_ops):
+    with measuring.checkpointed_each([layer], kept_ops=kept_ops):
         loss = layer(torch.ones(2, 4)).sum()
     with FlopCounterMode(display=False) as counter:
         loss.backward()

@@ -19,9 +19,7 @@ def _needs() -> None:
 
 
 def test_tokens_per_second_with_all_on_the_device_and_with_everything_streamed() -> None:
-    setting = bench_module("setting").Setting(
-        device=ReferenceDevice(), steps=2, fast=False, plots=None, tiny=True, ends_s=math.inf
-    )
+    setting = bench_module("setting").Setting(device=ReferenceDevice(), steps=2, fast=False, tiny=True, ends_s=math.inf)
 
     lines = list(bench_module("bench_streamed").lines(setting, "tiny", [(2, 32), (3, 16)], ["plain", "streamed"]))
 

@@ -81,6 +81,10 @@ def tiny_states_and_remat(model: nn.Module) -> list[object]:
     return [*tiny_states(model), *tiny_remat(model)]
 
 
+def tiny_layers_and_remat(model: nn.Module) -> list[object]:
+    return [*tiny_layers(model), *tiny_remat(model)]
+
+
 FEATURES: dict[str, Make] = {
     "MemoryBudget": tiny_budget,
     "CPUOffload": tiny_offload,
@@ -97,6 +101,12 @@ EVERY_FEATURE = pytest.mark.parametrize(
     [pytest.param(make, marks=[pytest.mark.full] * (make is tiny_budget)) for make in FEATURES.values()],
     ids=FEATURES.keys(),
 )
+
+
+THAT_CHECKPOINTS_SEE = pytest.mark.parametrize(
+    "make", [tiny_remat, tiny_layers, tiny_states], ids=["Rematerialize", "LayerOffload", "StateOffload"]
+)
+"""Of those with one context, which of them it is makes no difference to what is saved and loaded."""
 
 
 def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 import memkit
 from memkit.attached import attached_to
 from memkit.device import ReferenceDevice
-from memkit.integrations import in_place
+from memkit.integrations import features
 from tests.integrations.cases import (
     EVERY_FEATURE,
     MARKS,
     MISSING,
+    THAT_CHECKPOINTS_SEE,
     VOCABULARY,
     Make,
     assert_has_worked,
@@ -31,7 +34,7 @@ from tests.integrations.cases import (
     llama,
     tiny_budget,
     tiny_layers,
-    tiny_layers_and_offload,
+    tiny_layers_and_remat,
     tiny_offload,
     tiny_remat,
     tiny_states,
@@ -113,10 +116,17 @@ def _fit(
     return module, callback, trainer
 
 
+@functools.cache
+def _plain(kind: Callable[[], Any] = OneModel, **settings: Any) -> Any:
+    """Return the module that is trained without memkit, once for all tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _fit(Path(folder), None, kind=kind, **settings)[0]
+
+
 @EVERY_FEATURE
 @pytest.mark.parametrize("kind", [OneModel, TwoModels])
 def test_weights_after_four_steps_are_those_of_the_plain_run(make: Make, kind: Callable[[], Any], tmp_path: Path) -> None:
-    plain, _, _ = _fit(tmp_path / "plain", None, kind=kind)
+    plain = _plain(kind=kind)
 
     module, callback, _ = _fit(tmp_path / "memkit", make, kind=kind)
 
@@ -124,9 +134,9 @@ def test_weights_after_four_steps_are_those_of_the_plain_run(make: Make, kind: C
     assert_has_worked(callback.figures())
 
 
-@EVERY_FEATURE
+@THAT_CHECKPOINTS_SEE
 def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, tmp_path: Path) -> None:
-    plain, _, _ = _fit(tmp_path / "plain", None)
+    plain = _plain()
     for name, made in {"memkit": make, "plain": None}.items():
         _, _, trainer = _fit(tmp_path / name, made, max_epochs=1)
         trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
@@ -138,7 +148,6 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make", [tiny_remat, tiny_layers_and_offload])
 @pytest.mark.parametrize("kind", [OneModel, TwoModels])
 @pytest.mark.parametrize(
     "settings",
@@ -150,11 +159,11 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
     ids=["accumulation", "clipping", "bf16"],
 )
 def test_weights_are_those_of_the_plain_run_under_other_settings(
-    make: Make, kind: Callable[[], Any], settings: dict[str, Any], tmp_path: Path
+    kind: Callable[[], Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain, _, _ = _fit(tmp_path / "plain", None, kind=kind, **settings)
+    plain = _plain(kind=kind, **settings)
 
-    module, callback, _ = _fit(tmp_path / "memkit", make, kind=kind, **settings)
+    module, callback, _ = _fit(tmp_path / "memkit", tiny_layers_and_remat, kind=kind, **settings)
 
     assert_same_weights(module, plain)
     assert_has_worked(callback.figures())
@@ -261,8 +270,8 @@ def test_layers_go_on_streaming_for_validation(tmp_path: Path) -> None:
 
 def test_lightning_moves_nothing_that_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stayed: list[nn.Module] = []
-    stay = in_place._stay
-    monkeypatch.setattr(in_place, "_stay", lambda model, *rest: stayed.append(model) or stay(model, *rest))
+    stay = features._stay
+    monkeypatch.setattr(features, "_stay", lambda model, *rest: stayed.append(model) or stay(model, *rest))
 
     module, _, _ = _fit(tmp_path, tiny_layers, max_epochs=1)
 
@@ -432,7 +441,7 @@ class LookAtStates(lightning.Callback):  # type: ignore[misc,name-defined]
 
 
 def test_each_optimizer_has_its_states_in_host_memory_until_the_end(tmp_path: Path) -> None:
-    plain, _, _ = _fit(tmp_path / "plain", None, kind=TwoOptimizers)
+    plain = _plain(kind=TwoOptimizers)
     torch.manual_seed(0)
     module = TwoOptimizers()
     callback = MemkitLightningCallback(*tiny_states(module))
@@ -449,7 +458,7 @@ def test_each_optimizer_has_its_states_in_host_memory_until_the_end(tmp_path: Pa
 
 
 def test_states_of_a_checkpoint_go_to_host_memory(tmp_path: Path) -> None:
-    plain, _, _ = _fit(tmp_path / "plain", None)
+    plain = _plain()
     _, _, trainer = _fit(tmp_path / "saved", None, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     torch.manual_seed(0)
@@ -501,7 +510,7 @@ def test_checkpoint_that_is_written_meanwhile_is_that_of_the_plain_run(tmp_path:
 
 def test_states_leave_with_clipping_and_accumulation(tmp_path: Path) -> None:
     settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    plain, _, _ = _fit(tmp_path / "plain", None, **settings)
+    plain = _plain(**settings)
 
     module, callback, _ = _fit(tmp_path / "memkit", tiny_states, **settings)
 
@@ -515,7 +524,7 @@ def _in_backward(_: nn.Module) -> list[object]:
 
 @pytest.mark.parametrize("kind", [OneModel, Manual])
 def test_states_are_stepped_within_the_backward(kind: Callable[[], Any], tmp_path: Path) -> None:
-    plain, _, _ = _fit(tmp_path / "plain", None, kind=kind)
+    plain = _plain(kind=kind)
 
     module, callback, _ = _fit(tmp_path / "memkit", _in_backward, kind=kind)
 

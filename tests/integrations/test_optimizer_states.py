@@ -11,8 +11,7 @@ from torch import nn
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.integrations.features import Features
-from memkit.integrations.optimizer_states import inside
+from memkit.integrations.features import Features, inside
 from memkit.integrations.refusals import Loop, refuse
 
 STATES = partial(memkit.StateOffload, device=ReferenceDevice())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from memkit.around import Around
 from memkit.attached import attached_to
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
-from memkit.integrations import in_place
+from memkit.integrations import features
 from tests.integrations.cases import (
     EVERY_FEATURE,
     MARKS,
     MISSING,
+    THAT_CHECKPOINTS_SEE,
     Make,
     assert_has_worked,
     assert_same_weights,
@@ -28,6 +30,7 @@ from tests.integrations.cases import (
     tiny_budget,
     tiny_layers,
     tiny_layers_and_offload,
+    tiny_layers_and_remat,
     tiny_offload,
     tiny_remat,
     tiny_states,
@@ -78,9 +81,29 @@ def _train(folder: Path, make: Make | None, resume: str | None = None, **setting
     return model, callback
 
 
+Plain = Callable[..., tuple[nn.Module, Path]]
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Return what trains under some settings without memkit, once for all tests: the model, and the folder of the run."""
+    known: dict[str, tuple[nn.Module, Path]] = {}
+
+    def run(**settings: Any) -> tuple[nn.Module, Path]:
+        found = known.get(repr(settings))
+        if found is None:
+            folder = tmp_path_factory.mktemp("plain")
+            found = known[repr(settings)] = _train(folder, None, **settings)[0], folder
+        return found
+
+    return run
+
+
 @EVERY_FEATURE
-def test_weights_after_an_epoch_with_a_smaller_last_batch_are_those_of_the_plain_run(make: Make, tmp_path: Path) -> None:
-    plain, _ = _train(tmp_path / "plain", None)
+def test_weights_after_an_epoch_with_a_smaller_last_batch_are_those_of_the_plain_run(
+    make: Make, plain_run: Plain, tmp_path: Path
+) -> None:
+    plain, _ = plain_run()
 
     model, callback = _train(tmp_path / "memkit", make)
 
@@ -88,20 +111,19 @@ def test_weights_after_an_epoch_with_a_smaller_last_batch_are_those_of_the_plain
     assert_has_worked(callback.figures())
 
 
-@EVERY_FEATURE
-def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, tmp_path: Path) -> None:
+@THAT_CHECKPOINTS_SEE
+def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, plain_run: Plain, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
-    plain, _ = _train(tmp_path / "plain", None, **saving)
+    plain, plain_folder = plain_run(**saving)
     _train(tmp_path / "memkit", make, **saving)
 
-    for folder in ("memkit", "plain"):
-        model, _ = _train(tmp_path / "resumed", make, resume=str(tmp_path / folder / "checkpoint-2"))
+    for folder in (tmp_path / "memkit", plain_folder):
+        model, _ = _train(tmp_path / "resumed", make, resume=str(folder / "checkpoint-2"))
 
         assert_same_weights(model, plain)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make", [tiny_remat, tiny_layers_and_offload])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -116,19 +138,21 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
     ],
     ids=["accumulation", "evaluation", "bf16", "clipping", "adafactor", "best model", "neftune", "label smoothing"],
 )
-def test_weights_are_those_of_the_plain_run_under_other_settings(make: Make, settings: dict[str, Any], tmp_path: Path) -> None:
-    plain, _ = _train(tmp_path / "plain", None, **settings)
+def test_weights_are_those_of_the_plain_run_under_other_settings(
+    settings: dict[str, Any], plain_run: Plain, tmp_path: Path
+) -> None:
+    plain, _ = plain_run(**settings)
 
-    model, callback = _train(tmp_path / "memkit", make, **settings)
+    model, callback = _train(tmp_path / "memkit", tiny_layers_and_remat, **settings)
 
     assert_same_weights(model, plain)
     assert_has_worked(callback.figures())
 
 
 @pytest.mark.full
-def test_layers_stream_under_a_budget_in_bfloat16_with_accumulation_and_evaluation(tmp_path: Path) -> None:
+def test_layers_stream_under_a_budget_in_bfloat16_with_accumulation_and_evaluation(plain_run: Plain, tmp_path: Path) -> None:
     settings = {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    plain, _ = _train(tmp_path / "plain", None, **settings)
+    plain, _ = plain_run(**settings)
 
     model, callback = _train(tmp_path / "memkit", lambda model: [*tiny_layers(model), *tiny_budget(model)], **settings)
 
@@ -136,9 +160,9 @@ def test_layers_stream_under_a_budget_in_bfloat16_with_accumulation_and_evaluati
     assert_has_worked(callback.figures())
 
 
-def test_resumes_with_accumulation_and_evaluation_in_between(tmp_path: Path) -> None:
+def test_resumes_with_accumulation_and_evaluation_in_between(plain_run: Plain, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
-    plain, _ = _train(tmp_path / "plain", None, save_steps=2, **settings)
+    plain, _ = plain_run(save_steps=2, **settings)
     _train(tmp_path / "memkit", tiny_layers, save_steps=2, **settings)
 
     model, _ = _train(
@@ -352,8 +376,8 @@ def test_layers_stream_in_a_model_that_trainer_compiles_with_a_warning(compiling
 
 def test_trainer_moves_nothing_that_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stayed: list[nn.Module] = []
-    stay = in_place._stay
-    monkeypatch.setattr(in_place, "_stay", lambda model, *rest: stayed.append(model) or stay(model, *rest))
+    stay = features._stay
+    monkeypatch.setattr(features, "_stay", lambda model, *rest: stayed.append(model) or stay(model, *rest))
     model = llama()
 
     trainer = _trainer(tmp_path, model, MemkitCallback(*tiny_layers(model)), max_steps=1)
@@ -421,8 +445,8 @@ def test_steps_within_the_backward_are_refused(tmp_path: Path) -> None:
         _trainer(tmp_path, model, MemkitCallback(offload))
 
 
-def test_checkpointed_layers_are_warned_of(tmp_path: Path) -> None:
-    plain, _ = _train(tmp_path / "plain", None, gradient_checkpointing=True)
+def test_checkpointed_layers_are_warned_of(plain_run: Plain, tmp_path: Path) -> None:
+    plain, _ = plain_run(gradient_checkpointing=True)
 
     with pytest.warns(UserWarning, match="gradient_checkpointing=True recomputes every layer in every step.*Leave it out"):
         model, _ = _train(tmp_path / "memkit", tiny_budget, gradient_checkpointing=True)
@@ -431,8 +455,8 @@ def test_checkpointed_layers_are_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_layers, tiny_offload])
-def test_checkpointed_layers_may_stream_and_offload(make: Make, tmp_path: Path) -> None:
-    plain, _ = _train(tmp_path / "plain", None, gradient_checkpointing=True)
+def test_checkpointed_layers_may_stream_and_offload(make: Make, plain_run: Plain, tmp_path: Path) -> None:
+    plain, _ = plain_run(gradient_checkpointing=True)
 
     model, callback = _train(tmp_path / "memkit", make, gradient_checkpointing=True)
 
@@ -469,7 +493,7 @@ def test_checkpoints_are_those_of_the_plain_run_while_states_are_in_host_memory(
         assert all(torch.equal(found["state"][key][name], tensor) for name, tensor in entries.items())
 
 
-def test_states_leave_with_clipping_accumulation_evaluation_and_a_scheduler(tmp_path: Path) -> None:
+def test_states_leave_with_clipping_accumulation_evaluation_and_a_scheduler(plain_run: Plain, tmp_path: Path) -> None:
     settings = {
         "max_grad_norm": 0.5,
         "gradient_accumulation_steps": 2,
@@ -478,7 +502,7 @@ def test_states_leave_with_clipping_accumulation_evaluation_and_a_scheduler(tmp_
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
     }
-    plain, _ = _train(tmp_path / "plain", None, **settings)
+    plain, _ = plain_run(**settings)
 
     model, callback = _train(tmp_path / "memkit", tiny_states, **settings)
 
@@ -488,8 +512,8 @@ def test_states_leave_with_clipping_accumulation_evaluation_and_a_scheduler(tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [tiny_offload, tiny_budget])
-def test_states_leave_beside_another_feature(make: Make, tmp_path: Path) -> None:
-    plain, _ = _train(tmp_path / "plain", None)
+def test_states_leave_beside_another_feature(make: Make, plain_run: Plain, tmp_path: Path) -> None:
+    plain, _ = plain_run()
 
     model, callback = _train(tmp_path / "memkit", lambda model: [*tiny_states(model), *make(model)])
 
@@ -510,11 +534,11 @@ def test_states_of_what_is_trained_leave_beside_frozen_layers_that_stream(tmp_pa
     assert_has_worked(callback.figures())
 
 
-def test_states_of_a_schedule_free_optimizer_leave(tmp_path: Path) -> None:
+def test_states_of_a_schedule_free_optimizer_leave(plain_run: Plain, tmp_path: Path) -> None:
     pytest.importorskip("schedulefree")
     settings = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 1}
 
-    plain, _ = _train(tmp_path / "plain", None, **settings)
+    plain, _ = plain_run(**settings)
     model, callback = _train(tmp_path / "memkit", tiny_states, **settings)
 
     assert_same_weights(model, plain)
