@@ -236,6 +236,7 @@ def test_step_of_a_new_size_takes_few_calls_for_each_layer(context: Contexts, mo
 # Other steps
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
     [

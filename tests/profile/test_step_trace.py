@@ -254,6 +254,7 @@ def test_function_is_as_learned_and_counted(name: str) -> None:
     assert_as_learned_and_counted(Weighted(FUNCTIONS[name]), torch.randn(32 if name == "opless" else 8, 32))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["cuda", pytest.param("cpu", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", NAMES)
 def test_model_is_as_learned_and_counted(name: str, target: str) -> None:

@@ -274,7 +274,7 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("num_lines", [16, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])

@@ -189,7 +189,7 @@ def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_lo
 
 @pytest.mark.covering(2)
 @pytest.mark.core(1)
-@pytest.mark.parametrize("num_lines", [3, pytest.param(120, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [3, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "options", [{}, {"has_master": True}, {"disk": ReferenceDisk(is_late=False)}], ids=["", "master", "disk"]
 )

@@ -424,6 +424,7 @@ def test_together(other: str, block: str, device: Device) -> None:
             assert_same(step(model, inputs(device)), want)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
 @pytest.mark.parametrize("block", BLOCKS)

@@ -107,6 +107,7 @@ def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_t
     assert (Way.REGIONS_AND_COPIES in ways.fastest_s) == (room == 1.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
     [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.full) for step in STEPS],

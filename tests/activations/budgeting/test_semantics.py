@@ -208,7 +208,7 @@ def _step_under(train: Callable[[Net, Device, Make], None], budget: str | float)
     return pytest.param(train, budget, id=f"{train.__name__}-{budget}", marks=() if is_core else pytest.mark.full)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("train", "budget"), [_step_under(train, budget) for train in STEPS for budget in ("2KiB", 0.4)])
 def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str | float, device: Device) -> None:
     net = _net(device)
@@ -221,7 +221,7 @@ def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("seed", "is_steady"),
     [(0, True), *(pytest.param(seed, seed % 2 == 1, marks=pytest.mark.full) for seed in range(4))],

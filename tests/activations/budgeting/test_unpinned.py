@@ -73,6 +73,7 @@ def _one_warning() -> object:
     assert len(messages) == len({message.split('"')[1] for message in messages}), messages  # one for each tag
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("quick_link")
 @pytest.mark.parametrize("make", [_offload, _by_a_schedule, _nested, _around_recompute, _budget])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])

@@ -105,7 +105,7 @@ def _bits_at(name: str, budget: float) -> object:
     return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "budget"), [_bits_at(name, budget) for name in MODELS for budget in (0.7, 0.4, 0.2)])
 def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Device, remat_on: Remat) -> None:
     plain = run(MODELS[name], device, nullcontext, 7)

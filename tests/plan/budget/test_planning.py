@@ -114,8 +114,8 @@ def test_never_worse_than_one_mechanism(seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hundred", range(10))
-def test_never_worse_than_one_mechanism_on_a_thousand_steps(hundred: int) -> None:
+@pytest.mark.parametrize("hundred", range(3))
+def test_never_worse_than_one_mechanism_on_hundreds_of_steps(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * (hundred + 1)):
         check_never_worse(seed)
 
