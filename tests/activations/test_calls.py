@@ -166,6 +166,7 @@ _NUM_SAVES = 400
 """Of the blocks: what a layer norm, two linear layers and a GELU save, with their weights."""
 
 
+@pytest.mark.full
 def test_what_moves_costs_the_host_few_calls() -> None:
     found_calls, num_moved = _calls_of_offload(1.0)
 
@@ -180,6 +181,7 @@ def test_what_stays_costs_the_host_few_calls() -> None:
     assert found_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_moves_under_a_budget_costs_the_host_few_calls() -> None:
     found_calls, stats = _calls_of_budget(Action.OFFLOAD, 1)
@@ -212,6 +214,7 @@ def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
     assert found[100][0] - per_dropped * dropped[100] <= 12 * found[100][1].num_ops
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("sizes", [(4, 16), pytest.param((4, 8, 16, 32), marks=pytest.mark.full)])
 def test_a_chain_of_drops_costs_the_host_as_many_calls_per_block_whatever_its_length(sizes: tuple[int, ...]) -> None:

@@ -186,6 +186,7 @@ class _Loop:
         return self.x.grad
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded")
 def test_an_interrupt_where_a_recording_is_given_up() -> None:
     loop = _Loop()

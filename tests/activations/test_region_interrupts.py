@@ -54,6 +54,7 @@ def stepping(net: nn.Module, context: Callable[[], AbstractContextManager[Any]])
     return step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("nested", [pytest.param(False, marks=pytest.mark.full), True])
 def test_next_step_has_the_bits_of_the_plain_run(nested: bool, count: int) -> None:

@@ -198,6 +198,7 @@ def test_what_was_sharded_by_hand(how: str, context: str, reshards: str, forward
     assert check_by_hand(how, context, reshards=reshards, forwards=forwards, attached=attached) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("forwards", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ["shard", pytest.param("root", marks=pytest.mark.full)])
 def test_calls_inside_of_layers_are_recomputed_as_a_whole(how: str, forwards: int) -> None:
@@ -286,6 +287,7 @@ def test_what_gathers_tensors_made_of_others_is_no_region() -> None:
     assert "made up of others" in why_not_region(model.blocks[0])
 
 
+@pytest.mark.full
 def test_what_is_sharded_after_it_was_attached_to() -> None:
     mesh, model = init_device_mesh("cpu", (1,)), make()
     memkit.attach(model, memkit.Rematerialize(0.1, tag=TAG, min_bytes=0, device=ReferenceDevice()))

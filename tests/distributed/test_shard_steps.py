@@ -326,6 +326,7 @@ def test_group_that_is_added_is_stepped(one: None) -> None:
     assert_same(run(True), run(False))
 
 
+@pytest.mark.full
 def test_group_that_comes_between_the_backward_and_its_step(one: None) -> None:
     def run(opens: bool) -> list[Tensor]:
         model = on_host(make())
@@ -355,6 +356,7 @@ def test_parameter_that_leaves_is_left_alone(one: None) -> None:
     assert type(item.grad) is not ConsumedGradient
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
 def test_groups_that_are_edited_between_steps(one: None, seed: int) -> None:
     def run(opens: bool) -> list[Tensor]:
@@ -661,6 +663,7 @@ def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: p
     assert_same(train(model, optimizer, states=states, numbers=[1, 2]), expected[1:])
 
 
+@pytest.mark.full
 def test_interrupt_while_a_layer_is_begun_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(opens: bool) -> list[Tensor]:
         model = on_host(make())

@@ -139,6 +139,7 @@ def test_steps_what_steps_no_shards_by_itself(case: Any) -> None:
         assert_same(found_in(split, optimizer), found_in(whole, plain))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 def test_steps_float32_copies_as_of_a_whole_model(update: str, is_cut: bool) -> None:
@@ -160,6 +161,7 @@ def test_steps_float32_copies_as_of_a_whole_model(update: str, is_cut: bool) -> 
         assert entries["master"].dtype == torch.float32
 
 
+@pytest.mark.full
 def test_parameters_that_come_later_are_stepped() -> None:
     nets = [sharded(), sharded()]
     rows = [list(net.parameters()) for net in nets]

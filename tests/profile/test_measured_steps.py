@@ -54,6 +54,7 @@ def step(*, stepped: bool = False) -> MemoryReport:
     return report
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_counts")
 def test_peak_is_the_allocators_with_states_that_are_still_to_come() -> None:
     report = step()
@@ -65,11 +66,13 @@ def test_peak_is_the_allocators_with_states_that_are_still_to_come() -> None:
     assert report.grad_bytes == report.param_bytes
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_counts")
 def test_states_that_are_there_are_in_what_was_measured() -> None:
     assert step(stepped=True).step_peak_bytes == 64 * MIB
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_counts")
 def test_what_is_no_storage_of_the_step_is_told() -> None:
     report = step()

@@ -297,6 +297,7 @@ def test_it_is_what_a_run_with_data_teaches(name: str) -> None:
     memkit.reset("with data")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("min_bytes", [2 * KIB, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64 * KIB))])
 def test_saved_values_are_the_storages_of_the_report(min_bytes: int) -> None:
     model = torchvision.models.resnet18()

@@ -450,6 +450,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return True
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(
     what=st.sampled_from(["read", "write"]),

@@ -51,6 +51,7 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE_BYTES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.full)])
 def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(count: int, trims: bool) -> None:

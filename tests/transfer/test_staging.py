@@ -201,6 +201,7 @@ def test_copies_wait_for_the_work_before(device: Device) -> None:
     case.close()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("limit")
 def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE)

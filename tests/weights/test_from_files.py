@@ -351,6 +351,7 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("within", "count"), [(None, 8), *(pytest.param(within, 40, marks=pytest.mark.full) for within in (None, "_swap"))]
 )

@@ -439,6 +439,7 @@ def test_recorded_op_that_is_given_something_else_is_exact(changed: dict[str, An
         assert_same_bits(_train(model, make), plain)
 
 
+@pytest.mark.full
 def test_functions_of_mapped_tensors_are_exact_in_steady_steps(device: Device) -> None:
     model = _model(device)
     for block in model:

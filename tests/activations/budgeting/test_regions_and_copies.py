@@ -83,6 +83,7 @@ def _learned(net: BlockNet, device: Device) -> Make:
     return make
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("room", [pytest.param(0.02, marks=pytest.mark.full), 1.0])
 def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
     room: float, fastest: Callable[[Way], None]

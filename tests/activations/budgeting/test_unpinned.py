@@ -107,6 +107,7 @@ def test_budget_of_a_system_that_pins_nothing_recomputes() -> None:
     assert stats.step_peak_bytes <= stats.budget_bytes
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
 @pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.full) for last in (3, 12, 30))])
 def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callable[[Way], None]) -> None:
@@ -121,6 +122,7 @@ def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callabl
             assert_same_bits(train(model, x, make), plain)
 
 
+@pytest.mark.full
 def test_ratio_by_a_report_is_none() -> None:
     device, model, x = Stingy(), blocks()[:2], torch.randn(8, 32)
     report = memkit.profile_memory(model, x, print_table=False, backward=True)
