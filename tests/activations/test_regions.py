@@ -20,6 +20,7 @@ from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
 from tests.activations.region_trial import RegionTrial
+from tests.gpus import ON_GPU
 from tests.models import CASES, NAMES
 
 ALL = RegionSpec()
@@ -146,7 +147,7 @@ def regions_of(net: Net) -> Regions:
     return Regions(dict.fromkeys({*net.blocks}, ALL))
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", *ON_GPU]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,6 +17,7 @@ from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import byte_view
 from memkit.transfer import Arena, Lanes, Span, Transfer, arena, segments
 from memkit.transfer.staging import PromisedEvent
+from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 
 PAGE = 2 * 2**20
@@ -30,7 +31,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "CHUNK_BYTES", CHUNK)
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param == "cuda":
         yield CudaDevice(torch.device("cuda"))

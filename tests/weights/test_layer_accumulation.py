@@ -23,6 +23,7 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradients import HostGradients
 from memkit.weights.streaming import Streamer
 from tests.engine import LateThread
+from tests.gpus import ON_GPU
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused
 
 Run = Callable[[nn.ModuleList, Tensor], Tensor]
@@ -369,7 +370,7 @@ def penalty(monkeypatch: pytest.MonkeyPatch) -> _Penalty:
     return _Penalty(monkeypatch)
 
 
-ON_BOTH = pytest.mark.parametrize("device", ["late", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+ON_BOTH = pytest.mark.parametrize("device", ["late", *ON_GPU], indirect=True)
 
 
 def _grads(model: nn.Module) -> list[Tensor | None]:
