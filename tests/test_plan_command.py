@@ -94,6 +94,7 @@ def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[
     assert plain_peak_mib("--autocast", "bf16") < plain
 
 
+@pytest.mark.full
 def test_one_of_several_ranks_is_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "front.json"
 

@@ -11,6 +11,7 @@ import torch
 
 import memkit
 from memkit.device import CudaDevice, Device, ReferenceDevice
+from tests.gpus import ON_GPU
 
 Offload = Callable[..., memkit.CPUOffload]
 
@@ -21,7 +22,7 @@ def open_test_device(name: str) -> Device:
     return ReferenceDevice(seed=None if name == "late" else int(name.split()[1]))
 
 
-DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU]
 
 
 @pytest.fixture(params=DEVICES)

@@ -1,113 +1,24 @@
-"""How many calls from one file of memkit into another a saved tensor takes, in a steady step: each is time of the host."""
+"""How many calls what stays, and what is dropped, costs the host in a steady step under a plan."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from statistics import median
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.offloading.scheduled import ScheduledSaves
-from memkit.activations.saved import entry
 from memkit.device import ReferenceDevice
 from memkit.plan import Action, MemoryPlan
 from memkit.plan.budget import simulate
 from tests.activations.budgeting.plans import planner_of
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.calls import PACKAGE, is_counted, num_calls
-
-
-def _caller_in_package(frame: FrameType) -> FrameType | None:
-    caller = frame.f_back
-    while caller is not None and not caller.f_code.co_filename.startswith(PACKAGE):
-        caller = caller.f_back
-    return caller
-
-
-def _calls_across_files(within: CodeType, run: Callable[[], object]) -> list[int]:
-    """Return for each outermost call of a function how many calls that come of it cross from one file of memkit, but for those
-    of its devices, into another."""
-    found: list[int] = []
-    outermost: list[FrameType] = []
-
-    def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is within and not outermost:
-            outermost.append(frame)
-            found.append(0)
-        elif event == "call" and outermost and is_counted(frame):
-            caller = _caller_in_package(frame)
-            if caller is not None and is_counted(caller) and caller.f_code.co_filename != frame.f_code.co_filename:
-                found[-1] += 1
-        elif event == "return" and outermost and frame is outermost[0]:
-            outermost.clear()
-
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-def _steady(num_steps: int) -> tuple[Callable[[], Tensor], ReferenceDevice]:
-    """Return a forward whose saved tensors all move, after some steps of it: the first two decide as they go."""
-    device = ReferenceDevice()
-    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())])
-
-    def forward() -> Tensor:
-        with memkit.CPUOffload(1.0, "calls", min_bytes=0, window_bytes=0, device=device):
-            return model(torch.randn(32, 64)).sum()
-
-    for _ in range(num_steps):
-        forward().backward()
-    return forward, device
-
-
-def test_packing_a_tensor_crosses_few_files() -> None:
-    forward, device = _steady(1)
-
-    calls = _calls_across_files(entry.Entry.pack.__code__, forward)
-
-    assert len(calls) > 12
-    assert memkit.stats("calls").num_copies_out == 12
-    assert median(moved := [count for count in calls if count > 5]) <= 18
-    assert len(moved) >= 12
-    device.synchronize()
-
-
-def test_unpacking_a_tensor_crosses_few_files() -> None:
-    forward, device = _steady(1)
-    loss = forward()
-
-    calls = _calls_across_files(entry.unpack.__code__, loss.backward)
-
-    assert len(calls) > 12
-    assert memkit.stats("calls").num_copies_in == 12
-    assert median(moved := [count for count in calls if count > 5]) <= 20
-    assert len(moved) >= 12
-    device.synchronize()
-
-
-def test_packing_and_unpacking_by_a_schedule_crosses_few_files() -> None:
-    forward, device = _steady(4)  # after the third, copies take turns: they are made anew
-
-    calls = _calls_across_files(ScheduledSaves.pack.__code__, forward)
-    loss = forward()
-    unpack_calls = _calls_across_files(entry.unpack.__code__, loss.backward)
-
-    assert memkit.stats("calls").num_copies_in == 12
-    assert sum(calls) <= 4 * 12
-    assert sum(unpack_calls) <= 6 * 12
-    device.synchronize()
+from tests.calls import num_calls
 
 
 def _blocks(num_blocks: int = 40) -> nn.Sequential:
@@ -129,15 +40,6 @@ def _python_calls(
     for _ in range(num_steps):
         step()
     return num_calls(step), memkit.stats(tag)
-
-
-def _calls_of_offload(ratio: float) -> tuple[int, int]:
-    """Return how many calls a step under a ratio takes, and how many storages move in it."""
-    found_calls, stats = _python_calls(
-        lambda device: memkit.CPUOffload(ratio, "host", min_bytes=1, window_bytes=0, device=device), "host", 4
-    )
-    assert stats.num_copies_in == stats.num_copies_out > 0
-    return found_calls, stats.num_copies_out
 
 
 def _calls_of_budget(action: Action, every: int, num_blocks: int = 40) -> tuple[int, Any]:
@@ -166,28 +68,6 @@ _NUM_SAVES = 400
 """Of the blocks: what a layer norm, two linear layers and a GELU save, with their weights."""
 
 
-def test_what_moves_costs_the_host_few_calls() -> None:
-    found_calls, num_moved = _calls_of_offload(1.0)
-
-    assert num_moved >= 239
-    assert found_calls <= 30 * num_moved
-
-
-def test_what_stays_costs_the_host_few_calls() -> None:
-    found_calls, num_moved = _calls_of_offload(0.1)
-
-    assert 20 <= num_moved <= 30
-    assert found_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
-
-
-@pytest.mark.filterwarnings(NO_PLAN_FITS)
-def test_what_moves_under_a_budget_costs_the_host_few_calls() -> None:
-    found_calls, stats = _calls_of_budget(Action.OFFLOAD, 1)
-
-    assert stats.num_copies_out >= 100
-    assert found_calls - 3 * (_NUM_SAVES - stats.num_copies_out) <= 30 * stats.num_copies_out
-
-
 @pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
@@ -212,6 +92,7 @@ def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
     assert found[100][0] - per_dropped * dropped[100] <= 12 * found[100][1].num_ops
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("sizes", [(4, 16), pytest.param((4, 8, 16, 32), marks=pytest.mark.full)])
 def test_a_chain_of_drops_costs_the_host_as_many_calls_per_block_whatever_its_length(sizes: tuple[int, ...]) -> None:

@@ -47,7 +47,7 @@ def _step(model: nn.Module, device: Device, context: AbstractContextManager[Any]
     return [loss.detach(), *[param.grad.clone() for param in model.parameters() if param.grad is not None]]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
 @forms_on("seed 0", "seed 1")

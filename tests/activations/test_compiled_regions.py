@@ -28,7 +28,7 @@ def _regions(model: nn.Module, counts: Counts | None = None) -> Context:
     return lambda: regions
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize(("seed", "amp"), [(0, False), (1, True), (2, False), (3, True), (4, False)])
 def test_bits_are_those_of_the_compiled_blocks(seed: int, form: str, amp: bool) -> None:

@@ -13,13 +13,14 @@ import memkit
 from memkit.activations.recomputing import recording_stage as stage
 from memkit.activations.saved.state import remat_states
 from tests.activations.cases import assert_same_bits
+from tests.gpus import ON_GPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(as little as can be|no memory apart from|MemoryBudget)")
 
 Around = Callable[[], AbstractContextManager[object]]
 
 
-@pytest.fixture(params=["cpu", "found late", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", "found late", *ON_GPU])
 def torch_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "found late":  # as a GPU is, after ops have run
         device = memkit.device.ReferenceDevice()

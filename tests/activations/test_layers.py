@@ -236,6 +236,7 @@ def test_step_of_a_new_size_takes_few_calls_for_each_layer(context: Contexts, mo
 # Other steps
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
     [
@@ -375,6 +376,7 @@ def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _recorded(_Stack(6), "16KiB", 9) == [True] * 9  # single ops take less
 
@@ -436,6 +438,7 @@ class _Experts(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(nn.LayerNorm(16), _Experts()) for _ in range(4)])

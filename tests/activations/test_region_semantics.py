@@ -26,6 +26,7 @@ from memkit.activations.saved.counts import Counts
 from memkit.errors import ReplayMismatchError
 from memkit.kept import KeptHandle
 from tests.activations.cases import SavesTwice, assert_same_bits
+from tests.gpus import ON_GPU
 
 ALL = RegionSpec()
 PACKAGE = str(Path(memkit.__file__).parent)
@@ -777,7 +778,7 @@ TWO_OPS = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", *ON_GPU])
 @pytest.mark.parametrize("region", TWO_OPS)
 def test_takes_few_calls_of_python(region: nn.Module, device: str) -> None:
     region, num_calls = copy.deepcopy(region).to(device), 0

@@ -18,6 +18,7 @@ import memkit
 from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
 from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
+from tests.gpus import ON_GPU
 from tests.models import CASES, NAMES
 
 ALL = RegionSpec()
@@ -144,7 +145,7 @@ def regions_of(net: Net) -> Regions:
     return Regions(dict.fromkeys({*net.blocks}, ALL))
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", *ON_GPU]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,7 +22,7 @@ from tests.engine import let_go_of_last_backward
 
 __all__ = ["any_costs", "deterministic", "only_new_objects", "quick_plans", "without_collector"]
 
-DEVICES = ("late", "seed 0", "cuda")
+DEVICES = ("late", "seed 0", *(["cuda"] if torch.cuda.is_available() else []))
 """And "cpu" for what also works where device memory is host memory."""
 
 
@@ -94,7 +94,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
     found.device.synchronize()  # raises what finalizers have found
 
 
-_MORE = [_param(name, device, pytest.mark.full) for name in MORE_KINDS for device in ("late", "cuda")]
+_MORE = [_param(name, device, pytest.mark.full) for name in MORE_KINDS for device in DEVICES if device != "seed 0"]
 
 
 @pytest.fixture(params=[*_params(KINDS), *_MORE])

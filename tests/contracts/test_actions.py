@@ -22,6 +22,7 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, leaf_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.contexts import KINDS, MORE_KINDS, Around
+from tests.gpus import ON_GPU
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -56,7 +57,7 @@ def _bytes(actions: list[Action | None] | list[Action], action: Action) -> int:
     return UNIT_BYTES * sum(units for units, asked in zip(UNITS, actions, strict=True) if asked is action)
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Return each device on which something can move."""
     if request.param == "cuda":

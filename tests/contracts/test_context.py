@@ -57,7 +57,7 @@ def _model_step(model: nn.Module, inputs: list[Tensor], context: AbstractContext
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, context: Context) -> None:
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)  # some have operators that are not

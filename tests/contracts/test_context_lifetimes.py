@@ -168,7 +168,7 @@ def _held(context: Context) -> dict[str, object]:
 
 
 @pytest.mark.full
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @each_step
 def test_thirty_steps(train: Train, context: Context) -> None:
     x = leaf_on(context.torch_device)

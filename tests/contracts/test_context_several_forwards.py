@@ -20,13 +20,14 @@ from tests.activations.budgeting.plans import plan_of_one, planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import open_test_device
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.gpus import ON_GPU
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 Make = Callable[[], AbstractContextManager[object]]
 
 
-@pytest.fixture(params=["late", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Device:
     return open_test_device(request.param)
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.storages import byte_view
+from tests.gpus import ON_GPU
 
 MIB = 2**20
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "cuda":
         return CudaDevice(torch.device("cuda"))

@@ -12,9 +12,10 @@ import torch
 import memkit
 from memkit.device import CudaDevice, Device, ReferenceDevice, open_device
 from memkit.errors import DeviceUnavailableError
+from tests.gpus import ON_GPU
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Device:
     return open_device(torch.device(request.param))
 

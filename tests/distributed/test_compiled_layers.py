@@ -10,7 +10,7 @@ from tests.distributed import compiled_layers
 pytestmark = WITH_COMPILED
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("form", "order", "where", "context"), compiled_layers.RUNS)
 def test_contexts_within_compiled_layers(one: None, form: str, order: str, where: str, context: str) -> None:
     compiled_layers.check_same(form, order, where, context)

@@ -102,6 +102,7 @@ def test_a_step_brings_each_shard_twice_and_what_is_in_no_layer_once(num_ranks: 
     assert log.copied_bytes == 2 * layers_bytes + rest_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other and for those of the

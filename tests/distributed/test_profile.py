@@ -69,6 +69,7 @@ WAYS: dict[str, Callable[[Model], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [False, True])
 def test_one_rank_takes_what_the_model_without_shards_saves(one: None, lora: bool) -> None:
     padded, alone, _, _ = check_rank("", lora=lora)
@@ -93,6 +94,7 @@ def test_activations_are_told_from_what_is_gathered(one: None, way: str) -> None
     assert_same([local(item.grad) for item in model.parameters()], [item.grad for item in other.parameters()])
 
 
+@pytest.mark.full
 def test_training_goes_on_as_if_there_was_no_profile(one: None) -> None:
     check_training("")
 
@@ -129,6 +131,7 @@ def test_tied_weights_count_once(one: None) -> None:
     assert report.param_bytes == plain.param_bytes
 
 
+@pytest.mark.full
 def test_checkpointed_layers(one: None) -> None:
     def build() -> Model:
         model = make()

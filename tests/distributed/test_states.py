@@ -138,6 +138,7 @@ def test_steps_what_steps_no_shards_by_itself(case: Any) -> None:
         assert_same(found_in(split, optimizer), found_in(whole, plain))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
 def test_steps_float32_copies_as_of_a_whole_model(update: str, is_cut: bool) -> None:

@@ -123,6 +123,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, p
         assert_same_weights(model, plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     "settings",

@@ -161,6 +161,7 @@ def test_what_no_tensor_holds_is_told() -> None:
     assert contents_of(more)["unseen_bytes"] == 2**20
 
 
+@pytest.mark.full
 def test_plans_need_the_trace_of_their_step() -> None:
     report = report_of_blocks()
     plans = plans_of(report, 0.9)

@@ -557,6 +557,7 @@ def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) ->
     assert plan.retained
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("share", "most"), [pytest.param(0.5, 0.5, marks=pytest.mark.full), (0.15, 0.75)])
 def test_plan_of_a_transformer_costs_far_less_than_dtr(share: float, most: float) -> None:
     step = transformer(16)
@@ -705,6 +706,7 @@ def test_action_that_cannot_be_is_refused() -> None:
 # How long it takes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.15, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("num_layers", "num_idle", "most_simulations"), [(12, 1, 300), pytest.param(295, 3, 30, marks=pytest.mark.full)]

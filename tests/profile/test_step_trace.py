@@ -236,6 +236,7 @@ def test_function_is_as_learned_and_counted(name: str) -> None:
     assert_as_learned_and_counted(Weighted(FUNCTIONS[name]), torch.randn(32 if name == "opless" else 8, 32))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["cuda", pytest.param("cpu", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", NAMES)
 def test_model_is_as_learned_and_counted(name: str, target: str) -> None:
@@ -278,6 +279,7 @@ def test_it_is_what_a_run_with_data_teaches(name: str) -> None:
     memkit.reset("with data")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("min_bytes", [2 * KIB, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64 * KIB))])
 def test_saved_values_are_the_storages_of_the_report(min_bytes: int) -> None:
     model = torchvision.models.resnet18()

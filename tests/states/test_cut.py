@@ -100,7 +100,7 @@ def _is_core(case: Case, options: dict[str, Any]) -> bool:
     return case.name in USUAL and number == 2 * USUAL.index(case.name) - 1
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("case", "options"),
     [

@@ -62,6 +62,7 @@ def _assert_no_races(device: ReferenceDevice) -> None:
 # The same bits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 1), ids=str)
 @pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:

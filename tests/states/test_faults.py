@@ -122,6 +122,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
@@ -183,6 +184,7 @@ def test_a_fault_of_the_device(
         assert not device.races
 
 
+@pytest.mark.full
 @settings(max_examples=20)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),

@@ -369,6 +369,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
     assert_same([parameter.detach() for parameter in parameters], before)
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(
     update=st.sampled_from(["host"]),

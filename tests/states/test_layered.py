@@ -152,6 +152,7 @@ def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> Non
     both.close()
 
 
+@pytest.mark.full
 def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) -> None:
     both = Both(device, dtype=torch.bfloat16, master=torch.float32)
     for step in range(4):
@@ -230,6 +231,7 @@ def _cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trial, "WINDOW_NUMEL", 128)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -361,6 +363,7 @@ def test_training_is_saved_and_goes_on(device: Device) -> None:
     both.close()
 
 
+@pytest.mark.full
 def test_states_from_before_are_taken_over_and_given_back(device: Device) -> None:
     """The `StateOffload` may come and go while layers stream."""
     both = Both(device)

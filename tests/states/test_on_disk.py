@@ -66,6 +66,7 @@ def by_turns(cases: Iterable[Case], first: int) -> list[Any]:
     return [pytest.param(case, marks=() if case in often_run[first::2] else pytest.mark.full) for case in cases]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 0), ids=str)
 @pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
@@ -447,6 +448,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return True
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(
     what=st.sampled_from(["read", "write"]),

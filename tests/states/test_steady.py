@@ -100,6 +100,7 @@ def _calls(optimizer: torch.optim.Optimizer) -> int:
     return num_calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("master", [None, torch.float32])
 def test_calls_per_parameter(master: torch.dtype | None) -> None:
     """A call is about 0.2 us, so that 40 of them are well within 20 us."""

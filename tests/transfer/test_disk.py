@@ -207,6 +207,7 @@ def test_all_but_the_last_page_of_an_aligned_chunk_needs_no_buffer(host: Host) -
 # Failures
 
 
+@pytest.mark.full
 @pytest.mark.core(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("is_late", [False, True])

@@ -16,6 +16,7 @@ from memkit.errors import HostMemoryError
 from memkit.storages import byte_view
 from memkit.transfer import Arena, Lanes, Span, Transfer, arena, host_memory
 from memkit.transfer.staging import PromisedEvent
+from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 
 PAGE = 2 * 2**20
@@ -29,7 +30,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "CHUNK_BYTES", CHUNK)
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param == "cuda":
         yield CudaDevice(torch.device("cuda"))
@@ -170,6 +171,7 @@ def test_copies_wait_for_the_work_before(device: Device) -> None:
     case.close()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("limit")
 def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", PAGE)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from memkit.device import CudaDevice, Device, ReferenceDevice
+from tests.gpus import ON_GPU
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Return a device; in the end no race was found on it."""
     if request.param == "cuda":

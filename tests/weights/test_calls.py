@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from memkit.weights.gradients import HostGradients
 from tests.calls import num_calls
 from tests.weights.cases import WIDTH, Result, assert_same, results
 
-PACKAGE = str(Path(memkit.__file__).parent)
 NUM_LAYERS = 12
 
 
@@ -63,19 +61,6 @@ def _step(model: nn.Module, *, deviate: Callable[[nn.Module], object] | None = N
     found = results(model, [output])
     model.zero_grad()
     return found
-
-
-@pytest.mark.parametrize(("train", "most"), [("frozen", 59), ("host", 102)])
-def test_streamed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
-    model, device = _model(train), ReferenceDevice()
-    with memkit.LayerOffload(model, num_resident=0, train=train, device=device) as offload:
-        for _ in range(4):
-            _step(model)
-        before = offload.stats().num_fetches
-        found = num_calls(lambda: _step(model))
-
-        assert offload.stats().num_fetches - before > NUM_LAYERS
-    assert found <= most * NUM_LAYERS
 
 
 class _Counting(ReferenceDevice):

@@ -295,6 +295,7 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("prepare", "kind", "message"),
     [

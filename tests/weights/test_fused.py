@@ -49,7 +49,7 @@ def _compare(model: nn.Module, device: Device, make: str, num_steps: int, **opti
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_orders(run: str, slots: int, device: Device) -> None:

@@ -16,7 +16,7 @@ from tests.weights.cases import RUNS, Stack, compare, inputs, only_lora
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 @pytest.mark.parametrize("run", RUNS)
 def test_frozen_layers_with_lora(run: str, slots: int, device: Device) -> None:

@@ -23,6 +23,7 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradients import HostGradients
 from memkit.weights.streaming import Streamer
 from tests.engine import LateThread
+from tests.gpus import ON_GPU
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused
 
 Run = Callable[[nn.ModuleList, Tensor], Tensor]
@@ -324,7 +325,7 @@ def penalty(monkeypatch: pytest.MonkeyPatch) -> _Penalty:
     return _Penalty(monkeypatch)
 
 
-ON_BOTH = pytest.mark.parametrize("device", ["late", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+ON_BOTH = pytest.mark.parametrize("device", ["late", *ON_GPU], indirect=True)
 
 
 def _grads(model: nn.Module) -> list[Tensor | None]:
@@ -507,6 +508,7 @@ class _Routed(nn.Module):
         return x + sum(expert(x) for at, expert in enumerate(self.experts) if chosen >> at & 1)
 
 
+@pytest.mark.full
 def test_layers_in_which_others_are_trained_each_time_leave_nothing_behind() -> None:
     plain, model = _models(block=_Routed)
     with _streaming(model, ReferenceDevice()) as gradients:

@@ -18,6 +18,7 @@ import memkit
 from memkit.device import Device, Stream
 from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer import arena, host_memory
+from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 from tests.weights.cases import (
     RUNS,
@@ -171,7 +172,7 @@ def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeyp
 
 @pytest.mark.full
 @WARNS
-@pytest.mark.parametrize("device", ["late", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("device", ["late", *ON_GPU], indirect=True)
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])
 def test_nothing_is_left_by_opening_and_closing(train: str, limit: PinLimit, device: Device) -> None:
     model = Stack().to(device.torch_device)

@@ -17,9 +17,10 @@ from memkit.device import CudaDevice, Device, Event, MemoryCounter
 from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
 from memkit.transfer import Link
 from tests.activations.conftest import open_test_device
+from tests.gpus import ON_GPU
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_test_device(request.param)
     yield device

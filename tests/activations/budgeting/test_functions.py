@@ -368,7 +368,7 @@ FIRST = (_runs_another_op, _maps, _writes_to_the_data_of_a_buffer)
 """Those of a short test run."""
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", [1, pytest.param(NUM_BLOCKS - 1, marks=_IN_FULL)])
 @pytest.mark.parametrize("act", [pytest.param(act, id=act.__name__, marks=() if act in FIRST else _IN_FULL) for act in ACTS])
 def test_call_that_does_something_else_is_exact(act: Act, where: int, device: Device) -> None:
@@ -415,6 +415,7 @@ class Varied(nn.Module):
         return first + product.float().sin() + (first * 2 if given["twice"] else first + first).cos()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "changed",
     [{"factor": -0.0}, {"swaps": True}, *(pytest.param(each, marks=_IN_FULL) for each in (
@@ -437,6 +438,7 @@ def test_recorded_op_that_is_given_something_else_is_exact(changed: dict[str, An
         assert_same_bits(_train(model, make), plain)
 
 
+@pytest.mark.full
 def test_functions_of_mapped_tensors_are_exact_in_steady_steps(device: Device) -> None:
     model = _model(device)
     for block in model:
@@ -632,7 +634,7 @@ class Wired(nn.Module):
         return made[-1] + made[-2]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", [1, pytest.param(2, marks=_IN_FULL), pytest.param(3, marks=_IN_FULL)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=_IN_FULL) for seed in range(1, 12))])
 def test_random_programs(seed: int, every: int) -> None:

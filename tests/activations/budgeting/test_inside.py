@@ -196,6 +196,7 @@ def _budget(
     return memkit.MemoryBudget(budget, "inside", optimizer=optimizer, min_bytes=1, device=device)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize(
     "how",

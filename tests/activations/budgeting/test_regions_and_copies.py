@@ -83,6 +83,7 @@ def _learned(net: BlockNet, device: Device) -> Make:
     return make
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("room", [pytest.param(0.02, marks=pytest.mark.full), 1.0])
 def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
     room: float, fastest: Callable[[Way], None]
@@ -107,6 +108,7 @@ def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_t
     assert (Way.REGIONS_AND_COPIES in ways.fastest_s) == (room == 1.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
     [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.full) for step in STEPS],

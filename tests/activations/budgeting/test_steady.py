@@ -183,6 +183,7 @@ def test_step_that_departs_is_exact(action: Action, change: Change, retains: boo
         assert memkit.stats(TAG).follows_plan
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("action", often(Action.RECOMPUTE))
 def test_shorter_and_other_steps_are_exact(action: Action, device: Device) -> None:
     blocks, make = _steady(device, action)

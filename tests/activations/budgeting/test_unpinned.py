@@ -73,6 +73,7 @@ def _one_warning() -> object:
     assert len(messages) == len({message.split('"')[1] for message in messages}), messages  # one for each tag
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("quick_link")
 @pytest.mark.parametrize("make", [_offload, _by_a_schedule, _nested, _around_recompute, _budget])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
@@ -106,6 +107,7 @@ def test_budget_of_a_system_that_pins_nothing_recomputes() -> None:
     assert stats.step_peak_bytes <= stats.budget_bytes
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
 @pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.full) for last in (3, 12, 30))])
 def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callable[[Way], None]) -> None:
@@ -120,6 +122,7 @@ def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callabl
             assert_same_bits(train(model, x, make), plain)
 
 
+@pytest.mark.full
 def test_ratio_by_a_report_is_none() -> None:
     device, model, x = Stingy(), blocks()[:2], torch.randn(8, 32)
     report = memkit.profile_memory(model, x, print_table=False, backward=True)

@@ -18,6 +18,7 @@ from memkit.recording.cost import OpCosts
 from memkit.recording.recorded import CostKey
 from memkit.recording.recording import Recording
 from tests.activations.conftest import open_test_device
+from tests.gpus import ON_GPU
 
 Remat = Callable[..., memkit.Rematerialize]
 
@@ -25,9 +26,7 @@ NO_PLAN_FITS = "ignore:.*(It is exceeded by as little as can be|no plan holds fo
 """Tests that are not about budgets ask for tight ones."""
 
 
-@pytest.fixture(
-    params=["cpu", "late", pytest.param("seed 0", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@pytest.fixture(params=["cpu", "late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = CpuDevice() if request.param == "cpu" else open_test_device(request.param)
     yield device

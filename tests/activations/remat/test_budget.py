@@ -201,6 +201,7 @@ def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -
         assert stats.num_replays <= 24
 
 
+@pytest.mark.full
 def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: remat_on("1B", "least", strict=True))  # the first step is held to it as it goes
@@ -278,6 +279,7 @@ def test_forward_that_left_its_plan_and_exceeded_the_budget_is_told(device: Devi
     step(x, [1] * 4, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
 def test_second_forward_in_a_context_is_strict(policy: str, device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)

@@ -25,7 +25,7 @@ def _remat(budget: float, tag: str, device: Device) -> memkit.Rematerialize:
     return memkit.Rematerialize(budget, tag, min_bytes=1, device=device)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @forms_on("cpu", "seed 0")
 @pytest.mark.parametrize(("seed", "budget", "amp"), [(0, 1.0, False), (1, 0.7, True), (2, 0.4, False), (3, 0.1, True)])
 def test_bits_are_those_of_the_compiled_blocks(seed: int, form: str, budget: float, amp: bool, device: Device) -> None:
@@ -40,6 +40,7 @@ def test_bits_are_those_of_the_compiled_blocks(seed: int, form: str, budget: flo
     assert memkit.stats("zoo").live_records == 0
 
 
+@pytest.mark.covering(1)
 @forms_on("cpu", "seed 0")
 def test_what_was_compiled_before_is_used_and_nothing_is_compiled_again(form: str, device: Device) -> None:
     backend = Backend()
@@ -74,6 +75,7 @@ def test_saves_of_a_block_are_in_the_plan_and_stay(device: Device) -> None:
     assert saved_bytes >= 3 * 4 * 8 * 2 * WIDTH * 4  # at least what each GELU is given
 
 
+@pytest.mark.covering(1)
 @forms_on("cpu", "seed 0")
 def test_attached(form: str, device: Device) -> None:
     plain = train(model_of(6, form, device, Backend()), device, nullcontext)

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest
 UNITS = [1] * 10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
 @pytest.mark.usefixtures("any_costs")
 @pytest.mark.parametrize("name", NAMES)

@@ -105,7 +105,7 @@ def _bits_at(name: str, budget: float) -> object:
     return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "budget"), [_bits_at(name, budget) for name in MODELS for budget in (0.7, 0.4, 0.2)])
 def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Device, remat_on: Remat) -> None:
     plain = run(MODELS[name], device, nullcontext, 7)
@@ -162,6 +162,7 @@ class Watch(TorchDispatchMode):
         return sum(num_bytes for address, num_bytes in live.items() if address not in own)
 
 
+@pytest.mark.full
 def test_what_a_region_saves_is_not_held_between_forward_and_backward(remat_on: Remat, device: Device) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     for _ in range(5):
@@ -176,6 +177,7 @@ def test_what_a_region_saves_is_not_held_between_forward_and_backward(remat_on: 
     loss.backward()
 
 
+@pytest.mark.full
 def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
     model, plain_model = (with_dropout().to(device.torch_device) for _ in range(2))
     plain_model.load_state_dict(model.state_dict())
@@ -230,6 +232,7 @@ def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) ->
         assert moved[-1] >= stats.saved_bytes - stats.dropped_bytes
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
 @pytest.mark.parametrize("budget", [0.4, *[pytest.param(other, marks=pytest.mark.full) for other in ("1GiB", 1.0)]])
 def test_offload_outside_follows_a_schedule(
@@ -260,6 +263,7 @@ def test_offload_outside_follows_a_schedule(
     assert memkit.stats("outside").num_copies_in > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("word", [pytest.param(memkit.keep, marks=pytest.mark.full), memkit.recompute])
 def test_word_of_the_users_has_the_next_steps_recorded(
     word: Callable[[Tensor], Tensor], device: Device, remat_on: Remat
@@ -428,6 +432,7 @@ def test_module_whose_input_is_written_to_later_is_none(device: Device, remat_on
     assert whys == {"what it is given is written to later"}
 
 
+@pytest.mark.full
 def test_module_with_a_hook_in_it_is_none(device: Device, remat_on: Remat) -> None:
     model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     seen: list[Tensor] = []

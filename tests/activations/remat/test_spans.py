@@ -152,7 +152,7 @@ def _bits_at(name: str, budget: float) -> object:
     return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "budget"), [_bits_at(name, budget) for name in MODELS for budget in (0.5, 0.3, 0.15)])
 def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Device, remat_on: Remat) -> None:
     plain = run(MODELS[name], device, nullcontext, 6)
@@ -296,6 +296,7 @@ def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
 _CHANGES = [hook, *(pytest.param(change, marks=pytest.mark.full) for change in (replace_one, insert, append, override))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", _CHANGES)
 def test_change_of_the_model_is_noticed(change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
