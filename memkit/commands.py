@@ -88,7 +88,7 @@ def show(options: argparse.Namespace) -> None:
 
 def _check_files(options: argparse.Namespace) -> None:
     check_writable(options.json)
-    _check_html(options)
+    _check_picture(options.html, "plotly", "--html")
 
 
 def _write(report: MemoryReport, options: argparse.Namespace) -> None:

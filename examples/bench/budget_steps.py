@@ -20,9 +20,6 @@ from torch import nn
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved.settled import Way
-from memkit.bench import Workload
-from memkit.bench.engines import plain
-from memkit.bench.measure import Engine
 from memkit.plan import JointPlanner
 
 MIB = 2**20

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan.chunks import HEADER_BYTES, Residency, lay_out
-from memkit.sizes import ALIGNMENT_BYTES
+from memkit.plan.chunks import ALIGNMENT_BYTES, HEADER_BYTES, Residency, lay_out
 
 RANGES = st.tuples(st.integers(0, 5000), st.integers(0, 3000)).map(lambda item: (item[0], item[0] + item[1]))
 

@@ -9,7 +9,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -27,9 +28,9 @@ from memkit.plan import (
     simulate_lanes,
 )
 from memkit.plan import ratio as costs
-from memkit.plan.gpu import Link
 from memkit.plan.plans import limit_of
-from memkit.profile.report import MemoryReport, SavedCategory, timed_saves
+from memkit.profile import MemoryReport, SavedCategory, timed_saves
+from memkit.transfer import Link
 
 MIB = 2**20
 
@@ -77,29 +78,6 @@ def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window:
     assert plan.window_bytes == window
     assert plan.predicted_peak_bytes == min(plan.saved_bytes, plan.limit_bytes)
     assert plan.ratio == percent / 100
-
-
-@settings(max_examples=50)
-@given(sizes_of_saves, percents, windows, held_saves)
-def test_what_stays_fits_the_limit(sizes: list[int], percent: int, window: int, held: frozenset[int]) -> None:
-    plan = plan_ratio(sizes, percent / 100, window_bytes=window, held=held)
-
-    assert plan.kept_bytes <= plan.limit_bytes
-
-
-@settings(max_examples=50)
-@given(sizes_of_saves, st.floats(0, 1), st.floats(0, 1), windows, held_saves)
-def test_larger_ratio_never_moves_less(
-    sizes: list[int], first: float, second: float, window: int, held: frozenset[int]
-) -> None:
-    less, more = (plan_ratio(sizes, ratio, window_bytes=window, held=held) for ratio in sorted((first, second)))
-
-    assert leaving(less) <= leaving(more)
-
-
-def test_shortest_beginning_that_reaches_the_share_leaves() -> None:
-    assert leaving(plan_ratio([30, 20, 10, 40], 0.5, window_bytes=0)) == {0, 1}
-    assert leaving(plan_ratio([30, 20, 10, 40], 0.51, window_bytes=0)) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("num_saves", [10, 100, pytest.param(1000, marks=pytest.mark.full)])
@@ -457,7 +435,7 @@ def test_held_saves_neither_move_nor_fill_the_device() -> None:
     assert simulated([held[0], save(100, 1, 15), held[1]], {0, 1, 2}, SLOW, 100) == (FORWARD_S, BACKWARD_S)
 
 
-@examples(300)
+@settings(max_examples=75)
 @given(steps(), choices, links, limits)
 def test_no_step_is_faster_than_the_roofline(
     saves: list[TimedSave], offloaded: set[int], link: Link, limit_bytes: int | None
@@ -586,7 +564,7 @@ def test_window_is_twice_the_largest_that_may_move_by_default() -> None:
     assert auto(saves, link, window_bytes=100) < ratio < auto(saves, link, window_bytes=300)
 
 
-@examples(200)
+@settings(max_examples=50)
 @given(steps(), links, st.integers(0, 300), st.sampled_from([0.0, 0.01, 0.2]))
 def test_auto_ratio_is_the_last_that_is_within_the_tolerance(
     saves: list[TimedSave], link: Link, window_bytes: int, tolerance: float

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
+from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Lineage, Plan, RematPlanner, Step
 from memkit.plan.remat import CutPlaces, Outcome, drop_order, simulate
-from memkit.plan.step import Lineage
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
 
@@ -272,15 +271,6 @@ def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, s
         assert outcome.dropped == reference.gone
 
 
-@settings(max_examples=25)
-@given(step=steps())
-def test_nothing_dropped_is_nothing_replayed(step: Step) -> None:
-    outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore())
-
-    assert (outcome.replayed_s, outcome.num_replayed_ops, outcome.dropped) == (0.0, 0, frozenset())
-    assert outcome.peak_bytes == step.saved_bytes
-
-
 def test_limit_is_kept_to_but_for_what_one_op_needs() -> None:
     step = transformer(4)
     lineage = step.lineage
@@ -362,7 +352,7 @@ def test_cheapest_for_its_bytes_goes_first() -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) -> None:
     planner, budget = planner_of(step), math.ceil(share * step.saved_bytes)
@@ -416,34 +406,7 @@ NETS = {"chain": chain(20), "convnet": convnet(4), "transformer": transformer(3)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "direction"), [*((name, 1) for name in NETS), *((name, -1) for name in NETS)])
-def test_more_budget_never_costs_more(name: str, direction: int) -> None:
-    step = NETS[name]
-    budgets = [math.ceil(percent / 100 * step.saved_bytes) for percent in range(10, 106, 6)]
-
-    found = plans(step, budgets[::direction])[::direction]
-
-    assert found[-1] is not None
-    assert found[-1].predicted_replay_s == 0
-    assert sum(plan is not None for plan in found) >= len(found) / 3
-    # Asked from the top down, a budget is answered before it is known what will be found for less, which may be cheaper yet.
-    tolerance = 1.0 if direction == 1 else 1.02
-    for less, more in itertools.pairwise(found):
-        assert replayed_s(more) <= tolerance * replayed_s(less)
-
-
-@pytest.mark.full
-def test_room_for_all_costs_no_more_than_less_room_where_the_user_drops() -> None:
-    for seed in range(40):
-        step = random_step(seed, 12)
-        if step.dropped:
-            budgets = [math.ceil(share * step.saved_bytes) for share in (0.5, 0.8, 1.0, 2.0)]
-            costs = [replayed_s(plan) for plan in plans(step, budgets)]
-            assert costs == sorted(costs, reverse=True)
-
-
-@pytest.mark.full
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(step=steps(), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=8))
 def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float]) -> None:
     planner = planner_of(step)
@@ -557,7 +520,6 @@ def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) ->
     assert plan.retained
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("share", "most"), [pytest.param(0.5, 0.5, marks=pytest.mark.full), (0.15, 0.75)])
 def test_plan_of_a_transformer_costs_far_less_than_dtr(share: float, most: float) -> None:
     step = transformer(16)
@@ -706,7 +668,6 @@ def test_action_that_cannot_be_is_refused() -> None:
 # How long it takes
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.15, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("num_layers", "num_idle", "most_simulations"), [(12, 1, 300), pytest.param(295, 3, 30, marks=pytest.mark.full)]

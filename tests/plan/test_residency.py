@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
@@ -20,11 +20,161 @@ from memkit.plan import (
     plan_budget,
     plan_resident,
     plan_streamed_ratio,
+    slot_size_of,
     slot_sizes,
 )
-from memkit.plan.residency import spread
-from tests.plan.test_streaming import MIB, alike, kinds, layer_of, num_slots_of_plans, speeds, timed_layers
-from tests.profile.traced import untimed
+from memkit.plan.residency import predict_step, spread
+
+MIB = 2**20
+
+kinds = st.sampled_from([4, 16, 15, 64])  # three classes of sizes: 15 shares that of 16
+num_slots_of_plans = st.integers(1, 4)
+speeds = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0])  # with whole seconds and bytes, floats are exact
+
+
+def layer_of(
+    index: int, num_bytes: int, forward_s: float | None = None, backward_s: float | None = None, grad_bytes: int = 0
+) -> LayerCosts:
+    return LayerCosts(
+        name=f"layers.{index}", num_bytes=num_bytes, forward_s=forward_s, backward_s=backward_s, grad_bytes=grad_bytes
+    )
+
+
+def untimed(sizes: Sequence[int]) -> list[LayerCosts]:
+    return [layer_of(index, size) for index, size in enumerate(sizes)]
+
+
+def alike(num_layers: int, *, num_bytes: int, forward_s: float, backward_s: float, grad_bytes: int = 0) -> list[LayerCosts]:
+    return [layer_of(index, num_bytes, forward_s, backward_s, grad_bytes) for index in range(num_layers)]
+
+
+@st.composite
+def timed_layers(draw: st.DrawFn) -> list[LayerCosts]:
+    times = st.integers(0, 40)
+    drawn = draw(st.lists(st.tuples(kinds, times, times), min_size=1, max_size=12))
+    return [layer_of(index, size, forward, backward) for index, (size, forward, backward) in enumerate(drawn)]
+
+
+@st.composite
+def streaming_layers(draw: st.DrawFn) -> tuple[list[LayerCosts], list[int]]:
+    layers = draw(timed_layers())
+    return layers, sorted(draw(st.frozensets(st.integers(0, len(layers) - 1))))
+
+
+def compute_s_of(layers: Sequence[LayerCosts]) -> float:
+    return sum((layer.forward_s or 0.0) + (layer.backward_s or 0.0) for layer in layers)
+
+
+def slots_for(layers: Sequence[LayerCosts], streamed: Collection[int], num_slots: int) -> tuple[int, ...]:
+    return slot_sizes([layers[index].num_bytes for index in streamed], num_slots)
+
+
+def expected_stalls(
+    layers: Sequence[LayerCosts], streamed: Collection[int], slots: Sequence[int], speed: float
+) -> list[Fraction]:
+    """Run a step from empty slots; each copy goes into the slot needed again last, or else free first. Return the stalls."""
+    order = [*range(len(layers)), *reversed(range(len(layers)))]
+    contents = [-1] * len(slots)  # -1: nothing
+    free_s = [Fraction(0)] * len(slots)
+    now_s = copied_s = Fraction(0)
+    stalls = []
+    for position, index in enumerate(order):
+        begin_s = now_s
+        layer = layers[index]
+        if index in streamed and index not in contents:
+            size = min(size for size in slots if size >= layer.num_bytes)
+            later = order[position:]
+            slot = max(
+                (slot for slot in range(len(slots)) if slots[slot] == size),
+                key=lambda slot: (later.index(contents[slot]) if contents[slot] in later else math.inf, -free_s[slot]),
+            )
+            contents[slot] = index
+            copied_s = max(copied_s, free_s[slot]) + Fraction(layer.num_bytes) / Fraction(speed)
+            begin_s = max(now_s, copied_s)
+        stalls.append(begin_s - now_s)
+        seconds = layer.forward_s if position < len(layers) else layer.backward_s
+        assert seconds is not None
+        now_s = begin_s + Fraction(seconds)
+        if index in streamed:
+            free_s[contents.index(index)] = now_s
+    return stalls
+
+
+# Slots
+
+
+def test_sizes_within_an_eighth_share_slots_of_the_largest() -> None:
+    assert slot_sizes([80, 70, 69, 80, 61, 61], 2) == (80, 80, 69, 69)
+    assert slot_sizes([80, 70, 69, 80, 61, 61], 3) == (80, 80, 80, 69, 69, 69)
+
+
+def test_no_more_slots_than_layers_of_their_size() -> None:
+    assert slot_sizes([10, 20, 10], 3) == (20, 10, 10)
+    assert slot_sizes([], 3) == ()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 5))
+def test_every_layer_fits_the_slots_of_its_class(sizes: list[int], num_slots: int) -> None:
+    slots = slot_sizes(sizes, num_slots)
+
+    assert list(slots) == sorted(slots, reverse=True)
+    assert len(slots) <= len(sizes)
+    for size in sizes:
+        assert 7 * slot_size_of(size, slots) <= 8 * size or size == slot_size_of(size, slots)
+
+
+def test_layer_uses_the_smallest_slot_that_holds_it() -> None:
+    assert [slot_size_of(num_bytes, (80, 80, 40)) for num_bytes in (80, 41, 40, 1)] == [80, 80, 40, 40]
+
+
+def test_layer_that_no_slot_holds_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        slot_size_of(81, (80, 40))
+    with pytest.raises(ValueError) as error_without_slots:
+        slot_size_of(81, ())
+
+    assert str(error.value) == "a layer of 81 bytes needs a slot that holds it; the largest found: 80 bytes"
+    assert str(error_without_slots.value) == "a layer of 81 bytes needs a slot that holds it; the largest found: no slots"
+
+
+# Prediction
+
+
+def test_gradients_that_go_out_bound_the_backward() -> None:
+    layers = alike(4, num_bytes=1, forward_s=10.0, backward_s=10.0, grad_bytes=100)
+
+    assert predict_step(layers, [1, 3], [1, 1], 1.0).total_s == 40.0 + 200.0
+    assert predict_step(layers, [1, 3], [1, 1], 100.0).total_s == 80.0
+    assert predict_step(layers, [], [], 1.0).total_s == 80.0
+
+
+@settings(max_examples=75)
+@given(streaming_layers(), num_slots_of_plans, speeds)
+def test_prediction_is_what_a_step_from_empty_slots_comes_to(
+    case: tuple[list[LayerCosts], list[int]], num_slots: int, speed: float
+) -> None:
+    layers, streamed = case
+    slots = slots_for(layers, streamed, num_slots)
+
+    prediction = predict_step(layers, streamed, slots, speed)
+
+    stalls = [*prediction.forward_stall_s, *reversed(prediction.backward_stall_s)]
+    assert stalls == expected_stalls(layers, streamed, slots, speed)
+    assert prediction.total_s == compute_s_of(layers) + sum(stalls)
+
+
+# Bad input
+
+
+def test_costs_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError) as error_of_bytes:
+        layer_of(0, -1)
+    with pytest.raises(ValueError) as error_of_seconds:
+        layer_of(0, 1, 1.0, math.nan)
+
+    assert str(error_of_bytes.value) == "num_bytes of layers.0 is a number of bytes, 0 or more; found -1"
+    assert str(error_of_seconds.value) == "backward_s of layers.0 is a number of seconds, 0 or more, or None; found nan"
 
 
 def streamed_of(plan: ResidencyPlan) -> list[int]:
@@ -74,25 +224,6 @@ def test_spread_refuses_more_than_there_are(num_streamed: int) -> None:
     assert str(error.value) == f"num_streamed must be from 0 to the number of layers, 3; found {num_streamed}"
 
 
-@pytest.mark.parametrize(("ratio", "num_streamed"), [(0.0, 0), (0.1, 3), (0.25, 7), (0.5, 14), (0.51, 15), (1.0, 28), (1, 28)])
-def test_ratio_of_layers_alike_is_one_of_their_number(ratio: float, num_streamed: int) -> None:
-    plan = plan_streamed_ratio(untimed([7 * MIB] * 28), ratio, num_slots=3)
-
-    assert streamed_of(plan) == list(spread(28, num_streamed))
-
-
-def test_half_of_two_kinds_is_half_of_each() -> None:
-    layers = untimed([2 * MIB] * 19 + [MIB] * 38)
-
-    plan = plan_streamed_ratio(layers, 0.5, num_slots=3)
-
-    streamed = streamed_of(plan)
-    assert plan.streamed_bytes == 38 * MIB  # half to the byte
-    assert sum(index < 19 for index in streamed) in (9, 10)
-    assert {after - before for before, after in pairwise(streamed)} <= {1, 2, 3}
-    assert plan.slot_bytes == (2 * MIB,) * 3 + (MIB,) * 3
-
-
 @settings(max_examples=50)
 @given(st.lists(kinds, min_size=1, max_size=24), st.floats(0, 1), num_slots_of_plans)
 def test_ratio_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], ratio: float, num_slots: int) -> None:
@@ -135,17 +266,6 @@ def test_of_choices_that_cost_the_same_the_first_layers_stay() -> None:
     plan = plan_streamed_ratio(layers, 1 / 3, num_slots=2)
 
     assert streamed_of(plan) == [2, 4]  # not [0], as many bytes in as large slots
-
-
-@settings(max_examples=37)
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1), num_slots_of_plans)
-def test_larger_ratio_never_streams_fewer_bytes(sizes: list[int], first: float, second: float, num_slots: int) -> None:
-    layers = untimed(sizes)
-
-    less, more = (plan_streamed_ratio(layers, ratio, num_slots=num_slots) for ratio in sorted((first, second)))
-
-    assert less.streamed_bytes <= more.streamed_bytes
-    assert more.streamed_bytes >= max(first, second) * sum(sizes) * (1 - 1e-9)
 
 
 def test_many_sizes_stay_within_a_layer_of_the_ratio() -> None:
@@ -215,24 +335,6 @@ def test_plan_fits_its_budget_or_is_refused_with_one_that_it_fits(sizes: list[in
         assert plan_budget(layers, least, num_slots=num_slots).device_bytes == least > budget
     else:
         assert plan.device_bytes <= budget
-
-
-@settings(max_examples=25)
-@given(st.lists(kinds, min_size=1, max_size=12), st.integers(0, 400), st.integers(0, 400))
-def test_larger_budget_never_streams_more_through_as_many_slots(sizes: list[int], first: int, second: int) -> None:
-    least = sum(slot_sizes(sizes, 1))
-
-    less, more = (plan_budget(untimed(sizes), least + extra, num_slots=1).streamed_bytes for extra in sorted((first, second)))
-
-    assert more <= less
-
-
-def test_budget_too_small_for_three_slots_gets_two_then_one() -> None:
-    layers = untimed([MIB] * 8)
-
-    slots = [len(plan_budget(layers, budget * MIB, num_slots=3).slot_bytes) for budget in (8, 7, 3, 2, 1)]
-
-    assert slots == [0, 3, 3, 2, 1]
 
 
 def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import HostMemoryError
 from memkit.plan import ParameterCosts, StatePlan, plan_states
-from memkit.plan.states import BLOCK_BYTES, NUM_BUFFERS, held_bytes, interleaved, side_by_side
-from memkit.sizes import HOST_PAGE_BYTES
+from memkit.plan.states import BLOCK_BYTES, HOST_PAGE_BYTES, NUM_BUFFERS, held_bytes, interleaved, side_by_side
 
 MIB = 2**20
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)

@@ -452,7 +452,6 @@ def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(see
     assert spared.seconds - quick.seconds <= handling_s * (quick.num_handled - spared.num_handled)
 
 
-@pytest.mark.full
 def test_busy_host_has_fewer_and_larger_values_to_handle() -> None:
     """Each layer saves much in one piece and as much in sixteen: for the device it is the same which of them go."""
     ops: list[tuple[tuple[int, ...], int, float]] = [((0,), 1, 10.0)]
