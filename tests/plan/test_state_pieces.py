@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan import WINDOW_NUMEL, ParameterCosts, StateRates, Update, aligned, plan_states
-from memkit.plan.states import PIECE_BYTES, host_share
+from memkit.plan import WINDOW_NUMEL, ParameterCosts, Update, aligned, plan_states
+from memkit.plan.states import PIECE_BYTES
 
 
 def _costs(sizes: list[int]) -> list[ParameterCosts]:
@@ -23,17 +23,16 @@ def _costs(sizes: list[int]) -> list[ParameterCosts]:
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
-@given(SIZES, st.integers(0, 10**7), st.sampled_from(["device", "host", "both"]), st.floats(0.01, 100))
-def test_pieces_cover_all_and_keep_the_budget(sizes: list[int], budget: int, update: str, ratio: float) -> None:
+@given(SIZES, st.integers(0, 10**7), st.sampled_from(["device", "host"]))
+def test_pieces_cover_all_and_keep_the_budget(sizes: list[int], budget: int, update: str) -> None:
     costs = _costs(sizes)
-    rates = StateRates(link_bytes_per_s=8e9, host_numel_per_s=ratio * 1e9)
     least = min((piece.state_bytes for piece in plan_states(costs).pieces if piece.state_bytes), default=0)
     if 0 < budget < least:
         with pytest.raises(BudgetInfeasible) as caught:
-            plan_states(costs, device_budget_bytes=budget, update=update, rates=rates)
+            plan_states(costs, device_budget_bytes=budget, update=update)
         assert caught.value.smallest_bytes == least
         budget = least
-    plan = plan_states(costs, device_budget_bytes=budget, update=update, rates=rates)
+    plan = plan_states(costs, device_budget_bytes=budget, update=update)
 
     assert [index for piece in plan.pieces for index in piece.parameters] == list(range(len(sizes)))
     assert plan.resident_bytes <= budget
@@ -82,40 +81,6 @@ def _copied(num_pieces: int, *, numel: int = 100, has_master: bool = True) -> li
     return [ParameterCosts(name=str(number), **sizes) for number in range(num_pieces)]
 
 
-@pytest.mark.parametrize(
-    ("link", "host", "has_master", "share"),
-    [
-        (48e9, 48e9 / 16, True, 0.5),
-        (12e9, 12e9 / 40, True, 0.25),
-        (36e9, 36e9 / 8, True, 0.75),
-        (48e9, 6e9, False, 0.75),
-        (48e9, 48e9, True, 1.0),
-    ],
-)
-def test_both_sides_end_together(link: float, host: float, has_master: bool, share: float) -> None:
-    costs = _copied(400, numel=51200, has_master=has_master)
-    plan = plan_states(costs, update="both", rates=StateRates(link_bytes_per_s=link, host_numel_per_s=host))
-    on_host = sum(piece.state_bytes for piece in plan.pieces if piece.update is Update.HOST) / plan.host_bytes
-
-    assert on_host == pytest.approx(share, abs=0.07)
-
-
-@given(st.integers(1, 8), st.integers(0, 16), st.booleans(), st.floats(0.1, 100))
-def test_no_other_share_takes_less(itemsize: int, state_bytes: int, has_master: bool, ratio: float) -> None:
-    numel, rates = 51200, StateRates(link_bytes_per_s=ratio * 1e9, host_numel_per_s=1e9)
-    cost = ParameterCosts(
-        name="", numel=numel, parameter_bytes=itemsize * numel, state_bytes=state_bytes * numel, has_master=has_master
-    )
-    pieces = plan_states([cost]).pieces
-
-    def step_s(share: float) -> float:
-        link_bytes = (1 - share) * cost.state_bytes + share * cost.sent_bytes()
-        return max(link_bytes / rates.link_bytes_per_s, share * numel / rates.host_numel_per_s)
-
-    least_s = min(step_s(share / 1000) for share in range(1001))
-    assert step_s(host_share(pieces, rates)) <= least_s * (1 + 1e-9)
-
-
 @pytest.mark.parametrize(("has_master", "runs_ahead", "sent"), [(True, False, 4), (True, True, 6), (False, False, 4)])
 def test_what_goes_to_the_host(has_master: bool, runs_ahead: bool, sent: int) -> None:
     costs = _copied(4, numel=2**20, has_master=has_master)
@@ -132,7 +97,6 @@ def test_what_goes_to_the_host(has_master: bool, runs_ahead: bool, sent: int) ->
         ({"update": "host"}, 2**27),
         ({"update": "host", "runs_ahead": True}, 2**27),
         ({"update": "host", "has_disk": True}, 2**26),
-        ({"update": "both", "rates": StateRates(link_bytes_per_s=5e10, host_numel_per_s=5e9)}, 2**26),
     ],
 )
 def test_pieces_are_larger_where_the_host_steps_and_only_gradients_move(options: dict[str, Any], most: int) -> None:
@@ -140,14 +104,6 @@ def test_pieces_are_larger_where_the_host_steps_and_only_gradients_move(options:
 
     assert max(piece.state_bytes for piece in plan.pieces) == most
     assert plan.room_bytes < 2**30
-
-
-def test_what_gains_nothing_on_the_host_stays_off_it_but_for_one_piece() -> None:
-    """Gradient and parameter go down, as many bytes as the two states of the same precision."""
-    costs = [ParameterCosts(name=str(n), numel=2**20, parameter_bytes=2**22, state_bytes=2**23) for n in range(40)]
-    plan = plan_states(costs, update="both", rates=StateRates(link_bytes_per_s=5e10, host_numel_per_s=5e9))
-
-    assert sum(piece.update is Update.HOST for piece in plan.pieces) == 1
 
 
 def test_explains_itself() -> None:
@@ -159,7 +115,7 @@ def test_explains_itself() -> None:
 SHAPES = st.tuples(st.integers(1, 400 * 2**20), st.booleans(), st.sampled_from([2, 4]), st.integers(0, 4))
 
 
-@given(st.lists(SHAPES, min_size=1, max_size=12), st.sampled_from(["device", "host", "both"]), st.booleans())
+@given(st.lists(SHAPES, min_size=1, max_size=12), st.sampled_from(["device", "host"]), st.booleans())
 def test_windows_cover_their_parameter_and_fit_the_room(
     shapes: list[tuple[int, bool, int, int]], update: str, apart: bool
 ) -> None:
@@ -174,8 +130,7 @@ def test_windows_cover_their_parameter_and_fit_the_room(
         )
         for index, (numel, is_elementwise, itemsize, num_states) in enumerate(shapes)
     ]
-    rates = StateRates(link_bytes_per_s=8e9, host_numel_per_s=1e9)
-    plan = plan_states(costs, update=update, rates=rates, apart=apart)
+    plan = plan_states(costs, update=update, apart=apart)
 
     for piece in plan.pieces:
         cost = costs[piece.parameters[0]]
@@ -208,8 +163,6 @@ def test_the_room_for_a_large_embedding() -> None:
     assert "Of 62 large parameters parts move by themselves" in plan.explain()
     assert len([part for piece in plan.pieces for part in piece.parts]) < 250
     assert plan.room_bytes + plan.undo_bytes < 700 * 2**20
-    both = plan_states(costs, update="both", rates=StateRates(link_bytes_per_s=42e9, host_numel_per_s=2.8e9))
-    assert both.room_bytes + both.undo_bytes < 2**30
 
 
 def test_what_stays_is_evenly_spread() -> None:
