@@ -107,23 +107,24 @@ class _ActionBytes:
 
     __slots__ = ()
 
+    @property
     @abstractmethod
-    def _bytes_of(self, action: Action) -> int: ...
+    def _bytes(self) -> Mapping[Action, int]: ...
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of saved values that stay on the device."""
-        return self._bytes_of(Action.KEEP)
+        return self._bytes[Action.KEEP]
 
     @property
     def offload_bytes(self) -> int:
         """Bytes of saved values that leave for host memory."""
-        return self._bytes_of(Action.OFFLOAD)
+        return self._bytes[Action.OFFLOAD]
 
     @property
     def recompute_bytes(self) -> int:
         """Bytes of saved values that are recomputed."""
-        return self._bytes_of(Action.RECOMPUTE)
+        return self._bytes[Action.RECOMPUTE]
 
 
 def _table_of(values: Sequence[PlannedAction], depth: int | None) -> str:
@@ -208,9 +209,6 @@ class Plan(_ActionBytes):
     def saved_bytes(self) -> int:
         """Bytes of all saves, but for those that something else keeps alive."""
         return sum(self._bytes.values())
-
-    def _bytes_of(self, action: Action) -> int:
-        return self._bytes[action]
 
     @property
     def _is_recorded(self) -> bool:
@@ -416,8 +414,13 @@ class MemoryPlan(_ActionBytes):
         """Whether nothing is to be done: all stays."""
         return all(value.action is Action.KEEP for value in self.values)
 
-    def _bytes_of(self, action: Action) -> int:
-        return sum(value.num_bytes for value in self.values if value.action is action and not value.is_anchor)
+    @property
+    def _bytes(self) -> Mapping[Action, int]:
+        totals = dict.fromkeys(Action, 0)
+        for value in self.values:
+            if not value.is_anchor:
+                totals[value.action] += value.num_bytes
+        return totals
 
     def check(self, trace: StepTrace) -> None:
         """Raise if the plan is for another step.
