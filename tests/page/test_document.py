@@ -284,6 +284,15 @@ def test_no_peak_is_lost(levels: list[int], most: int) -> None:
     assert len(places) <= most + 2
 
 
+def test_each_stretch_keeps_its_highest_and_its_lowest() -> None:
+    levels = [random.Random(number).randint(0, 1000) for number in range(10_000)]
+    places = set(sampled(levels, 1000))
+
+    for begin in range(0, 10_000, 20):
+        stretch = range(begin, begin + 20)
+        assert {max(stretch, key=levels.__getitem__), min(stretch, key=levels.__getitem__)} <= places
+
+
 def test_parts_of_the_step_follow_each_other() -> None:
     assert spans_of(memory_of_ops(30)) == [("forward", 0, 10), ("backward", 10, 30)]
 
