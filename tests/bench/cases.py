@@ -59,7 +59,7 @@ def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], No
         seen()
         return model(batch)
 
-    return Workload(name="layers", model=model, forward=forward, loss=measuring.sum_of_outputs)
+    return Workload(name="layers", model=model, forward=forward, loss=Tensor.sum)
 
 
 def square_layers(width: int) -> Workload:
@@ -93,7 +93,7 @@ def stack_step(*, backward: bool = True, seen: Callable[[], None] = lambda: None
             seen()
             return model(batch)
 
-        return Workload(name="stack", model=model, forward=forward, loss=measuring.sum_of_outputs, backward=backward)
+        return Workload(name="stack", model=model, forward=forward, loss=Tensor.sum, backward=backward)
 
     return step_of
 

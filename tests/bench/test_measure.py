@@ -16,7 +16,7 @@ import memkit
 from memkit.device import CpuDevice, ReferenceDevice
 from tests.bench.cases import Workload, bench_module, layers, measuring
 
-measure, sum_of_outputs = measuring.measure, measuring.sum_of_outputs
+measure = measuring.measure
 
 
 def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
@@ -69,23 +69,10 @@ def test_makes_a_context_for_each_step() -> None:
     assert len(made) == 3
 
 
-def test_update_follows_each_backward() -> None:
-    grads: list[bool] = []
-    workload = _workload()
-    first = next(workload.model.parameters())
-    updated = replace(workload, update=lambda: grads.append(first.grad is not None))
-
-    measure(updated, measuring.plain, CpuDevice(), num_steps=2, num_warmup=1)
-
-    assert grads == [True] * 3
-
-
 def test_without_a_backward_there_is_no_grad_mode_and_no_loss() -> None:
     modes: list[bool] = []
     workload = _workload(lambda: modes.append(torch.is_grad_enabled()))
-    forward_only = replace(
-        workload, backward=False, loss=lambda _: pytest.fail("a loss"), update=lambda: pytest.fail("an update")
-    )
+    forward_only = replace(workload, backward=False, loss=lambda _: pytest.fail("a loss"))
 
     found = measure(forward_only, measuring.plain, CpuDevice(), num_steps=2, num_warmup=0)
 
@@ -101,17 +88,6 @@ def test_end_of_the_warm_up_is_told() -> None:
     measure(workload, measuring.plain, CpuDevice(), num_steps=1, num_warmup=2, after_warmup=lambda: calls.append("warm"))
 
     assert calls == ["step", "step", "warm", "step"]
-
-
-def test_sum_of_outputs_takes_all_that_requires_grad() -> None:
-    one, two = torch.ones(2, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
-
-    assert sum_of_outputs({"a": one, "b": (two, torch.ones(5), "text")}).item() == 8.0
-
-
-def test_sum_of_outputs_refuses_what_needs_no_backward() -> None:
-    with pytest.raises(ValueError, match="nothing that the model returned requires grad; it returned Tensor"):
-        sum_of_outputs(torch.ones(2))
 
 
 def _gradients(workload: Workload, context: object) -> list[Tensor]:
@@ -176,7 +152,7 @@ def test_checkpointing_is_taken_off_again() -> None:
 )
 def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
     batch = torch.randn(2, 4)
-    workload = Workload(name="tiny", model=model, forward=lambda: model(batch), loss=sum_of_outputs)
+    workload = Workload(name="tiny", model=model, forward=lambda: model(batch), loss=Tensor.sum)
 
     ((found, engine),) = measuring.checkpointing(model).items()
 
