@@ -11,11 +11,9 @@ is a line that says so.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -23,7 +21,7 @@ from alternating import NUM_WARMUP, alternate, figures, step_of, warm_up
 from measuring import Engine, Workload, blocks_of, plain
 from remat_spaced import evenly_spaced, spaced
 from setting import TAG, Setting, remat_figures
-from shared import Line, about_run, allow_tf32
+from shared import NO_GPU, Line, about_machine, allow_tf32, tell
 from torch import nn
 
 import memkit
@@ -206,9 +204,9 @@ def unless_refused(part: Callable[[], Line], setting: Setting) -> Line:
     return {"refused": text} if "compile" in text else line
 
 
-def compiled_both(setting: Setting) -> Iterator[Line]:
+def compiled_both(setting: Setting, ways: Iterable[str] = WAYS) -> Iterator[Line]:
     """Both ways to compile a block."""
-    for way in WAYS:
+    for way in ways:
         torch.compiler.reset()
         yield from compiled(way, setting)
 
@@ -221,20 +219,11 @@ def main() -> int:
     options = parser.parse_args()
     has_gpu = cuda_is_available() and not options.tiny
     if not has_gpu and not options.tiny:
-        print(json.dumps({"bench": "compiled", "skipped": "nothing was measured: there is no CUDA device here"}), flush=True)
-        return 0
+        return tell([{"bench": "compiled", "skipped": NO_GPU}])
     allow_tf32()
     device = open_device("cuda") if has_gpu else ReferenceDevice()
     setting = Setting(device=device, steps=options.steps, fast=False, tiny=options.tiny, ends_s=time.perf_counter() + 600)
-    for way in options.only:
-        torch.compiler.reset()
-        try:
-            for line in compiled(way, setting):
-                print(json.dumps({**line, "device": device.name, **about_run(options.steps)}), flush=True)
-        except Exception:
-            traceback.print_exc()
-            return 1
-    return 0
+    return tell(compiled_both(setting, options.only), about_machine(device, options.steps))
 
 
 if __name__ == "__main__":

@@ -19,21 +19,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torchvision
 from host_chains import chain, flat
-from host_layers import layers
+from host_layers import host_s, layers
 from host_region import region
+from measuring import Engine
 from setting import Setting
-from shared import Line, about_run
+from shared import Line, about_run, tell
 from torch import Tensor, nn
 
 import memkit
@@ -101,30 +101,17 @@ def whisper() -> tuple[nn.Module, Step]:
 MODELS = {"resnet50": resnet50, "llama": llama, "gpt2": gpt2, "whisper": whisper}
 
 
-def engines(device: Device) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+def engines(device: Device) -> dict[str, Engine]:
     """Return what is measured: every storage counts, and with a window of nothing all that is to leave does."""
 
-    def offload(ratio: float) -> Callable[[], AbstractContextManager[object]]:
+    def offload(ratio: float) -> Engine:
         return lambda: memkit.CPUOffload(ratio, TAG, min_bytes=1, window_bytes=0, device=device)
 
-    def remat(budget: float) -> Callable[[], AbstractContextManager[object]]:
+    def remat(budget: float) -> Engine:
         return lambda: memkit.Rematerialize(budget, TAG, min_bytes=1, device=device)
 
     found = {f"offload {ratio}": offload(ratio) for ratio in (0.0, 0.1, 1.0)}
     return found | {f"remat {budget}": remat(budget) for budget in (1.0, 0.5)}
-
-
-def host_s(model: nn.Module, step: Step, context: Callable[[], AbstractContextManager[object]], device: Device) -> float:
-    """Return the seconds until the host has issued a step."""
-    model.zero_grad(set_to_none=True)
-    device.synchronize()
-    start_s = time.perf_counter()
-    with context():
-        loss = step()
-    loss.backward()
-    taken_s = time.perf_counter() - start_s
-    device.synchronize()
-    return taken_s
 
 
 def _units() -> Mapping[str, int]:
@@ -206,6 +193,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = open_device("cuda") if cuda_is_available() else ReferenceDevice()
+    status = 0
     for name in options.only:
         setting = Setting(
             device=device,
@@ -215,9 +203,8 @@ def main() -> int:
             ends_s=time.perf_counter() + options.patience,
         )
         lines = CHAINS[name](setting) if name in CHAINS else measure(name, device, options.steps)
-        for line in lines:
-            print(json.dumps({**line, "device": repr(device), **about_run(options.steps)}), flush=True)
-    return 0
+        status |= tell(lines, {"device": repr(device), **about_run(options.steps)})
+    return status
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -28,9 +27,9 @@ from measuring import Engine, Workload, measure, plain, save_on_cpu, synchronous
 from offload_ratios import offload_ratios, offload_reserved
 from peers import add_wheels, installed_peers
 from setting import MODELS, TAG, Setting, say
-from shared import Line, about_run, allow_tf32, measure_in_turn, run_in_process
+from shared import Line, about_machine, allow_tf32, measure_in_turn, run_in_process, tell
 from torch import Tensor, nn
-from workloads import llama, llama_checkpointed, lstms, narrow_lstms, resnet50, unet, vit_large
+from workloads import llama, llama_checkpointed, lstms, resnet50, unet, vit_large
 
 import memkit
 from memkit.device import Device, open_device
@@ -306,7 +305,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Device], Iterable[Line]]] = {
     "llama_checkpointed": against_checkpointing,
     "vit_large": partial(against_simulation, vit_large),
     "lstms": partial(against_simulation, lstms),
-    "narrow_lstms": partial(against_simulation, narrow_lstms),
+    "narrow_lstms": partial(against_simulation, partial(lstms, 1024, 128, 512)),
     "unet": partial(against_simulation, unet),
     "two_hundred_steps": two_hundred_steps,
     **{f"ratios_{model}": partial(by_turns, partial(offload_ratios, model)) for model in MODELS},
@@ -335,9 +334,7 @@ def main() -> None:
         add_wheels(options.wheels)
     device = open_device(torch.device("cuda"))
     for name in options.only:
-        for line in BENCHES[name](options, device):
-            line |= {"device": device.name, **about_run(options.steps)}
-            print(json.dumps(line), flush=True)
+        tell(BENCHES[name](options, device), about_machine(device, options.steps))
 
 
 if __name__ == "__main__":

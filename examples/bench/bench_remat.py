@@ -12,12 +12,8 @@ are held to a cap run under `set_per_process_memory_fraction`, with expandable s
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,8 +26,8 @@ from remat_policies import replayed, reserved
 from remat_recorder import recorder, recorder_host
 from remat_spaced import remat_spaced
 from remat_supernet import supernet_alone, supernet_ddp
-from setting import MODELS, Setting, say
-from shared import Line, about_run, allow_tf32, run_in_process
+from setting import MODELS, Setting
+from shared import NO_GPU, Line, about_machine, allow_tf32, run_each, tell
 
 from memkit.device import CpuDevice, open_device
 
@@ -53,45 +49,6 @@ NEED_NO_GPU = ("recorder_host", "planning")
 CAPPED = ("cap", "resnet1202", "supernet", "ddp")
 
 
-def _in_processes(options: argparse.Namespace) -> int:
-    """Run each bench in a process of its own."""
-    passed = [
-        f"--steps={options.steps}",
-        f"--patience={options.patience}",
-        *(f"--{name}" for name in ("fast", "tiny") if getattr(options, name)),
-    ]
-    status = 0
-    for name in options.only:
-        environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if name in CAPPED else {}
-        start = time.perf_counter()
-        try:
-            found = run_in_process(__file__, name, passed, environment=environment, patience_s=options.patience)
-            status |= found != 0
-        except subprocess.TimeoutExpired:
-            print(json.dumps({"bench": name, "error": f"took longer than {options.patience} s"}), flush=True)
-            status = 1
-        say(f"{name}: {time.perf_counter() - start:.0f} s in all")
-    return status
-
-
-def _here(name: str, setting: Setting) -> int:
-    """Run a bench in this process."""
-    about = {
-        "where": setting.device.name,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        **about_run(setting.steps),
-    }
-    try:
-        for line in BENCHES[name](setting):
-            print(json.dumps(line | about), flush=True)
-    except Exception as error:
-        traceback.print_exc()
-        print(json.dumps({"bench": name, "error": f"{type(error).__name__}: {error}"[:500], **about}), flush=True)
-        return 1
-    return 0
-
-
 def main() -> int:
     """Run the benches that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,7 +63,10 @@ def main() -> int:
     options = parser.parse_args()
     ends_s = time.perf_counter() + options.patience
     if not options.here:
-        return _in_processes(options)
+        flags = [f"--{name}" for name in ("fast", "tiny") if getattr(options, name)]
+        passed = [f"--steps={options.steps}", f"--patience={options.patience}", *flags]
+        capped = {name: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} for name in CAPPED}
+        return run_each(__file__, options.only, passed, patience_s=options.patience, environments=capped)
     warnings.simplefilter("ignore" if not sys.warnoptions else "default")
     allow_tf32()
     has_gpu, status = torch.cuda.is_available(), 0
@@ -116,9 +76,9 @@ def main() -> int:
     setting = Setting(device=device, steps=options.steps, fast=options.fast, tiny=options.tiny, ends_s=ends_s)
     for name in options.only:
         if has_gpu or options.tiny or name in NEED_NO_GPU:
-            status |= _here(name, setting)
+            status |= tell(BENCHES[name](setting), {"where": device.name, **about_machine(device, options.steps)})
         else:
-            print(json.dumps({"bench": name, "skipped": "nothing was measured: there is no CUDA device here"}), flush=True)
+            tell([{"bench": name, "skipped": NO_GPU}])
     return status
 
 

@@ -19,12 +19,9 @@ TFLOP/s are 6 for each parameter and token, without what checkpoints compute aga
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -36,7 +33,7 @@ import torch
 import transformers
 from measuring import Workload
 from setting import Setting, say
-from shared import Line, about_run
+from shared import NO_GPU, Line, about_machine, tell
 from states_layers import about_streams, all_streams
 from states_steps import LR, Loop, Trained, timed, told
 from torch import Tensor, nn
@@ -206,20 +203,12 @@ def main() -> int:
     options = parser.parse_args()
     tiny = options.shape == "tiny"
     if not tiny and not cuda_is_available():
-        print(json.dumps({"bench": "streamed", "skipped": "nothing was measured: there is no CUDA device here"}))
-        return 0
+        return tell([{"bench": "streamed", "skipped": NO_GPU}])
     warnings.simplefilter("ignore" if not sys.warnoptions else "default")
     device = ReferenceDevice() if tiny else open_device("cuda")
     setting = Setting(device=device, steps=options.steps, fast=False, tiny=tiny, ends_s=math.inf)
-    about = {"device": device.name, "cuda": torch.version.cuda, "python": platform.python_version()}
-    about |= {"transformers": transformers.__version__, **about_run(options.steps)}
-    try:
-        for line in lines(setting, options.shape, options.tokens, options.ways):
-            print(json.dumps({**line, **about}), flush=True)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
+    about = {"transformers": transformers.__version__, **about_machine(device, options.steps)}
+    return tell(lines(setting, options.shape, options.tokens, options.ways), about)
 
 
 if __name__ == "__main__":

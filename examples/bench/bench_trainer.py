@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -31,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 from setting import GIB, TAG, Setting, say
-from shared import Line, about_run
+from shared import NO_GPU, Line, about_machine, tell
 
 import memkit
 from memkit.device import Event, ReferenceDevice, cuda_is_available, open_device
@@ -162,20 +159,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model, also on a CPU")
     options = parser.parse_args()
     if not options.tiny and not cuda_is_available():
-        print(json.dumps({"bench": "trainer", "skipped": "nothing was measured: there is no CUDA device here"}))
-        return 0
+        return tell([{"bench": "trainer", "skipped": NO_GPU}])
     warnings.simplefilter("ignore" if not sys.warnoptions else "default")
     device = ReferenceDevice() if options.tiny else open_device("cuda")
     setting = Setting(device=device, steps=options.steps, fast=False, tiny=options.tiny, ends_s=math.inf)
-    about = {"device": device.name, "cuda": torch.version.cuda, "python": platform.python_version()}
-    about |= {"transformers": transformers.__version__, **about_run(options.steps)}
-    try:
-        for line in lines(setting, options.ways, options.budget):
-            print(json.dumps({**line, **about}), flush=True)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
+    about = {"transformers": transformers.__version__, **about_machine(device, options.steps)}
+    return tell(lines(setting, options.ways, options.budget), about)
 
 
 if __name__ == "__main__":

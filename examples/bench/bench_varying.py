@@ -71,8 +71,7 @@ def qwen3(is_tiny: bool) -> nn.Module:
         use_cache=False,
         **(size if is_tiny else full),
     )
-    model: nn.Module = transformers.Qwen3ForCausalLM(config)
-    return model
+    return transformers.Qwen3ForCausalLM(config)
 
 
 def t5(is_tiny: bool) -> nn.Module:
@@ -81,8 +80,7 @@ def t5(is_tiny: bool) -> nn.Module:
     size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
     full = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 16, "num_heads": 16, "vocab_size": 32128}
     config = transformers.T5Config(dropout_rate=0.1, decoder_start_token_id=0, use_cache=False, **(size if is_tiny else full))
-    model: nn.Module = transformers.T5ForConditionalGeneration(config)
-    return model
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def mixtral(is_tiny: bool) -> nn.Module:
@@ -99,8 +97,7 @@ def mixtral(is_tiny: bool) -> nn.Module:
     config = transformers.MixtralConfig(
         num_key_value_heads=2 if is_tiny else 4, num_local_experts=8, use_cache=False, **(size if is_tiny else full)
     )
-    model: nn.Module = transformers.MixtralForCausalLM(config)
-    return model
+    return transformers.MixtralForCausalLM(config)
 
 
 FAMILIES = {

@@ -15,11 +15,7 @@ from setting import Setting
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.convnext import CNBlockConfig
-from workloads import StackOfLSTMs, UNet, llama_3b, on_images, resnet50
-
-
-def _square(output: Tensor) -> Tensor:
-    return output.float().square().mean()
+from workloads import llama_3b, lstms, on_images, resnet50, scalar, unet
 
 
 def _images(name: str, batch: int, dtype: torch.dtype, setting: Setting) -> Workload:
@@ -45,17 +41,12 @@ def _images(name: str, batch: int, dtype: torch.dtype, setting: Setting) -> Work
 
 
 def _lstms(setting: Setting) -> Workload:
-    """Eight LSTMs of one layer, width 1024, batch 128 x 256, float32."""
-    width, rows, length = (16, 2, 4) if setting.tiny else (1024, 128, 256)
-    model, batch = StackOfLSTMs(width), torch.empty(rows, length, width).normal_()
-    return Workload(name=f"lstm_8x{width}_b{rows}", model=model, forward=lambda: model(batch), loss=_square)
+    """Width 1024, batch 128 x 256."""
+    return lstms(*((16, 2, 4) if setting.tiny else (1024, 128, 256)))
 
 
 def _unet(setting: Setting) -> Workload:
-    """A U-Net, batch 16 x 256 x 256, float32."""
-    width, batch, size = (8, 1, 32) if setting.tiny else (64, 16, 256)
-    model, images = UNet(width), torch.empty(batch, 3, size, size).normal_()
-    return Workload(name=f"unet_b{batch}", model=model, forward=lambda: model(images), loss=_square)
+    return unet(*((8, 1, 32) if setting.tiny else ()))
 
 
 class Experts(nn.Module):
@@ -104,7 +95,7 @@ def _mixture(setting: Setting) -> Workload:
     num_blocks, width, num_heads, batch, length = (2, 32, 2, 2, 8) if setting.tiny else (8, 1024, 16, 16, 1024)
     model = nn.Sequential(*[MixtureBlock(width, num_heads, 8) for _ in range(num_blocks)]).bfloat16()
     tokens = torch.empty(batch, length, width).normal_().bfloat16()
-    return Workload(name=f"experts_{num_blocks}x8_b{batch}", model=model, forward=lambda: model(tokens), loss=_square)
+    return Workload(name=f"experts_{num_blocks}x8_b{batch}", model=model, forward=lambda: model(tokens), loss=scalar)
 
 
 def _dit(setting: Setting) -> Workload:

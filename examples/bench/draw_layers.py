@@ -10,11 +10,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
+from draw_steady import GIB, picture
 from shared import Line
-
-GIB = 2**30
 
 
 def draw(lines: list[Line], path: Path) -> None:
@@ -30,8 +29,11 @@ def draw(lines: list[Line], path: Path) -> None:
     ratios = sorted((line for line in curves if line["offload_ratio"] is None), key=lambda line: float(line["ratio"]))
     if not ratios:
         raise ValueError("found no line of the bench lora_checkpoint, with the peak of a GPU")
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    with picture(path, f"{ratios[0]['name']} on {ratios[0]['where']}") as axes:
+        _draw(axes, measured, curves, ratios)
+
+
+def _draw(axes: Any, measured: list[Line], curves: list[Line], ratios: list[Line]) -> None:
     axes.plot(*zip(*map(_place, ratios), strict=True), "o-", label="LayerOffload")
     for line in ratios:
         axes.annotate(
@@ -43,11 +45,7 @@ def draw(lines: list[Line], path: Path) -> None:
     for line in measured:
         if line["bench"] == "layers_peers" and line["engine"] not in ("plain", "memkit"):
             axes.plot(*_place(line), "D", label=line["engine"])
-    axes.set(title=f"{ratios[0]['name']} on {ratios[0]['where']}", xlabel="peak allocated (GiB)", ylabel="step (ms)")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path)
 
 
 def _place(line: Line) -> tuple[float, float]:

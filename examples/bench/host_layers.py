@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
+from measuring import Engine
 from setting import Setting
 from shared import Line
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ def _beyond(setting: Setting, plain: Made, streamed: Made, train: str) -> Line:
     with memkit.LayerOffload(streamed[0], offload_ratio=1.0, train=train, device=setting.device) as offload:
         for number in range(setting.steps + NUM_WARM):
             for (model, step), taken in zip((plain, streamed), times, strict=True):
-                taken_s = _host_s(model, step, setting.device, backward=train == "host")
+                taken_s = host_s(model, step, nullcontext, setting.device, backward=train == "host")
                 if number >= NUM_WARM:
                     taken.append(taken_s)
         num_layers = offload.stats().num_streamed
@@ -54,12 +56,12 @@ def _beyond(setting: Setting, plain: Made, streamed: Made, train: str) -> Line:
     }
 
 
-def _host_s(model: nn.Module, step: Callable[[], Tensor], device: Device, *, backward: bool) -> float:
+def host_s(model: nn.Module, step: Callable[[], Tensor], context: Engine, device: Device, *, backward: bool = True) -> float:
     """Return the seconds until the host has issued a step."""
     model.zero_grad(set_to_none=True)
     device.synchronize()
     start_s = time.perf_counter()
-    with torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward), context():
         loss = step()
     if backward:
         loss.backward()

@@ -29,8 +29,7 @@ NUM_WARMUP = 3
 def llama(setting: Setting, **options: Any) -> Workload:
     """Return the Llama of 3.2 billion parameters, or one of another size."""
     small: dict[str, Any] = {"batch": 2, "length": 32, "num_layers": 4, "width": 64, "inner": 128, "num_heads": 4}
-    found: Workload = setting.make(partial(llama_3b, **{**options, **(small if setting.tiny else {})}))
-    return found
+    return setting.make(partial(llama_3b, **{**options, **(small if setting.tiny else {})}))
 
 
 def link_of(setting: Setting) -> Link:

@@ -25,26 +25,18 @@ Engine = Callable[[], AbstractContextManager[Any]]
 """Makes the context that a step's forward runs in: one for each step."""
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One step of a model, by default a training step without its optimizer, cut where a context begins and ends."""
 
     name: str
-    """What it is called in tables."""
     model: nn.Module
-    """The model."""
     forward: Callable[[], Any]
-    """What runs inside the context."""
+    """Runs inside the context."""
     loss: Callable[[Any], Tensor]
     """Makes a number of what `forward` returned, outside of the context; the backward starts from it."""
     backward: bool = True
     """Without one, the forward runs without grad mode, and there is no loss."""
-    update: Callable[[], object] = nothing
-    """What follows the backward and is timed with it: an optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +44,7 @@ class Measurement:
     """Medians of several steps; peaks are the largest."""
 
     num_steps: int
-    """How many steps were measured."""
     step_s: float
-    """Seconds of a step."""
     forward_s: float
     """From the entry into the context to the start of the backward, so the loss is in it."""
     backward_s: float
@@ -72,18 +62,6 @@ StepOf = Callable[[nn.Module], Workload]
 """Makes the step of a model."""
 
 
-def sum_of_outputs(result: Any) -> Tensor:
-    """Return the sum of all that a backward can start from, in what a model returned: tensors, also in tuples and dicts.
-
-    Raises:
-        ValueError: there is nothing of the kind.
-    """
-    roots = [leaf for leaf in torch_private.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not roots:
-        raise ValueError(f"nothing that the model returned requires grad; it returned {type(result).__name__}")
-    return torch.stack([root.float().sum() for root in roots]).sum()
-
-
 def measure(
     workload: Workload,
     engine: Engine,
@@ -91,7 +69,7 @@ def measure(
     *,
     num_steps: int,
     num_warmup: int,
-    after_warmup: Callable[[], None] = nothing,
+    after_warmup: Callable[[], None] = lambda: None,
     num_in_a_row: int = 0,
 ) -> Measurement:
     """Return what a step takes in an engine's context. Gradients are dropped before each step, and after the last.
@@ -145,7 +123,6 @@ def _run(workload: Workload, engine: Engine, device: Device) -> tuple[Event, Eve
     if loss is not None:
         loss.backward()
         loss = None
-        workload.update()
         end = device.record_event()
     return start, turn, end
 
@@ -178,12 +155,8 @@ def save_on_cpu() -> AbstractContextManager[Any]:
 
 
 def synchronous(num_bytes: int, *, min_bytes: int) -> AbstractContextManager[Any]:
-    """The same for the first saved tensors, until this many bytes have moved: the cost of a share without streams.
-
-    Args:
-        num_bytes: bytes to move.
-        min_bytes: smaller tensors stay.
-    """
+    """The same for the first saved tensors, until so many bytes have moved: what a share costs without streams. Tensors smaller
+    than `min_bytes` stay."""
     moved_bytes = 0
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -259,5 +232,5 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def torch_baselines(model: nn.Module) -> dict[str, Engine]:
-    """Return what torch itself has to lower a step's peak, by name: saving on the CPU, and the checkpointing that suits."""
+    """Return torch's own means to lower a step's peak, by name."""
     return {"torch save_on_cpu": save_on_cpu, **checkpointing(model)}

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from pathlib import Path
 import torch
 from peers import add_wheels
 from setting import Setting, say
-from shared import Line, about_run, allow_tf32
+from shared import NO_GPU, Line, about_machine, allow_tf32, tell
 
 from memkit.device import ReferenceDevice, cuda_is_available, open_device
 
@@ -77,11 +75,11 @@ class Script:
                 start_s = time.perf_counter()
                 limit_s = min(scale * self.parts[name].limit_s, ends_s - start_s)
                 if limit_s <= 0:
-                    _tell({"part": name, "skipped": f"no time was left: all of it may take {minutes:g} minutes"})
+                    tell([{"part": name, "skipped": f"no time was left: all of it may take {minutes:g} minutes"}])
                     continue
                 failure = _finish(child, limit_s)
                 taken_s = time.perf_counter() - start_s
-                _tell({"part": name, "taken_s": taken_s, **({"error": failure} if failure else {})})
+                tell([{"part": name, "taken_s": taken_s, **({"error": failure} if failure else {})}])
                 say(f"{name}: {taken_s:.0f} s in all")
                 status |= bool(failure)
         finally:
@@ -115,15 +113,8 @@ class Script:
         ends_s = time.perf_counter() + float(limit_s)
         allow_tf32()
         setting = Setting(device=device, steps=steps, fast=False, tiny=tiny, ends_s=ends_s)
-        about = {"part": name, "device": device.name, "cuda": torch.version.cuda, **about_run(steps)}
-        try:
-            for line in self.parts[name].run(setting):
-                _tell({**line, **about})
-        except Exception as error:
-            traceback.print_exc()
-            _tell({"error": f"{type(error).__name__}: {error}"[:500], **about})
-            return 1
-        return 0
+        about = {"part": name, **about_machine(device, steps)}
+        return tell(self.parts[name].run(setting), about)
 
     def main(self) -> int:
         """Run the parts that are asked for."""
@@ -142,9 +133,7 @@ class Script:
         options = parser.parse_args()
         names = [name for name in options.only if name not in options.left_out]
         if not options.tiny and not cuda_is_available():
-            for name in names:
-                _tell({"part": name, "skipped": "nothing was measured: there is no CUDA device here"})
-            return 0
+            return tell({"part": name, "skipped": NO_GPU} for name in names)
         if options.here:
             if options.wheels is not None:
                 _add_wheels(options.wheels)
@@ -195,7 +184,3 @@ def _add_wheels(folder: Path) -> None:
         add_wheels(folder)
     except ImportError as error:  # what would be compared with them is left out
         say(f"{folder}: {error}")
-
-
-def _tell(line: Line) -> None:
-    print(json.dumps(line), flush=True)

@@ -70,31 +70,26 @@ class Setting:
 
     def resnet50(self, batch: int = 256) -> Workload:
         """Return ResNet-50."""
-        found: Workload = self.make(partial(resnet50, self.batch(batch), self.size))
-        return found
+        return self.make(partial(resnet50, self.batch(batch), self.size))
 
     def llama(self, build: Callable[..., Workload] = llama) -> Workload:
         """Return a Llama of some kind."""
         small = partial(build, 2, 32, num_layers=3, width=64, inner=128, num_heads=4)
-        found: Workload = self.make(small if self.tiny else build)
-        return found
+        return self.make(small if self.tiny else build)
 
     def gpt2(self) -> Workload:
         """Return a GPT-2."""
         small = partial(gpt2, 2, 16, num_layers=4, width=32, num_heads=2)
-        found: Workload = self.make(small if self.tiny else gpt2)
-        return found
+        return self.make(small if self.tiny else gpt2)
 
     def whisper(self) -> Workload:
         """Return a Whisper."""
         small = partial(whisper, 2, 32, 8, num_layers=2, width=32, num_heads=2)
-        found: Workload = self.make(small if self.tiny else whisper)
-        return found
+        return self.make(small if self.tiny else whisper)
 
     def workload(self, model: str) -> Workload:
         """Return the step of a model, by its name in `MODELS`."""
-        found: Workload = getattr(self, model)()
-        return found
+        return getattr(self, model)()
 
     def offload(self, ratio: float, tag: str = TAG, **options: Any) -> Engine:
         """Return what makes a `CPUOffload`."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +53,43 @@ def allow_tf32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
+def run_each(
+    script: str,
+    names: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    patience_s: float,
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> int:
+    """Run benches of a script one after the other, each in a process of its own; return an exit status."""
+    status = 0
+    for name in names:
+        start_s = time.perf_counter()
+        try:
+            found = run_in_process(script, name, arguments, environment=environments.get(name), patience_s=patience_s)
+            status |= found != 0
+        except subprocess.TimeoutExpired:
+            tell([{"bench": name, "error": f"took longer than {patience_s} s"}])
+            status = 1
+        print(f"{name}: {time.perf_counter() - start_s:.0f} s in all", file=sys.stderr, flush=True)
+    return status
+
+
+NO_GPU = "nothing was measured: there is no CUDA device here"
+
+
+def tell(lines: Iterable[Line], about: Line = MappingProxyType({})) -> int:
+    """Print lines of JSON, each with what they have in common; return an exit status."""
+    try:
+        for line in lines:
+            print(json.dumps({**line, **about}), flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"[:500], **about}), flush=True)
+        return 1
+    return 0
+
+
 def about_run(num_steps: int) -> Line:
     """Return what each line says of the run that it is of."""
     return {
@@ -56,6 +98,12 @@ def about_run(num_steps: int) -> Line:
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
         "steps": num_steps,
     }
+
+
+def about_machine(device: Device, num_steps: int) -> Line:
+    """Return the same, and where it is."""
+    about = {"device": device.name, "cuda": torch.version.cuda, "python": platform.python_version()}
+    return {**about, **about_run(num_steps)}
 
 
 def measure_in_turn(

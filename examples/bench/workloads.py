@@ -12,7 +12,7 @@ from measuring import Workload
 from torch import Tensor, nn
 
 
-def _scalar(output: Tensor) -> Tensor:
+def scalar(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
@@ -43,8 +43,7 @@ def _llama_model(num_layers: int, width: int, inner: int, num_heads: int) -> nn.
         vocab_size=32000,
         use_cache=False,
     )
-    model: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
-    return model
+    return transformers.LlamaForCausalLM(config).bfloat16()
 
 
 def llama(
@@ -127,8 +126,7 @@ def whisper(
     tokens = torch.randint(config.vocab_size, (batch, length))
 
     def forward() -> Tensor:
-        hidden: Tensor = model.model(input_features=features, decoder_input_ids=tokens)[0]
-        return hidden
+        return model.model(input_features=features, decoder_input_ids=tokens)[0]
 
     def loss(hidden: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model.proj_out(hidden).flatten(0, 1), tokens.flatten())
@@ -141,7 +139,7 @@ def vit_large() -> Workload:
     import timm
 
     model, images = timm.create_model("vit_large_patch16_224").bfloat16(), torch.empty(128, 3, 224, 224).normal_().bfloat16()
-    return Workload(name="timm_vit_l_b128", model=model, forward=lambda: model(images), loss=_scalar)
+    return Workload(name="timm_vit_l_b128", model=model, forward=lambda: model(images), loss=scalar)
 
 
 class StackOfLSTMs(nn.Module):
@@ -158,16 +156,10 @@ class StackOfLSTMs(nn.Module):
         return batch
 
 
-def lstms() -> Workload:
-    """Eight one-layer LSTMs of width 2048, batch 256 x 128."""
-    model, batch = StackOfLSTMs(2048), torch.empty(256, 128, 2048).normal_()
-    return Workload(name="lstm_8x2048_b256", model=model, forward=lambda: model(batch), loss=_scalar)
-
-
-def narrow_lstms() -> Workload:
-    """Eight one-layer LSTMs of width 1024, batch 128 x 512: so many small kernels that launching them is what takes time."""
-    model, batch = StackOfLSTMs(1024), torch.empty(128, 512, 1024).normal_()
-    return Workload(name="lstm_8x1024_b128", model=model, forward=lambda: model(batch), loss=_scalar)
+def lstms(width: int = 2048, batch: int = 256, length: int = 128) -> Workload:
+    """Eight one-layer LSTMs; if they are narrow, launching their many small kernels is what takes time."""
+    model, x = StackOfLSTMs(width), torch.empty(batch, length, width).normal_()
+    return Workload(name=f"lstm_8x{width}_b{batch}", model=model, forward=lambda: model(x), loss=scalar)
 
 
 class UNet(nn.Module):
@@ -199,10 +191,10 @@ class UNet(nn.Module):
         return self.head(out)
 
 
-def unet() -> Workload:
-    """A U-Net, batch 16 x 256 x 256, float32."""
-    model, images = UNet(), torch.empty(16, 3, 256, 256).normal_()
-    return Workload(name="unet_b16", model=model, forward=lambda: model(images), loss=_scalar)
+def unet(width: int = 64, batch: int = 16, size: int = 256) -> Workload:
+    """A U-Net, float32."""
+    model, images = UNet(width), torch.empty(batch, 3, size, size).normal_()
+    return Workload(name=f"unet_b{batch}", model=model, forward=lambda: model(images), loss=scalar)
 
 
 class BasicBlock(nn.Module):

@@ -120,5 +120,6 @@ def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:
 def assert_has_worked(figures: dict[str, float]) -> None:
     """See in a callback's figures that each of its features has done something."""
     rooms = {name.split("/")[1] for name in figures}
+    assert rooms
     moved = ("memkit/tiny/moved_gib", "memkit/tiny/recomputed_gib", "memkit/layers/moved_in_gib", "memkit/states/moved_in_gib")
     assert rooms == {name.split("/")[1] for name in moved if figures.get(name, 0) > 0}
