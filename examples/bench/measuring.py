@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from memkit import torch_private
 from memkit.activations.offloading.moving_stage import is_from_leaf
 from memkit.device import Device, Event, cuda_is_available
 
