@@ -667,11 +667,8 @@ def test_a_disk_that_can_not_be_read_at_the_end() -> None:
     assert len(optimizer.state) == 9
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_disk_that_takes_no_more_writes(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_no_more_writes() -> None:
     """All can still be saved, and is there once closed."""
-    if is_cut:
-        _cut(monkeypatch)
     device, faults = ReferenceDevice(), _Faults()
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = _adamw(plain), _adamw(model)
@@ -686,13 +683,8 @@ def test_a_disk_that_takes_no_more_writes(is_cut: bool, monkeypatch: pytest.Monk
         for _ in range(2):
             with pytest.raises((DiskError, StateOffloadError)):
                 optimizer.step()
-        if not is_cut:  # else one may be stepped in part, which state_dict() would go on with
-            for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
-                assert _is_same(mine, before) or _is_same(mine, after)
-        else:
-            faults.disarm()
-            optimizer.state_dict()
-            faults.arm("write", 0, errno.ENOSPC, lasts=True)
+        for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
+            assert _is_same(mine, before) or _is_same(mine, after)
     for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
         assert _is_same(mine, before) or _is_same(mine, after)
 
