@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import random
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ from tests.states.cases import (
     OPTIMIZERS,
     Case,
     Net,
-    assert_resumes,
     assert_same,
     assert_same_training,
     batch,
@@ -44,8 +41,7 @@ from tests.states.cases import (
     train_within_backwards,
 )
 from tests.states.test_faults import ERRORS, Faulty
-from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, _real_disk, by_turns
-from tests.threads import num_own_threads
+from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, by_turns
 
 pytestmark = pytest.mark.full
 
@@ -85,48 +81,6 @@ def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     train(model, optimizer, device, range(5, 7))
     assert_same_training(plain, plain_optimizer, model, optimizer)
     _assert_no_races(device)
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("budget", [0, "10KiB"])
-def test_the_same_bits_on_a_real_disk(
-    device: Device, budget: int | str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    threads = num_own_threads()
-    with _offload(optimizer, device, _real_disk(tmp_path), device_budget=budget) as states:
-        train(plain, plain_optimizer, device, range(4), accumulate=2)
-        train_within_backwards(model, optimizer, states, device, range(4), accumulate=2)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-        assert (states.plan.resident_bytes > 0) == (budget != 0)
-    assert_same_training(plain, plain_optimizer, model, optimizer)
-    assert num_own_threads() == threads
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
-def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    device = ReferenceDevice()
-    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [_adamw(net) for net in nets]
-    with (
-        offload(optimizers[0], device, master=torch.float32, device_budget="1GiB"),
-        _offload(optimizers[1], device, ReferenceDisk(), master=torch.float32) as states,
-    ):
-        for steps in (range(4), range(4, 6)):
-            train(nets[0], optimizers[0], device, steps, dtype=torch.bfloat16)
-            train_within_backwards(nets[1], optimizers[1], states, device, steps)
-            for net in nets:
-                with torch.no_grad():
-                    net.head.weight.mul_(0.5)
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
 class _Drawn(nn.Module):
@@ -252,23 +206,6 @@ def test_a_step_that_was_left_out(device: Device) -> None:
         train_within_backwards(model, optimizer, states, device, range(7, 8))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda _, optimizer: torch.amp.GradScaler("cpu", enabled=True).unscale_(optimizer),
-    ],
-)
-def test_gradients_can_not_be_clipped_or_scaled(device: Device, use: Callable[[Any, Any], object]) -> None:
-    model = make_net(device)
-    optimizer = _adamw(model)
-    with _offload(optimizer, device, ReferenceDisk()):
-        model(batch(device, 0)).square().mean().backward()
-        with pytest.raises((StateOffloadError, AssertionError)):
-            use(model, optimizer)
-        optimizer.step()
-
-
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
 @pytest.mark.core(1)
 @pytest.mark.parametrize("is_all", [True, False])
@@ -332,70 +269,7 @@ def test_no_more_parts_are_on_their_way_than_there_are_buffers() -> None:
     assert states._NUM_SLOTS <= states.NUM_BUFFERS
 
 
-def test_gradients_are_let_go_within_the_backward(device: Device) -> None:
-    model = make_net(device)
-    optimizer = _adamw(model)
-    with _offload(optimizer, device, ReferenceDisk()) as states:
-        train_within_backwards(model, optimizer, states, device, range(2))
-        model(batch(device, 2)).square().mean().backward()
-        sizes = [parameter.grad.untyped_storage().nbytes() for parameter in model.parameters() if parameter.grad is not None]
-        assert len(sizes) == 9
-        assert max(sizes) == 4
-        optimizer.step()
-
-
-def test_host_budget_says_how_much_is_in_host_memory() -> None:
-    """What the backward comes to first is in host memory: while that is stepped, the disk reads."""
-    device = ReferenceDevice()
-    width, found = 512, []
-    for budget in (None, "9MiB", "20MiB", "1GiB"):
-        torch.manual_seed(1)
-        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(12)])
-        optimizer = torch.optim.AdamW(model.parameters())
-        with _offload(optimizer, device, ReferenceDisk(), host_budget=budget) as states:
-            for _ in range(3):
-                model(torch.ones(2, width)).square().mean().backward()
-                assert states.stats().host_bytes <= {None: 16, "9MiB": 9, "20MiB": 20, "1GiB": 50}[budget] * MIB
-                optimizer.step()
-                optimizer.zero_grad()
-            are_on_disk = [piece.is_on_disk for piece in states.plan.pieces]
-            assert are_on_disk == sorted(are_on_disk, reverse=True)
-            found.append((states.plan.disk_bytes // MIB, optimizer.state_dict()))
-
-    assert [num for num, _ in found] == [24, 24, 12, 0]
-    for _, state_dict in found[1:]:
-        assert_same(found[0][1], state_dict)
-
-
-@pytest.mark.full
-def test_a_long_run_takes_no_more_than_a_short_one() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = _adamw(model)
-    with _offload(optimizer, device, ReferenceDisk(is_late=False)) as states:
-        found = []
-        for step in range(60):
-            train_within_backwards(model, optimizer, states, device, [step])
-            if step % 10 == 5:
-                optimizer.state_dict()
-            if step in (8, 20) or step > 57:
-                gc.collect()
-                disk: Any = states._disk
-                taken = disk.ring.store.file.num_bytes, len(disk.ring.store.sizes), disk.ring.store.in_use_bytes > 0
-                found.append((states.stats().host_bytes, num_own_threads(), *taken))
-
-    assert len(set(found)) == 1
-
-
 # Saving and loading
-
-
-@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", by_turns([case for case in OPTIMIZERS if case.name != "rebinding"], 0), ids=str)
-def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    assert_resumes(case, ReferenceDevice(), tmp_path, num_steps_before=1, disk=ReferenceDisk(), when="backward")
 
 
 @pytest.mark.core(1)
@@ -541,7 +415,7 @@ def test_a_disk_that_fails(
     seed: int | None,
     is_late: bool,
 ) -> None:
-    """Each parameter is as before the step or as after it, the step can be ended, and nothing is lost."""
+    """Each parameter is as before the step or as after it, and the step can be ended; or what is stepped in part is named."""
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
@@ -557,7 +431,16 @@ def test_a_disk_that_fails(
                 has_failed = True
                 break
         faults.disarm()
-        compared.assert_whole()
+        try:
+            compared.assert_whole()
+        except StateOffloadError as lost:  # neither the rest of a large parameter could be stepped
+            said, has_failed = str(lost), False
+            assert lasts
+            assert is_cut
+            assert "Load a checkpoint of the model and the optimizer" in said
+            compared.begin_anew()
+            compared.backward()
+            compared.optimizer.step()
         if has_failed:
             _end_step(compared.optimizer)
         else:
@@ -565,22 +448,6 @@ def test_a_disk_that_fails(
         compared.assert_whole()
         compared.assert_goes_on()
         compared.close()
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_reads_and_writes_of_fewer_bytes_than_asked_for(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-
-    def short(what: str, offset: int, num_bytes: int) -> int:
-        return num_bytes if what == "reserve" else 4096
-
-    compared = _Compared(ReferenceDevice(), ReferenceDisk(fault=short))
-    compared.backward()
-    compared.optimizer.step()
-    assert_same(_copied(compared.model, compared.optimizer), compared.new)
-    compared.assert_goes_on()
-    compared.close()
 
 
 def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
@@ -613,25 +480,6 @@ def test_a_read_that_fails_breaks_off_the_backward_when_its_turn_comes() -> None
 def _num_new(compared: _Compared) -> int:
     found = zip(_copied(compared.model, compared.optimizer), compared.old, compared.new, strict=True)
     return sum(_is_same(mine, new) and not _is_same(old, new) for mine, old, new in found)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_disk_that_takes_no_more_writes(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward is broken off, and all is there once closed."""
-    if is_cut:
-        _cut(monkeypatch)
-    faults = _Faults()
-    compared = _Compared(ReferenceDevice(), ReferenceDisk(fault=faults))
-    faults.arm("write", 0, errno.ENOSPC, lasts=True)
-    with pytest.raises((DiskError, StateOffloadError)):
-        compared.backward()
-    if is_cut:  # one may be stepped in part, which needs a buffer to go on
-        faults.disarm()
-        compared.optimizer.state_dict()
-        faults.arm("write", 0, errno.ENOSPC, lasts=True)
-    compared.states.close()
-
-    compared.assert_whole()
 
 
 @pytest.mark.full
@@ -687,13 +535,6 @@ def test_an_exception_in_the_backward(is_late: bool) -> None:
     compared.assert_whole()
     compared.assert_goes_on()
     compared.close()
-
-
-def test_why_a_step_beside_the_forward_is_refused() -> None:
-    optimizer = _adamw(make_net(ReferenceDevice()))
-
-    with pytest.raises(ValueError, match=r'step.* waits for the disk before it returns.*Use when="backward"'):
-        offload(optimizer, ReferenceDevice(), disk=ReferenceDisk(), overlap_forward=True)
 
 
 def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

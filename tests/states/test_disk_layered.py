@@ -16,13 +16,12 @@ from torch import nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
-from memkit.states.on_disk import Holds
 from memkit.transfer import ReferenceDisk
 from tests.states.cases import assert_same
-from tests.states.test_layered import OPTIMIZERS, Both, _cut, _frozen_and_tied, in_groups
+from tests.states.test_layered import OPTIMIZERS, Both, _cut, in_groups
 from tests.states.test_layered_faults import _Trained
 from tests.states.test_on_disk import _Faults, _real_disk
-from tests.weights.cases import RUNS, WIDTH, Stack, in_order, inputs
+from tests.weights.cases import RUNS, WIDTH, Stack, inputs
 
 pytestmark = pytest.mark.full
 
@@ -87,63 +86,6 @@ def test_orders(run: str) -> None:
     both.close()
 
 
-@pytest.mark.full
-def test_frozen_and_tied_parameters() -> None:
-    both = Both(ReferenceDevice(), model=_frozen_and_tied(), disk=ReferenceDisk())
-    for _ in range(4):
-        both.step()
-
-    both.assert_same_training()
-    both.close()
-
-
-def test_parameters_that_come_later() -> None:
-    model = Stack(4)
-    model.layers[1].requires_grad_(False)
-    both = Both(ReferenceDevice(), model=model, disk=ReferenceDisk())
-    both.step()
-    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
-        layer = one.get_submodule("layers.1")
-        layer.requires_grad_(True)
-        optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.02})
-    for _ in range(3):
-        both.step()
-
-    both.assert_same_training()
-    both.close()
-
-
-def test_training_is_saved_and_goes_on() -> None:
-    both = Both(ReferenceDevice(), in_groups(OPTIMIZERS["AdamW fused"]), disk=ReferenceDisk(is_late=False))
-    for _ in range(2):
-        both.step()
-    saved = copy.deepcopy((both.model.state_dict(), both.optimizer.state_dict()))
-    assert_same(copy.deepcopy((both.plain.state_dict(), both.plain_optimizer.state_dict())), saved)
-    both.step()
-
-    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
-        one.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-    for _ in range(2):
-        both.step()
-    both.assert_same_training()
-    both.close()
-
-
-@pytest.mark.full
-def test_layers_closed_first_leave_states_that_can_be_closed() -> None:
-    both = Both(ReferenceDevice(), disk=ReferenceDisk())
-    for _ in range(2):
-        both.step()
-    both.layers.close()
-
-    both.assert_same_training()
-    with pytest.raises(StateOffloadError, match="Close the StateOffload as well"):
-        both.optimizer.step()
-    both.states.close()
-    both.assert_same_training()
-
-
 class _Rest(nn.Module):
     """Layers that stream, between what doesn't."""
 
@@ -199,27 +141,6 @@ def test_beside_layers_that_are_stepped_on_the_host(is_late: bool) -> None:
             assert states.plan.host_bytes == 0 < states.plan.disk_bytes
     device.synchronize()
     assert not device.races
-
-
-def test_a_write_that_fails_is_made_again_by_the_next_backward() -> None:
-    """Also of a layer that this one does not come to, and where nobody calls `step()`."""
-    first = [0, 1]
-    faults = _Faults()
-    model = Stack(4, run=lambda layers, x: in_order(nn.ModuleList(layers[number] for number in first), x))
-    both = Both(ReferenceDevice(), model=model, disk=ReferenceDisk(fault=faults, is_late=False))
-    both.step()
-    faults.arm("write", 3, errno.EIO, lasts=False)
-    both.step()
-    disk: Any = both.states._disk
-    disk.ring.end_writes()
-    assert [buffer.part is not None for buffer in disk.ring.buffers].count(True) == 1
-
-    first[:] = [2, 3]
-    both.step()
-    disk.ring.end_writes()
-    assert all(buffer.holds is not Holds.DIRTY for buffer in disk.ring.buffers)
-    both.assert_same_training()
-    both.close()
 
 
 @pytest.mark.full
