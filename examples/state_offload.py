@@ -57,7 +57,7 @@ def train(args: argparse.Namespace, *, offload: bool) -> list[float]:
             scheduler.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        print(states.plan.explain() if offload else f"All {memkit.sizes.format_bytes(states.plan.resident_bytes)} stay.")
+        print(states.plan.explain() if offload else f"All {memkit.core.sizes.format_bytes(states.plan.resident_bytes)} stay.")
     return losses
 
 

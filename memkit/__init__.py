@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from memkit.activations import CPUOffload, MemoryBudget, Rematerialize, keep, no_offload, offload, recompute, reset
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
     from memkit.activations.stats import stats
-    from memkit.attached import detach
-    from memkit.commands import profile as profile
+    from memkit.cli.commands import profile as profile
+    from memkit.core.features import detach
     from memkit.distributed import shard
     from memkit.live import live_values
     from memkit.plan import plan_memory, schedules
@@ -67,7 +67,7 @@ _HOMES = {
     "Rematerialize": "memkit.activations",
     "StateOffload": "memkit.states",
     "attach": "memkit.activations",
-    "detach": "memkit.attached",
+    "detach": "memkit.core.features",
     "keep": "memkit.activations",
     "live_values": "memkit.live",
     "no_offload": "memkit.activations",

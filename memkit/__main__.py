@@ -16,7 +16,7 @@ def _stop(*_: object) -> None:
 def main() -> int:
     """Run the `memkit` command; return its exit status."""
     signal.signal(signal.SIGINT, _stop)
-    from memkit.cli import main as run
+    from memkit.cli.main import main as run
 
     return run()
 

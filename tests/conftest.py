@@ -16,12 +16,12 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import memkit
-from memkit import step_hooks
 from memkit.activations.budgeting import learning
 from memkit.activations.budgeting import learning as planned_link
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states
+from memkit.core import hooks
 from memkit.device import CpuDevice, Device, ReferenceDevice, ceilings
 from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
@@ -92,7 +92,7 @@ def _no_hook_of_all_is_left(request: pytest.FixtureRequest, _small_heap: None) -
         return  # what has failed is still alive
     torch.nn.Identity()(torch.ones(1))  # some hooks go with the next forward
     gc.collect()
-    step_hooks._remove_left()  # what was collected within a step goes with the next that is set
+    hooks._remove_left()  # what was collected within a step goes with the next that is set
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks
     assert not torch_module._global_forward_pre_hooks

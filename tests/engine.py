@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memkit import torch_private
+from memkit.core import torch_private
 
 
 class LateThread:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit import attached
+from memkit.core import features
 from memkit.device import ReferenceDevice
 
 DEVICE = ReferenceDevice()
@@ -123,7 +123,7 @@ def test_lost_layer_offload_goes_on_until_it_is_detached() -> None:
     memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE)
     gc.collect()
 
-    (offload,) = attached.attached_to(model)
+    (offload,) = features.attached_to(model)
     assert torch.equal(model(x), expected)
     assert offload.stats().num_fetches > 0
     memkit.detach(model)
@@ -179,12 +179,12 @@ def test_holds_no_model_alive() -> None:
     _attach(model)
     memkit.LayerOffload(streaming, offload_ratio=1.0, device=DEVICE)
     gone = [weakref.ref(model), weakref.ref(streaming)]
-    num_attached = len(attached._attached)
+    num_attached = len(features._attached)
     del model, streaming
     gc.collect()
 
     assert [reference() for reference in gone] == [None, None]
-    assert len(attached._attached) == num_attached - 2
+    assert len(features._attached) == num_attached - 2
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning", "ignore:.torch.jit.script. is:DeprecationWarning")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkit import backwards
+from memkit.core import backwards
 from tests.engine import LateThread
 
 

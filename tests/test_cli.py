@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkit import __version__, arguments, cli, commands, progress
+from memkit import __version__
+from memkit.cli import arguments, commands, main, progress
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -285,7 +286,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list
     ],
 )
 def test_budgets_are_shares_or_bytes(text: str, budgets: list[float | str]) -> None:
-    options = cli._parser().parse_args([*PLAN, text])
+    options = main._parser().parse_args([*PLAN, text])
 
     assert options.budgets == budgets
 
@@ -350,7 +351,7 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
         "except KeyboardInterrupt:\n"  # as extension modules do, whose import may be interrupted
         "    raise ImportError('something else') from None\n"
     )
-    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    paths = os.pathsep.join([str(tmp_path), str(Path(main.__file__).parents[1])])
     command = [sys.executable, "-m", "memkit", "profile", spec, "--input", "2", "--device", "meta"]
     child = subprocess.Popen(
         command,
@@ -371,8 +372,8 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
 
 
 def test_choices_are_those_of_the_profile() -> None:
-    assert tuple(SORT_KEYS) == cli._SORT_KEYS
-    assert cli._TARGETS == TARGETS
+    assert tuple(SORT_KEYS) == main._SORT_KEYS
+    assert main._TARGETS == TARGETS
 
 
 @pytest.mark.parametrize("name", sorted(set(arguments.DTYPES.values())))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import memkit
-from memkit import commands, plan_command
+from memkit.cli import commands, plan_command
 from memkit.profile import MemoryReport
 from tests.bench.cases import assert_fails, run_command
 
@@ -145,8 +145,8 @@ def test_shown_reports_fit_the_terminal(capsys: pytest.CaptureFixture[str], widt
 
 
 def test_machine_fits_the_terminal(capsys: pytest.CaptureFixture[str], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memkit.machine._UPDATE_THREADS", (1,))
-    monkeypatch.setattr("memkit.machine._BOTH_S", 0.05)
+    monkeypatch.setattr("memkit.cli.machine._UPDATE_THREADS", (1,))
+    monkeypatch.setattr("memkit.cli.machine._BOTH_S", 0.05)
     monkeypatch.setattr("memkit.transfer.link._MOST_ACTS", 10)
 
     status, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu")

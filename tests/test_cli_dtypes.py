@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkit import cli, profile_memory
+from memkit import profile_memory
+from memkit.cli import main
 from memkit.profile import MemoryReport
 from tests.bench.cases import run_command
 
@@ -121,7 +122,7 @@ def test_autocast_on_the_cpu_is_that_of_the_cpu(capsys: pytest.CaptureFixture[st
 )
 def test_dtypes_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as raised:
-        cli.main([*MODEL, "--input", "2x3x32x32", *arguments])
+        main.main([*MODEL, "--input", "2x3x32x32", *arguments])
 
     assert raised.value.code == 2
     assert message in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit.compiled import around_compiled, compiled_in, is_compiled
-from memkit.hooks import HookSet
+from memkit.core.compiled import around_compiled, compiled_in, is_compiled
+from memkit.core.hooks import HookSet
 from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form, may_be_compiled_here
 
 pytestmark = WITH_COMPILED

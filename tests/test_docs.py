@@ -19,7 +19,7 @@ import torchvision
 
 import memkit
 from memkit.activations.offloading import moving_stage as stage
-from memkit.cli import _parser, main
+from memkit.cli.main import _parser, main
 from memkit.plan.gpu import GPUS
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.slots import Slot

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit.hooks import SavedTensorHooks, end_left, innermost_pack
-from memkit.interrupts import Block, Exclusive
-from memkit.torch_state import leave_mode
+from memkit.core.hooks import SavedTensorHooks, end_left, innermost_pack
+from memkit.core.interrupts import Block, Exclusive
+from memkit.core.torch_state import leave_mode
 
 
 class Context(Exclusive):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import memkit
-from memkit import extras
+from memkit.cli.specs import build_model
+from memkit.core import extras
 from memkit.errors import MemkitError
-from memkit.specs import build_model
 
 PACKAGE = Path(memkit.__file__).parent
 

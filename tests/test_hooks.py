@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
-from memkit import torch_private
-from memkit.hooks import HookSet, SavedTensorHooks, in_checkpoint, innermost_pack, may_step_in_backward, receiving_pack
-from memkit.owners import are_owners_set_aside, owners_set_aside
+from memkit.core import torch_private
+from memkit.core.hooks import HookSet, SavedTensorHooks, in_checkpoint, innermost_pack, may_step_in_backward, receiving_pack
+from memkit.core.owners import are_owners_set_aside, owners_set_aside
 
 
 def test_hooks_run_around_the_users_own() -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.core.hooks import HookSet
+from memkit.core.kept import KeptHandle
 from memkit.device import ReferenceDevice
-from memkit.hooks import HookSet
-from memkit.kept import KeptHandle
 from memkit.transfer.lanes import lanes_of
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupts, spread
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle
+from memkit.core.kept import FlattenedHandle, ForwardedHandle, KeptHandle
 from tests.weights.wrapped import Int8
 
 

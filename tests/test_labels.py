@@ -9,8 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import memkit
+from memkit.core.torch_state import label
 from memkit.device import ReferenceDevice
-from memkit.labels import label
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
 
 

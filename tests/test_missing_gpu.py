@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.cli import main
+from memkit.cli.main import main
 from memkit.errors import DeviceUnavailableError
 
 CALLS: dict[str, Callable[[], object]] = {

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import memkit
-from memkit import _torch_floor, torch_private
+from memkit import _torch_floor
+from memkit.core import torch_private
 
 PACKAGE = Path(memkit.__file__).parent
 
@@ -175,7 +176,7 @@ def test_only_torch_private_names_what_is_private_in_torch() -> None:
         "hasattr(module, '_parameters')",
         "attrgetter('_cdata')",
         "sys.modules['torch._dynamo']",
-        "from memkit.torch_private import version_of",
+        "from memkit.core.torch_private import version_of",
         "module._buffers",
     ],
 )
@@ -237,7 +238,7 @@ def _private_names(tree: ast.AST, own: set[str], known_as_own: set[str]) -> list
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [f"{node.module}.{name.name}" for name in node.names]
             found += [name for name in names if name.startswith("torch.") and _is_private(name)]
-            looked_up = node.module == "memkit.torch_private"  # at once, and not when it is used
+            looked_up = node.module == "memkit.core.torch_private"  # at once, and not when it is used
             found += [name for name in names if looked_up and name.rpartition(".")[2] not in _FOR_TYPE_CHECKING]
         elif isinstance(node, ast.Attribute) and _is_private(node.attr):
             is_ours = node.attr in (own if _is_self(node.value) else known_as_own)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import memkit
+from memkit.cli.plan_command import shards_of, trace_on_rank
 from memkit.plan import MemoryPlan
 from memkit.plan.gpu import find_gpu
-from memkit.plan_command import shards_of, trace_on_rank
 from tests.bench.cases import assert_fails, run_command
 
 MIB = 2**20

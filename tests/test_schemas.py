@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memkit.core.schemas import read_json
 from memkit.errors import PlanFormatError
-from memkit.schemas import read_json
 
 
 def read(source: str | Path) -> tuple[dict[str, object], str]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit.sizes import check_budget, check_budget_bytes, check_bytes, format_bytes, format_mib
-from memkit.storages import Geometry, byte_view, storage_bytes, storage_key, storages_of, tensor_over, unique_storages
+from memkit.core.sizes import check_budget, check_budget_bytes, check_bytes, format_bytes, format_mib
+from memkit.core.tensors import Geometry, byte_view, storage_bytes, storage_key, storages_of, tensor_over, unique_storages
 
 
 def test_views_share_one_storage() -> None:

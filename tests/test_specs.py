@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from memkit import arguments
-from memkit.specs import UsageError, build_model, loss_of, make_inputs
+from memkit.cli import arguments
+from memkit.cli.specs import UsageError, build_model, loss_of, make_inputs
 
 META = torch.device("meta")
 LLAMA = {

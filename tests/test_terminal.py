@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.terminal import (
-    LAST,
-    TextColumn,
-    _width,
-    _with_narrow_heading,
-    shortened,
-    table_text,
-    terminal_width,
-    wrapped,
-)
+from memkit.core.terminal import LAST, TextColumn, _width, _with_narrow_heading, shortened, table_text, terminal_width, wrapped
 
 NAMES = ["model.layers.[0-27].self_attn.q_proj (x28)", "head"]
 

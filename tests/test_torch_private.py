@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit import torch_lookup, torch_private
 from memkit.activations.offloading.moving_stage import is_from_leaf
+from memkit.core import torch_private
+from memkit.core.tensors import storages_of
+from memkit.core.torch_private import NAMES, Feature
+from memkit.core.torch_state import is_sharded_by_fsdp
 from memkit.device import ReferenceDevice
 from memkit.errors import MissingTorchNameError
 from memkit.profile.simulate import attention, run, target
 from memkit.recording import borders, ops
-from memkit.storages import storages_of
-from memkit.torch_private import NAMES, Feature
-from memkit.torch_state import is_sharded_by_fsdp
 from memkit.weights import scaler, selection
 
 pytestmark = pytest.mark.full
@@ -37,7 +37,7 @@ OPTIONAL = [name for name, private in NAMES.items() if not private.features]
 @pytest.fixture
 def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has torch be without a name, for memkit alone: torch itself uses most of them."""
-    look_up, taken = torch_lookup.look_up, set[str]()
+    look_up, taken = torch_private.look_up, set[str]()
     monkeypatch.setattr(torch_private, "_complete", set())
     monkeypatch.delitem(sys.modules, borders.FSDP, raising=False)  # what a test imports first asks for more names
 
@@ -49,7 +49,7 @@ def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 raise AttributeError(symbol)
             return look_up(symbol)
 
-        monkeypatch.setattr(torch_lookup, "look_up", refuse)
+        monkeypatch.setattr(torch_private, "look_up", refuse)
         monkeypatch.delitem(vars(torch_private), name, raising=False)
 
     return take

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.hooks import HookSet
+from memkit.core.tensors import byte_view, tensor_over
 from memkit.device import Device, Event
-from memkit.hooks import HookSet
-from memkit.storages import byte_view, tensor_over
 
 
 class BlockSwap:

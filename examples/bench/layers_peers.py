@@ -17,7 +17,7 @@ from shared import Line
 from torch import nn
 from workloads import on_tokens
 
-from memkit.storages import storage_bytes
+from memkit.core.tensors import storage_bytes
 from memkit.weights.selection import find_layers
 
 

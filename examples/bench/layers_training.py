@@ -15,7 +15,7 @@ from shared import Line
 from torch import Tensor, nn
 
 import memkit
-from memkit.storages import storage_bytes
+from memkit.core.tensors import storage_bytes
 
 NUM_PLAIN_RUNS = 2
 NUM_BATCHES = 4

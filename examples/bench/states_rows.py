@@ -21,7 +21,7 @@ from states_steps import (
 )
 
 import memkit
-from memkit.machine import REHEARSAL, WHOLE, HostUpdates
+from memkit.cli.machine import REHEARSAL, WHOLE, HostUpdates
 from memkit.transfer import measure_link
 from memkit.transfer.link import measure_both_ways
 
@@ -112,7 +112,7 @@ def on_disk(setting: Setting) -> Iterator[Line]:
     import os
     import tempfile
 
-    from memkit.machine import measure_disk
+    from memkit.cli.machine import measure_disk
 
     folder = os.environ.get("MEMKIT_BENCH_DISK") or tempfile.gettempdir()
     disk = memkit.Disk(folder)

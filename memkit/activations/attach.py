@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.stats import SavedTensorStats
-from memkit.attached import attached_to, note_attached, note_detached
-from memkit.calls import Calls, Ending
+from memkit.core import torch_private
+from memkit.core.calls import Calls, Ending
+from memkit.core.features import attached_to, note_attached, note_detached
+from memkit.core.hooks import HookSet
+from memkit.core.tensors import unique_storages
 from memkit.errors import note_on, users_line
-from memkit.hooks import HookSet
-from memkit.storages import unique_storages
 
 _MOST_NAMES = 3
 

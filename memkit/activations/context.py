@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from memkit.activations.stats import SavedTensorStats, stats
+from memkit.core.hooks import end_left, in_checkpoint
+from memkit.core.interrupts import Block, Exclusive
+from memkit.core.torch_state import leave_untraced
 from memkit.device import is_capturing
-from memkit.hooks import end_left, in_checkpoint
-from memkit.interrupts import Block, Exclusive
 from memkit.recording.borders import mark_sharded, num_unmarked
-from memkit.torch_state import leave_untraced
 
 Shapes = tuple[torch.Size, ...]
 _Context = TypeVar("_Context", bound="ForwardContext")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions, offload_figures, paused
 from memkit.activations.recomputing.budget import marks_alone
@@ -16,17 +15,18 @@ from memkit.activations.recomputing.recording_stage import open_recording
 from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, refuse_in_budget, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import report_from
+from memkit.core import torch_private
+from memkit.core.features import refuse_in_profile
+from memkit.core.hooks import HookPair, in_checkpoint, innermost_pair
+from memkit.core.interrupts import Block
+from memkit.core.sizes import check_budget_bytes, check_bytes, format_bytes
+from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
 from memkit.errors import HostMemoryError, warn_user
-from memkit.hooks import HookPair, in_checkpoint, innermost_pair
-from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak
 from memkit.profile import MemoryReport, find_report, timed_saves
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
-from memkit.profiled import refuse_in_profile
-from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
-from memkit.torch_state import in_dual_level
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.activations.saved.entry import Stage, entries_around
+from memkit.core import torch_private
+from memkit.core.torch_state import has_own_dispatch
 from memkit.plan import Action
-from memkit.torch_state import has_own_dispatch
 
 
 def _mark(tensor: Tensor, action: Action, name: str) -> Tensor:

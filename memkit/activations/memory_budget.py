@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit import torch_private
 from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
@@ -25,16 +24,17 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.state import remat_states
 from memkit.activations.stats import report_from
-from memkit.compiled import compiled_in
+from memkit.core import torch_private
+from memkit.core.compiled import compiled_in
+from memkit.core.features import refuse_in_profile
+from memkit.core.interrupts import Block
+from memkit.core.sizes import check_bytes, format_bytes
+from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
-from memkit.interrupts import Block
 from memkit.plan import MemoryPlan, Plan, budget_or_share
 from memkit.profile import find_report
-from memkit.profiled import refuse_in_profile
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
-from memkit.sizes import check_bytes, format_bytes
-from memkit.torch_state import in_dual_level
 
 _LOGGER = logging.getLogger(__name__)
 _LIMITS = ("allocated", "reserved")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage, open_recording, remat_figures
@@ -17,16 +16,17 @@ from memkit.activations.recomputing.unrecorded import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, refuse_in_budget, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
+from memkit.core import torch_private
+from memkit.core.features import refuse_in_profile
+from memkit.core.hooks import innermost_hooks
+from memkit.core.interrupts import Block
+from memkit.core.sizes import check_budget, check_bytes, format_bytes
+from memkit.core.torch_state import in_dual_level
 from memkit.device import CpuDevice, Device, open_device
-from memkit.hooks import innermost_hooks
-from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import ProfiledStep
-from memkit.profiled import refuse_in_profile
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
-from memkit.sizes import check_budget, check_bytes, format_bytes
-from memkit.torch_state import in_dual_level
 
 _POLICIES = ("plan", "ops", "dtr")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from memkit.sizes import format_bytes
+from memkit.core.sizes import format_bytes
 
 _USED_BY = "used by"
 

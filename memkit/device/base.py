@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit.storages import byte_view, tensor_over
+from memkit.core.tensors import byte_view, tensor_over
 
 
 class MemoryCounter(ABC):

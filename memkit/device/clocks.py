@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memkit.core.tensors import byte_view
 from memkit.device.base import Event, Stream
 from memkit.errors import RaceError
-from memkit.storages import byte_view
 
 if TYPE_CHECKING:
     from memkit.device.reference import ReferenceDevice

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.torch_state import is_seen_by_modes
 from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, Stream
 from memkit.errors import DeviceUnavailableError, HostMemoryError
-from memkit.torch_state import is_seen_by_modes
 
 _CYCLES_PER_S = 1.8e9
 """About what a GPU's clock makes of them."""

@@ -26,11 +26,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import byte_view
 from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.device.clocks import Accesses, CopySide, ReferenceCopy, ReferenceEvent, ReferenceStream, Stamp, own
 from memkit.errors import RaceError
-from memkit.storages import byte_view
 
 POISON = 0xFF
 

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
-from memkit.backwards import BackwardEnd, on_end
+from memkit.core import torch_private
+from memkit.core.backwards import BackwardEnd, on_end
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded
+from memkit.core.tensors import byte_view, tensor_over
+from memkit.core.torch_state import NO_LABEL, label, leave_untraced
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import MissingTorchNameError, StateOffloadError
-from memkit.labels import NO_LABEL, label
-from memkit.sizes import ALIGNMENT_BYTES, rounded
-from memkit.steppers import reduced_layers
-from memkit.storages import byte_view, tensor_over
-from memkit.torch_state import leave_untraced
+from memkit.optimizers.steppers import reduced_layers
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import TURN_BYTES, lanes_of
@@ -29,7 +28,7 @@ from memkit.transfer.lanes import TURN_BYTES, lanes_of
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-    from memkit.steppers import ReducedSteps
+    from memkit.optimizers.steppers import ReducedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class HostLayer:
         """Whether FSDP2 has gathered it, or has begun to."""
         return self.group.is_unsharded or getattr(self.group, torch_private.FSDP_GATHER) is not None
 
-    # For a `StateOffload` that steps its shards: see `memkit.steppers.ReducedLayer`
+    # For a `StateOffload` that steps its shards: see `memkit.optimizers.steppers.ReducedLayer`
 
     def begin_steps(self, steps: ReducedSteps) -> None:
         self.steppers = weakref.WeakSet([*self.steppers, steps])
@@ -211,7 +210,7 @@ class HostShards:
     end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads what was there before.
     After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
     `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device. Whoever steps
-    shards within the backward is asked ahead of each copy, and told of each reduction: see `memkit.steppers.ReducedSteps`.
+    shards within the backward is asked ahead of each copy, and told of each reduction: see `memkit.optimizers.steppers.ReducedSteps`.
     """
 
     def __init__(self, device: Device, num_shards: int) -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memkit.agreement import together
+from memkit.core.agreement import together
+from memkit.core.tensors import unique_storages
+from memkit.core.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.device import open_device
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import MissingTorchNameError, warn_user
-from memkit.storages import unique_storages
-from memkit.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.weights import LayerOffload
 from memkit.weights.host_copies import is_streamed, shared_between
 from memkit.weights.selection import LayerChoice, find_layers, quoted

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit import torch_private
 from memkit.activations import Attachment, MemoryBudget, SavedTensorStats, attach, stats
 from memkit.activations.context import ForwardContext
-from memkit.around import Around, Code
-from memkit.attached import attached_to
+from memkit.core import torch_private
+from memkit.core.calls import Around, Code
+from memkit.core.features import attached_to
 from memkit.errors import LayerOffloadError
 from memkit.live import values_of
 from memkit.states import StateOffload, StateStats

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from memkit.extras import library
+from memkit.core.extras import library
 from memkit.integrations.features import Features
 from memkit.integrations.refusals import Loop, is_checkpointing, refuse
 

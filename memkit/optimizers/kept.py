@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import unique_storages
+from memkit.core.torch_state import local_of
 from memkit.optimizers.shells import needs_closure, own_attributes, own_group, put_in_train_mode, shell_of, step_of
-from memkit.storages import unique_storages
-from memkit.torch_state import local_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _LARGEST_SIDES = (None, 256, 24)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memkit import torch_private
-from memkit.modes import Mode
+from memkit.core import torch_private
+from memkit.core.torch_state import Mode
 
 if TYPE_CHECKING:
-    from memkit.torch_private import OpOverload
+    from memkit.core.torch_private import OpOverload
 
 
 class NumbersWithoutData(Mode):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
 
 Group = dict[str, Any]
 StateDict = dict[Any, Any]

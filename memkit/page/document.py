@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from memkit._version import __version__
-from memkit.extras import library
+from memkit.core.extras import library
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace
 

@@ -6,10 +6,10 @@ import os
 from numbers import Integral
 from typing import Protocol
 
+from memkit.core.sizes import check_budget, format_bytes
 from memkit.plan.budget import MemoryPlan, Problem, make_problem, plan_budget_jointly
 from memkit.plan.gpu import GpuSpec, find_gpu
 from memkit.plan.step import StepTrace
-from memkit.sizes import check_budget, format_bytes
 
 _FEWEST_BYTES = 2**20
 _STATES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}

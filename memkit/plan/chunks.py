@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from memkit.sizes import ALIGNMENT_BYTES, rounded
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 
 HEADER_BYTES = 512
 """Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memkit._version import __version__
+from memkit.core.extras import library
+from memkit.core.sizes import format_gib
 from memkit.errors import BudgetInfeasible
-from memkit.extras import library
 from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, unsure
 from memkit.plan.budget.simulate import simulate
 from memkit.plan.plans import Action
 from memkit.plan.shards import ShardPlan
 from memkit.plan.step import NO_OP, ModuleOps, StepTrace
-from memkit.sizes import format_gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from memkit.core.schemas import read_json
 from memkit.errors import ReportFormatError
 from memkit.plan.step import OpWork
-from memkit.schemas import read_json
 
 SCHEMA = "memkit.GpuSpec"
 SCHEMA_VERSION = 1

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
+from memkit.core.schemas import read_json
+from memkit.core.sizes import format_bytes, format_mib
 from memkit.errors import BudgetInfeasible, PlanFormatError
-from memkit.schemas import read_json
-from memkit.sizes import format_bytes, format_mib
 
 if TYPE_CHECKING:
     from memkit.plan.step import Step, StepTrace

@@ -12,9 +12,9 @@ from itertools import product
 
 from tabulate import tabulate
 
+from memkit.core.sizes import MIB, check_bytes, format_bytes
 from memkit.plan.ratio import check_ratio
 from memkit.plan.timeline import HIDDEN, Lane, Timeline
-from memkit.sizes import MIB, check_bytes, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

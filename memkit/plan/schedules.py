@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from memkit.core.sizes import check_budget_bytes, format_mib
 from memkit.plan.ratio import check_ratio
-from memkit.sizes import check_budget_bytes, format_mib
 
 Schedule = Callable[..., float]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memkit.sizes import ALIGNMENT_BYTES, check_bytes, rounded
+from memkit.core.sizes import ALIGNMENT_BYTES, check_bytes, rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

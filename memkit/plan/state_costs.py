@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from memkit.sizes import ALIGNMENT_BYTES, rounded
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 
 
 class Update(enum.Enum):

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from memkit.core.sizes import DISK_PAGE_BYTES, HOST_PAGE_BYTES, check_bytes, format_bytes, rounded
 from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update
-from memkit.sizes import DISK_PAGE_BYTES, HOST_PAGE_BYTES, check_bytes, format_bytes, rounded
 
 if TYPE_CHECKING:
     from memkit.plan.state_costs import StatePiece

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import storage_key, storages_of
 from memkit.profile.calls import CallStack
 from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree
-from memkit.storages import storage_key, storages_of
 
 if TYPE_CHECKING:
+    from memkit.core.torch_private import OpOverload
     from memkit.profile.sharded import GatheredParameters
     from memkit.profile.watch import ParamCasts
-    from memkit.torch_private import OpOverload
 
 
 class MemoryCategory(str, Enum):

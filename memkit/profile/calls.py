@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.hooks import HookSet
 from memkit.device.base import Device, Event, MemoryCounter
-from memkit.hooks import HookSet
 from memkit.profile.tree import ModuleTree
 
 CUDA_ROUNDING_BYTES = 512

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memkit.core.sizes import unit_of
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Action, GpuSpec, JointPlanner, StepTrace, find_gpu, make_problem
 from memkit.plan.asked import budget_or_share
-from memkit.sizes import unit_of
 
 if TYPE_CHECKING:
     from memkit.profile.alive import OptimizerMemory

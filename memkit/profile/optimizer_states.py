@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import storage_bytes
+from memkit.core.torch_state import local_of
 from memkit.errors import ProfileError
 from memkit.optimizers import KeptState, kept_states, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
 from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
 from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
-from memkit.storages import storage_bytes
-from memkit.torch_state import local_of
 
 if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device.ceilings import flops_of
 from memkit.profile.step import preserved
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from memkit.core.hooks import HookSet, SavedTensorHooks
+from memkit.core.tensors import unique_storages
 from memkit.device import Device
-from memkit.hooks import HookSet, SavedTensorHooks
 from memkit.profile.alive import StorageLog
 from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge, PeakGauge, TimeGauge
 from memkit.profile.report import ModuleRecord
@@ -30,7 +31,6 @@ from memkit.profile.watch import (
     SaveTimes,
     Writes,
 )
-from memkit.storages import unique_storages
 
 _Seconds = dict[int, float]
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
+from memkit.core.schemas import read_json
 from memkit.errors import ReportFormatError
 from memkit.plan import GpuSpec, MemoryPlan, StepTrace, TimedSave, trace_from_plain, trace_to_plain
 from memkit.plan.asked import trace_of
@@ -20,7 +21,6 @@ from memkit.profile.sharded import ShardInfo
 from memkit.profile.table import Comparison, compare, peak_text, peak_words
 from memkit.profile.tree import OUTSIDE_NAME, Shapes
 from memkit.removed import removed
-from memkit.schemas import read_json
 
 
 class SavedCategory(str, Enum):

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import storage_key, storages_of
+from memkit.core.torch_state import fsdp_groups, fsdp_modules, is_dtensor, local_of
 from memkit.errors import MissingTorchNameError, ProfileError
-from memkit.storages import storage_key, storages_of
-from memkit.torch_state import fsdp_groups, fsdp_modules, is_dtensor, local_of
 
 _Value = TypeVar("_Value")
 
@@ -258,7 +258,7 @@ def with_others(
     if not shards:
         with around():
             return work()
-    from memkit.agreement import agree, together
+    from memkit.core.agreement import agree, together
 
     def wait(number: int) -> None:
         with torch_private.without_python_dispatch():  # it is no part of the step

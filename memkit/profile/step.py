@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.features import Profiled
+from memkit.core.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks_around
+from memkit.core.owners import NOTHING_STREAMED, ModelStorages, StreamedWeights
+from memkit.core.tensors import byte_view, unique_storages
 from memkit.errors import ProfileError, note_on
-from memkit.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks_around
-from memkit.owners import NOTHING_STREAMED, ModelStorages, StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.sharded import NOTHING_SHARDED, Shards
 from memkit.profile.tree import ROOT
-from memkit.profiled import Profiled
-from memkit.storages import byte_view, unique_storages
 
 
 @contextmanager

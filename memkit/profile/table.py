@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memkit.core.sizes import MIB, format_mib, unit_of
+from memkit.core.terminal import LAST, TextColumn, table_text, wrapped
 from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, short_name
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, children_of
-from memkit.sizes import MIB, format_mib, unit_of
-from memkit.terminal import LAST, TextColumn, table_text, wrapped
 
 if TYPE_CHECKING:
     from memkit.profile.report import MemoryReport, ModuleRecord

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.hooks import SavedTensorHooks
+from memkit.core.kept import KeptHandle
+from memkit.core.tensors import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
+from memkit.core.torch_state import Mode, has_own_dispatch
 from memkit.device import CpuDevice, default_generator
 from memkit.device.ceilings import flops_of
 from memkit.errors import ProfileError
-from memkit.hooks import SavedTensorHooks
-from memkit.kept import KeptHandle
-from memkit.modes import Mode
 from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
 from memkit.profile.alive import StorageLog
 from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge
@@ -32,11 +33,9 @@ from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
 from memkit.recording.recorder import Recorder
 from memkit.recording.recording import Recording, names_of, step_of
-from memkit.storages import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
-from memkit.torch_state import has_own_dispatch
 
 if TYPE_CHECKING:
-    from memkit.torch_private import OpOverload
+    from memkit.core.torch_private import OpOverload
 
 
 _KINDS = (  # the first that matches

@@ -16,10 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from memkit.core.hooks import may_step_in_backward
+from memkit.core.owners import StreamedWeights, find_streamed
+from memkit.core.sizes import check_bytes
+from memkit.core.tensors import storage_bytes
+from memkit.core.terminal import terminal_width
+from memkit.core.torch_state import fsdp_modules
 from memkit.device import Device, open_device
 from memkit.errors import ProfileError
-from memkit.hooks import may_step_in_backward
-from memkit.owners import StreamedWeights, find_streamed
+from memkit.optimizers.steppers import stepped_shards
 from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpu import GPUS
 from memkit.profile.alive import AliveStorage, OptimizerMemory, StorageLog
@@ -33,11 +38,6 @@ from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, ProfiledStep, preserved
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
-from memkit.sizes import check_bytes
-from memkit.steppers import stepped_shards
-from memkit.storages import storage_bytes
-from memkit.terminal import terminal_width
-from memkit.torch_state import fsdp_modules
 
 if TYPE_CHECKING:
     pass
@@ -226,7 +226,7 @@ def _together(look: Callable[[], _Prepared], parts: Sequence[object], warmup: ob
     is_sharded = bool(fsdp_modules([part for part in parts if isinstance(part, nn.Module)]))
     if not (is_sharded and dist.is_available() and dist.is_initialized()):
         return look()
-    from memkit.agreement import together
+    from memkit.core.agreement import together
 
     def describe(asked: _Prepared) -> Iterator[object]:
         step = asked.step

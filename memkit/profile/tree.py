@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
-from memkit.hooks import HookSet
-from memkit.owners import NOTHING_STREAMED, StreamedWeights
-from memkit.storages import storage_key, storages_of, unique_storages
-from memkit.torch_state import fsdp_modules
+from memkit.core import torch_private
+from memkit.core.hooks import HookSet
+from memkit.core.owners import NOTHING_STREAMED, StreamedWeights
+from memkit.core.tensors import storage_key, storages_of, unique_storages
+from memkit.core.torch_state import fsdp_modules
 
 Shapes = tuple[tuple[int, ...], ...]
 ROOT = 0

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.hooks import in_checkpoint, receiving_pack
+from memkit.core.owners import ModelStorages
+from memkit.core.tensors import storage_key, storages_of, unique_storages
+from memkit.core.torch_state import Mode
 from memkit.device.base import Device, Event, MemoryCounter
-from memkit.hooks import in_checkpoint, receiving_pack
-from memkit.modes import Mode
-from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
 from memkit.profile.report import SavedCategory, SavedTensorRecord
 from memkit.profile.tree import dtype_name, shapes_of
-from memkit.storages import storage_key, storages_of, unique_storages
 
 if TYPE_CHECKING:
+    from memkit.core.torch_private import OpOverload
     from memkit.profile.alive import StorageLog
-    from memkit.torch_private import OpOverload
 
 
 class OpObserver(Protocol):

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
-from memkit.hooks import HookSet
+from memkit.core import torch_private
+from memkit.core.hooks import HookSet
+from memkit.core.torch_state import fsdp_groups, is_there_in_backward
 from memkit.recording.recorded import tensors_in
-from memkit.torch_state import fsdp_groups, is_there_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

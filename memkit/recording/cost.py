@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device import CpuDevice, Device, default_generator
 from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
 from memkit.plan import HostCosts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.recording.recorded import CallNotes, OpCall, OpClass, OpTraits, Source, covers, crosses, tensors_in, written_by
 
 if TYPE_CHECKING:

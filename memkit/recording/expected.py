@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.plan import NO_OP
 from memkit.recording.recorded import tensors_in
 

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memkit import torch_private
-from memkit.compiled import num_asked
-from memkit.hooks import HookSet
+from memkit.core import torch_private
+from memkit.core.compiled import num_asked
+from memkit.core.hooks import HookSet
+from memkit.core.tensors import PLAIN_TYPES, Geometry
+from memkit.core.torch_state import function_modes, leave_function_mode, leave_untraced
 from memkit.recording.recorded import has_tensors, tensors_in
-from memkit.storages import PLAIN_TYPES, Geometry
-from memkit.torch_state import function_modes, leave_function_mode, leave_untraced
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

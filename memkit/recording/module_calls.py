@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from memkit import torch_private
-from memkit.hooks import HookSet
+from memkit.core import torch_private
+from memkit.core.hooks import HookSet
+from memkit.core.sequentials import SpanReference, calls_in_turn
+from memkit.core.tensors import is_range_of_bytes
+from memkit.core.torch_state import has_gathered, is_sharded_by_fsdp2
 from memkit.plan import ModuleCall, find_spans
 from memkit.recording.recording import Recording
-from memkit.sequentials import SpanReference, calls_in_turn
-from memkit.storages import is_range_of_bytes
-from memkit.torch_state import has_gathered, is_sharded_by_fsdp2
 
 
 class Aftermath:

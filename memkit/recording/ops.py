@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.recording.borders import BORDER
 from memkit.recording.recorded import OpClass, OpTraits
 
 if TYPE_CHECKING:
-    from memkit.torch_private import OpOverload
+    from memkit.core.torch_private import OpOverload
 
 aten = torch.ops.aten
 

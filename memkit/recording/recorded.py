@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkit import torch_private
-from memkit.storages import PLAIN_TYPES, Geometry, is_range_of_bytes, tensor_over
-from memkit.torch_state import has_own_dispatch
+from memkit.core import torch_private
+from memkit.core.tensors import PLAIN_TYPES, Geometry, is_range_of_bytes, tensor_over
+from memkit.core.torch_state import has_own_dispatch
 
 if TYPE_CHECKING:
-    from memkit.torch_private import OpOverload
+    from memkit.core.torch_private import OpOverload
 
 _STRIDED = torch.strided
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
-from memkit.compiled import note_asked
+from memkit.core import torch_private
+from memkit.core.compiled import note_asked
+from memkit.core.tensors import byte_view
+from memkit.core.torch_state import Mode, hide_mode, in_dual_level, in_higher_order_op, leave_untraced
 from memkit.errors import warn_user
-from memkit.modes import Mode
 from memkit.recording.borders import run_border
 from memkit.recording.effects import (
     record_batch_norm,
@@ -43,8 +44,6 @@ from memkit.recording.recorded import (
     written_by,
 )
 from memkit.recording.recording import Recording
-from memkit.storages import byte_view
-from memkit.torch_state import hide_mode, in_dual_level, in_higher_order_op, leave_untraced
 
 _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
 """Whether Dynamo asks each active mode whether it may compile a frame. Older versions read a process-wide flag that is set when

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle
+from memkit.core.owners import owner_of
+from memkit.core.tensors import Geometry, byte_view, is_range_of_bytes
+from memkit.core.torch_state import sharing_counters
 from memkit.device.base import Device, Event
-from memkit.kept import KeptHandle
-from memkit.owners import owner_of
 from memkit.plan import NO_OP, Action, GrowingLineage, Step, ends_of
 from memkit.recording.recorded import CostKey, OpCall, tensors_in
-from memkit.storages import Geometry, byte_view, is_range_of_bytes
-from memkit.torch_state import sharing_counters
 
 if TYPE_CHECKING:
     from memkit.recording.expected import Expected

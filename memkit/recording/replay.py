@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import byte_view
+from memkit.core.torch_state import label
 from memkit.errors import ReplayMismatchError
-from memkit.labels import label
 from memkit.plan import NO_OP
 from memkit.recording.recorded import OpCall, tensor_of, tensors_in
 from memkit.recording.recording import Recording, current_settings, with_settings
-from memkit.storages import byte_view
 
 StorageOf = Callable[[int], torch.UntypedStorage]
 """Returns a storage with the bytes of an available value."""

@@ -10,19 +10,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.owners import owners, with_offloaded_states
+from memkit.core.tensors import is_plain
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import needs_master
-from memkit.owners import owners, with_offloaded_states
+from memkit.optimizers.steppers import ReducedLayer, layers_of, stepper_of, steppers
 from memkit.removed import removed
 from memkit.states.pieces import StateRecord
 from memkit.states.shards import described, lie_alike
 from memkit.states.trial import refuse_by_kind
-from memkit.steppers import ReducedLayer, layers_of, stepper_of, steppers
-from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk import Disk
-from memkit.wrappers import is_plain
 
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from memkit.core.hooks import HookSet
+from memkit.core.tensors import parts_of
+from memkit.core.torch_state import local_of
 from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
-from memkit.hooks import HookSet
 from memkit.optimizers import KeptState
 from memkit.plan import Update
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, Rows, StateRecord
-from memkit.torch_state import local_of
-from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
     from memkit.states.members import Members

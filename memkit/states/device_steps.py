@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memkit.core.interrupts import do_at_once
+from memkit.core.tensors import parts_of, tensor_over
+from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
-from memkit.interrupts import do_at_once
-from memkit.labels import label
 from memkit.plan import Update, aligned
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.states.memory import StateSlots
@@ -21,10 +22,7 @@ from memkit.states.one_step import OneStep
 from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, follow, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
 from memkit.states.shards import are_one, write_local
-from memkit.storages import tensor_over
-from memkit.torch_state import local_of
 from memkit.transfer.device_memory import device_memory_of
-from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
     from memkit.states.memory import HostStates

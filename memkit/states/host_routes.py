@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit.core.sizes import rounded
+from memkit.core.tensors import byte_view, tensor_over
+from memkit.core.torch_state import local_of
 from memkit.plan import aligned
-from memkit.sizes import rounded
 from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
 from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of, version_of
 from memkit.states.shards import local_gradient
-from memkit.storages import byte_view, tensor_over
-from memkit.torch_state import local_of
 from memkit.transfer.host_memory import Span
 
 WORD_BYTES = 8

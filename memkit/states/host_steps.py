@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.forks import OwnThreads, forked
+from memkit.core.tensors import tensor_over
+from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
-from memkit.forks import OwnThreads, forked
-from memkit.labels import label
 from memkit.plan.chunks import Residency
 from memkit.states.host_routes import WORD_BYTES, Route, Sections, traits_of
 from memkit.states.memory import HostStates, StateSlot, StateSlots
@@ -26,8 +27,6 @@ from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, follow, may_leave, moved_state, pack
 from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes
 from memkit.states.shards import are_one, local_gradient, shard_like, write_local
-from memkit.storages import tensor_over
-from memkit.torch_state import local_of
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
 

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from memkit import backwards, torch_private
+from memkit.core import backwards, torch_private
+from memkit.core.hooks import HookSet
+from memkit.core.owners import GradientStandIn, owner_of
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import StateOffloadError, warn_user
-from memkit.hooks import HookSet
-from memkit.owners import owner_of
+from memkit.optimizers.steppers import LayerStepper, stepper_of
 from memkit.plan import Update
 from memkit.plan.chunks import Residency
-from memkit.stand_ins import GradientStandIn
 from memkit.states.asked import refuse_gradients, weakly
 from memkit.states.one_step import NotedOptions, OneStep
 from memkit.states.pieces import ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
-from memkit.steppers import LayerStepper, stepper_of
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit.core.forks import forked
+from memkit.core.torch_state import local_of
 from memkit.errors import StateOffloadError, warn_user
-from memkit.forks import forked
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.packing import MASTER, bytes_of, may_leave
 from memkit.states.pieces import ConsumedGradient, Piece, StateRecord
 from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out
 from memkit.states.windows import piece_of
-from memkit.torch_state import local_of
 
 
 class Members:

@@ -8,21 +8,20 @@ from dataclasses import replace
 
 import torch
 
+from memkit.core.sizes import HOST_PAGE_BYTES, format_bytes, rounded
+from memkit.core.tensors import byte_view, parts_of
+from memkit.core.torch_state import num_users
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError, warn_user
 from memkit.plan import StatePlan, Update, in_slots
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.plan.states import side_by_side
-from memkit.sizes import HOST_PAGE_BYTES, format_bytes, rounded
 from memkit.states.packing import Packed
 from memkit.states.pieces import Layout, Piece
-from memkit.storages import byte_view
-from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
 from memkit.transfer.device_memory import device_memory_of
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
-from memkit.wrappers import parts_of
 
 
 class HostStates:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memkit.core.sizes import HOST_PAGE_BYTES, rounded
+from memkit.core.torch_state import label
 from memkit.device.base import Device
 from memkit.errors import DiskError
-from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
 from memkit.plan.states import NUM_BUFFERS
-from memkit.sizes import HOST_PAGE_BYTES, rounded
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore

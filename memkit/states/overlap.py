@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import warn_user
 

@@ -11,13 +11,12 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import PLAIN_TYPES, is_dense, parts_of, tensor_over
+from memkit.core.torch_state import local_of
 from memkit.errors import StateOffloadError
 from memkit.plan import aligned
-from memkit.storages import PLAIN_TYPES, is_dense, tensor_over
-from memkit.torch_state import local_of
 from memkit.transfer.host_memory import Span
-from memkit.wrappers import parts_of
 
 MASTER = "master"
 """The name in `optimizer.state[parameter]` of a parameter's float32 copy."""

@@ -11,16 +11,15 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.owners import GradientStandIn, owner_of
+from memkit.core.tensors import byte_view
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
-from memkit.owners import owner_of
 from memkit.plan import StatePiece, Update, aligned
 from memkit.plan.chunks import Residency
-from memkit.stand_ins import GradientStandIn
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
-from memkit.storages import byte_view
-from memkit.torch_state import is_dtensor, local_of
 from memkit.transfer.disk import DiskCopy
 from memkit.transfer.host_memory import Span
 

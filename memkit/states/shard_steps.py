@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit import backwards, torch_private
+from memkit.core import backwards, torch_private
+from memkit.core.forks import OwnThreads
+from memkit.core.hooks import HookSet, put_last
+from memkit.core.interrupts import do_at_once
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError, warn_user
-from memkit.forks import OwnThreads
-from memkit.hooks import HookSet
-from memkit.interrupts import do_at_once
 from memkit.optimizers.shells import hollow_shell
+from memkit.optimizers.steppers import ReducedLayer
 from memkit.states.asked import host_layers_of, refuse_captured, refuse_gradients, weakly
 from memkit.states.one_step import NotedOptions, OneStep, run_closure
 from memkit.states.pieces import ConsumedGradient, StateRecord, let_go_of_consumed, mark_of, refuse_another, version_of
-from memkit.step_hooks import put_last
-from memkit.steppers import ReducedLayer
 
 if TYPE_CHECKING:
     from memkit.states.members import Members

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.errors import StateOffloadError
-from memkit.torch_state import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from memkit.optimizers.shells import StateDict

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from memkit.core.features import EnteredOnce
+from memkit.core.hooks import HookSet, put_last
+from memkit.core.sizes import check_budget_bytes, format_bytes
 from memkit.device import Device
-from memkit.entered import EnteredOnce
 from memkit.errors import HostMemoryError, StateOffloadError, warn_user
-from memkit.hooks import HookSet
 from memkit.optimizers.shells import hollow_shell
 from memkit.plan import ParameterCosts, StatePlan, Update, plan_states
-from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.states.asked import (
     NotCopied,
     check_groups,
@@ -45,7 +45,6 @@ from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shard_steps import ShardSteps
 from memkit.states.stepping import Stepping
 from memkit.states.trial import refuse_by_kind
-from memkit.step_hooks import put_last
 from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import lanes_of
 

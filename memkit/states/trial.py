@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.device import default_generator
 from memkit.optimizers import KeptState, kept_states, needs_master
 from memkit.optimizers.shells import (
@@ -35,7 +36,6 @@ from memkit.optimizers.shells import (
     versions_in,
 )
 from memkit.plan import WINDOW_NUMEL
-from memkit.torch_state import is_dtensor, local_of
 
 
 def generators_of(torch_device: torch.device) -> list[torch.Generator]:

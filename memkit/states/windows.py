@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit.core.torch_state import local_of
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
 from memkit.plan import StatePiece, aligned
@@ -28,7 +29,6 @@ from memkit.states.pieces import (
     stand_ins_for,
 )
 from memkit.states.shards import note_written, shard_like
-from memkit.torch_state import local_of
 from memkit.transfer.disk import DiskCopy
 
 

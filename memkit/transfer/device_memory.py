@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from memkit.core.sizes import format_bytes
 from memkit.device.base import Device
 from memkit.errors import note_on
-from memkit.sizes import format_bytes
 
 
 class MemoryHolder(Protocol):

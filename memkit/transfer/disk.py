@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from memkit.core.forks import forked
+from memkit.core.interrupts import mended
+from memkit.core.sizes import DISK_PAGE_BYTES, check_budget_bytes, format_bytes, rounded
 from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
-from memkit.forks import forked
-from memkit.interrupts import mended
-from memkit.sizes import DISK_PAGE_BYTES, check_budget_bytes, format_bytes, rounded
 from memkit.transfer.disk_file import BLOCK_BYTES, DiskBlock, DiskFile, ScratchFile, cut_in_blocks
 from memkit.transfer.host_memory import Gaps, Range, Span
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from memkit.core.sizes import DISK_PAGE_BYTES, format_bytes, rounded
 from memkit.errors import DiskError
-from memkit.sizes import DISK_PAGE_BYTES, format_bytes, rounded
 from memkit.transfer.host_memory import Range
 
 BLOCK_BYTES = 8 * 2**20

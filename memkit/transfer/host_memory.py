@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memkit.core.sizes import HOST_PAGE_BYTES, format_mib, rounded
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
-from memkit.sizes import HOST_PAGE_BYTES, format_mib, rounded
 
 if TYPE_CHECKING:
     from memkit.transfer.staging import Staging

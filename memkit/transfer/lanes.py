@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import byte_view
+from memkit.core.torch_state import NO_LABEL, label
 from memkit.device.base import CopyBatch, Device, Event, Piece, Stream
-from memkit.labels import NO_LABEL, label
-from memkit.storages import byte_view
 from memkit.transfer.host_memory import Span
 
 TURN_BYTES = 16 * 2**20

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from memkit.core.sizes import check_budget_bytes
 from memkit.errors import DiskError
-from memkit.sizes import check_budget_bytes
 from memkit.transfer.disk import Disk, DiskQueue, DiskThreads, DiskTransfer
 from memkit.transfer.disk_file import DiskFile
 from memkit.transfer.host_memory import Range

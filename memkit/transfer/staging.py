@@ -17,10 +17,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from memkit.core.forks import OwnThreads, forked
+from memkit.core.sizes import format_bytes
+from memkit.core.tensors import byte_view
 from memkit.device.base import Device, Event, Stream
-from memkit.forks import OwnThreads, forked
-from memkit.sizes import format_bytes
-from memkit.storages import byte_view
 
 CHUNK_BYTES = 16 * 2**20
 """Size of a buffer: one is filled while another is on its way, and the link is at its full speed from far fewer bytes on."""

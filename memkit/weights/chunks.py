@@ -14,14 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import (
+    Geometry,
+    byte_view,
+    has_plain_parts,
+    is_dense,
+    overlapping,
+    parts_of,
+    set_reported_device,
+    storage_key,
+    tensor_over,
+    wrappers_in,
+)
+from memkit.core.torch_state import num_users
 from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Region, Residency, lay_out
-from memkit.storages import Geometry, byte_view, is_dense, overlapping, storage_key, tensor_over
-from memkit.torch_state import num_users
 from memkit.transfer.host_memory import Span
-from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 if TYPE_CHECKING:
     from memkit.weights.slots import Slot

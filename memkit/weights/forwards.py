@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memkit import backwards, torch_private
-from memkit.attached import NotCopied
-from memkit.calls import Call, Calls, Claims, Ending
+from memkit.core import backwards, torch_private
+from memkit.core.calls import Call, Calls, Claims, Ending
+from memkit.core.features import NotCopied
+from memkit.core.hooks import HookSet
+from memkit.core.owners import are_owners_set_aside, aside
+from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet
-from memkit.owners import are_owners_set_aside, aside
 from memkit.plan.chunks import Residency
-from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, adopt_data
 from memkit.weights.saving import WeightHooks

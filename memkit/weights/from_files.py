@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.storages import Geometry, storage_key
+from memkit.core.tensors import Geometry, storage_key
 from memkit.weights.chunks import copy_into
 
 _OF_TORCH = frozenset(vars(nn.Module()))

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
-from memkit.attached import NotCopied
+from memkit.core import torch_private
+from memkit.core.features import NotCopied
+from memkit.core.hooks import HookSet
+from memkit.core.owners import GradientStandIn
+from memkit.core.torch_state import label
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet
-from memkit.labels import label
 from memkit.optimizers import kept_states
 from memkit.optimizers.shells import needs_closure
-from memkit.stand_ins import GradientStandIn
-from memkit.steppers import ParameterSteps, steppers
+from memkit.optimizers.steppers import ParameterSteps, steppers
 from memkit.weights.accumulation import ParameterAccumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.slots import Slot
@@ -190,7 +190,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._forget_consumed()
         return super().close()
 
-    # For who steps the parameters in the place of the optimizer: see `memkit.steppers.LayerStepper`
+    # For who steps the parameters in the place of the optimizer: see `memkit.optimizers.steppers.LayerStepper`
 
     def have_stepped_by(self, steps: ParameterSteps | None) -> None:
         self._beside = steps

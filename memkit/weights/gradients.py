@@ -20,13 +20,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.forks import OwnThreads, forked
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded
+from memkit.core.tensors import byte_view
+from memkit.core.torch_state import num_users
 from memkit.device.base import CopyBatch, Device, Event, Stream
 from memkit.errors import LayerOffloadError
-from memkit.forks import OwnThreads, forked
-from memkit.sizes import ALIGNMENT_BYTES, rounded
-from memkit.storages import byte_view
-from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import lanes_of

@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.owners import with_offloaded_states
+from memkit.core.sizes import DISK_PAGE_BYTES, rounded
+from memkit.core.tensors import (
+    byte_view,
+    has_plain_parts,
+    overlapping,
+    parts_of,
+    set_reported_device,
+    tensor_over,
+    unique_storages,
+    wrappers_in,
+)
 from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
-from memkit.owners import with_offloaded_states
 from memkit.plan import disk_bytes
-from memkit.sizes import DISK_PAGE_BYTES, rounded
-from memkit.storages import byte_view, overlapping, tensor_over, unique_storages
 from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
 from memkit.transfer.host_memory import Span
-from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 if TYPE_CHECKING:
     from memkit.weights.accumulation import Accumulation

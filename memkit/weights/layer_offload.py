@@ -11,14 +11,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from memkit import torch_private
-from memkit.attached import NotCopied, note_attached, note_detached
+from memkit.core import torch_private
+from memkit.core.features import EnteredOnce, NotCopied, note_attached, note_detached
+from memkit.core.forks import forked
+from memkit.core.hooks import HookSet, RemovableHandle
+from memkit.core.sizes import check_budget_bytes, format_bytes
 from memkit.device import Device, cuda_is_available, open_device
-from memkit.entered import EnteredOnce
 from memkit.errors import warn_user
-from memkit.forks import forked
-from memkit.hooks import HookSet, RemovableHandle
-from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.transfer.disk import Disk
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, refuse_tied, without_modes
 from memkit.weights.forwards import Forwards

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkit import torch_private
-from memkit.hooks import HookPair, SavedTensorHooks
-from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
+from memkit.core import torch_private
+from memkit.core.hooks import HookPair, SavedTensorHooks
+from memkit.core.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
+from memkit.core.tensors import PLAIN_TYPES, Geometry, parts_of
+from memkit.core.torch_state import has_own_dispatch
 from memkit.plan.chunks import Residency
-from memkit.storages import PLAIN_TYPES, Geometry
-from memkit.torch_state import has_own_dispatch
-from memkit.wrappers import parts_of
 
 if TYPE_CHECKING:
     from memkit.weights.chunks import LayerChunk

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.errors import LayerOffloadError
 
 _FUSED = torch_private.SCALES_IN_STEP_MARK

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.tensors import parts_of
+from memkit.core.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.errors import LayerOffloadError
 from memkit.plan import slot_sizes
-from memkit.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.weights.chunks import LayerChunk
-from memkit.wrappers import parts_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

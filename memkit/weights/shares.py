@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from memkit import backwards, torch_private
+from memkit.core import backwards, torch_private
+from memkit.core.sizes import check_budget_bytes, format_bytes
+from memkit.core.tensors import has_plain_parts, is_plain, unique_storages
 from memkit.device import Device, why_nothing_is_freed
 from memkit.device.base import Event
 from memkit.errors import warn_user
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
-from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.storages import unique_storages
 from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import Transfer
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.fused import MakeOptimizer
 from memkit.weights.host_copies import shared_between
-from memkit.wrappers import has_plain_parts, is_plain
 
 if TYPE_CHECKING:
     from memkit.weights.chunks import LayerChunk

@@ -13,12 +13,12 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.owners import Owner, disown, own
+from memkit.core.tensors import Geometry, storage_key
 from memkit.device.base import Device, Event, Stream
-from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
 from memkit.plan.chunks import Residency
-from memkit.storages import Geometry, storage_key
 from memkit.transfer.device_memory import device_memory_of
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
@@ -248,7 +248,7 @@ class SlotRing:
     """All slots of a device: some of each size, and overflow slots while all of a size are in use.
 
     Args:
-        owner: the owner of their storages, see `memkit.owners`.
+        owner: the owner of their storages, see `memkit.core.owners`.
     """
 
     holder = "LayerOffload's slots"

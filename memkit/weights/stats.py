@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from memkit.core.sizes import format_bytes
 from memkit.device.base import Event
-from memkit.sizes import format_bytes
 
 _MOST_PENDING = 256
 

@@ -2,8 +2,8 @@
 
 [Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, what it computes is exact.
 
-- *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.calls`), a backward
-  (`memkit.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends what
+- *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.core.calls`), a backward
+  (`memkit.core.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends what
   an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
 - *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
   event was noted behind it, the host waits for the whole device before the memory goes.
@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit import backwards, torch_private
+from memkit.core import backwards, torch_private
+from memkit.core.owners import StreamedWeights
+from memkit.core.torch_state import NO_LABEL, label, sharing_counters, unseen
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
-from memkit.labels import NO_LABEL, label
-from memkit.owners import StreamedWeights
 from memkit.plan.chunks import Residency
-from memkit.torch_state import sharing_counters, unseen
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.host_copies import DiskCopies
@@ -434,7 +433,7 @@ class Streamer:
     # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.owners.Owner`."""
+        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.core.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
             return self.handle_of(tensor).unpack
 
@@ -443,7 +442,7 @@ class Streamer:
         return StreamedHandle(self, tensor)
 
     def streamed(self) -> StreamedWeights:
-        """Return what streams: see `memkit.owners.Owner`."""
+        """Return what streams: see `memkit.core.owners.Owner`."""
         items = [item for chunk in self.chunks for item in chunk.parameters]
         with self.lock:
             return StreamedWeights(

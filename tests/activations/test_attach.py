@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import memkit
 from memkit import schedules
 from memkit.activations.saved.state import offload_states
+from memkit.core.hooks import innermost_pack
 from memkit.device import Device
-from memkit.hooks import innermost_pack
 from memkit.plan import plan_ratio
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload

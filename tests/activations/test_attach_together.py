@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.core.hooks import innermost_pack
 from memkit.device import ReferenceDevice
-from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 

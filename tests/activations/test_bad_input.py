@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import memkit
+from memkit.core.hooks import innermost_pack
 from memkit.device import Device
-from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import leaf_on, step
 from tests.activations.conftest import Offload

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.saved.state import RematState
+from memkit.core.hooks import innermost_pack
 from memkit.device import Device
 from memkit.device.base import CopyBatch
 from memkit.device.cuda import CudaCopyBatch
-from memkit.hooks import innermost_pack
 from memkit.transfer.lanes import Lanes, Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import Context

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.core.hooks import SavedTensorHooks
 from memkit.device import Device
-from memkit.hooks import SavedTensorHooks
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
 from tests.compiling import WITH_COMPILED, Backend, forms_on, frames_of_memkit, in_form, may_be_compiled_here

@@ -10,8 +10,8 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
+from memkit.core.torch_state import leave_mode
 from memkit.recording.recorder import QuietMode
-from memkit.torch_state import leave_mode
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.interrupts import hooks_around, interrupts
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import memkit
 from memkit.activations.saved.state import offload_states
+from memkit.core.hooks import innermost_pack
+from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import innermost_pack
-from memkit.sizes import HOST_PAGE_BYTES
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards
 from tests.activations.conftest import Offload

@@ -23,9 +23,9 @@ from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import ForwardContext
 from memkit.activations.saved import state
+from memkit.core.hooks import innermost_pack
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import ReplayMismatchError
-from memkit.hooks import innermost_pack
 from tests.activations.budgeting.test_regions_and_copies import BlockNet
 from tests.activations.budgeting.test_semantics import STEPS, Net, words_inside
 from tests.activations.cases import assert_same_bits

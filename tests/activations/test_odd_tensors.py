@@ -18,9 +18,9 @@ from torch.func import jvp, vmap
 from torch.nn import functional
 
 import memkit
+from memkit.core.tensors import byte_view, storages_of
+from memkit.core.torch_state import has_own_dispatch
 from memkit.device import Device, ReferenceDevice
-from memkit.storages import byte_view, storages_of
-from memkit.torch_state import has_own_dispatch
 from tests.activations.cases import Computation, assert_same_bits, gradients, inputs_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.counts import Counts
+from memkit.core.kept import KeptHandle
 from memkit.errors import ReplayMismatchError
-from memkit.kept import KeptHandle
 from tests.activations.cases import SavesTwice, assert_same_bits
 from tests.gpus import ON_GPU
 

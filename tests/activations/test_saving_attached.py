@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import memkit
+from memkit.core.hooks import innermost_pack
 from memkit.device import ReferenceDevice
-from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits
 
 

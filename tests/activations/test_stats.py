@@ -11,8 +11,8 @@ from torch import Tensor
 import memkit
 from memkit.activations.saved.counts import EventPairs, Transfers
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
+from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
-from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer.lanes import Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit import cli
+from memkit.cli import main
 from memkit.device import ReferenceDevice
 
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
@@ -101,7 +101,7 @@ def stack_step(*, backward: bool = True, seen: Callable[[], None] = lambda: None
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Return the exit status of `memkit` with some arguments, and what it printed."""
     try:
-        status = cli.main(arguments)
+        status = main.main(arguments)
     except SystemExit as end:
         status = int(str(end.code))
     captured = capsys.readouterr()

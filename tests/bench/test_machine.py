@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkit import machine
+from memkit.cli import machine
+from memkit.cli.machine import REHEARSAL, HostUpdates, _Block, measure_machine, spec_text, update_threads
 from memkit.device import CudaDevice, ReferenceDevice
 from memkit.errors import ReportFormatError
-from memkit.machine import REHEARSAL, HostUpdates, _Block, measure_machine, spec_text, update_threads
 from memkit.plan.gpu import GPUS, GpuSpec
 from memkit.transfer import link
 from tests.bench.cases import assert_fails, run_command

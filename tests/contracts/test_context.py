@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memkit.hooks import innermost_pack
+from memkit.core.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits, gradients, inputs_on
 from tests.activations.chains import chain, leaf_on
 from tests.activations.remat.cases import COMPUTATIONS, NAMES

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.activations.context import ForwardContext
-from memkit.hooks import innermost_pack, stacked_owners
+from memkit.core.hooks import innermost_pack, stacked_owners
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import chain, leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from memkit.core.tensors import byte_view
 from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream
-from memkit.storages import byte_view
 from tests.gpus import ON_GPU
 
 MIB = 2**20

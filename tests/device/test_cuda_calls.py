@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device import cuda
 from memkit.device.base import Piece
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memkit.core.tensors import byte_view
 from memkit.device import ReferenceDevice, Stream
 from memkit.errors import RaceError
-from memkit.storages import byte_view
 
 
 @pytest.fixture

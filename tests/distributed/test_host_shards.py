@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import memkit
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device import ReferenceDevice, Stream
 from memkit.distributed import host_shards
 from memkit.distributed.host_shards import HostShards

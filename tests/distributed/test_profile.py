@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.torch_state import fsdp_groups
 from memkit.errors import MissingTorchNameError, ProfileError
 from memkit.plan import ShardedParameter, plan_shards
 from memkit.profile import MemoryCategory, MemoryReport
 from memkit.profile.sharded import Shards
 from memkit.profile.tracker import trace_ahead
-from memkit.torch_state import fsdp_groups
 from tests.distributed.cases import Model, assert_same, by_hand, groups_of, local, make, optimizer_of, step, train
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import on_host

@@ -22,9 +22,9 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.distributed.host_shards import HostLayer
 from memkit.errors import ProfileError, StateOffloadError
+from memkit.optimizers.steppers import layers_of
 from memkit.states.pieces import ConsumedGradient
 from memkit.states.shard_steps import ShardSteps, ShardThread
-from memkit.steppers import layers_of
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step
 from tests.distributed.hosting import on_host, racing

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.attached import attached_to
+from memkit.core.features import attached_to
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
 from memkit.integrations import keep_in_place

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.attached import attached_to
+from memkit.core.features import attached_to
 from memkit.device import ReferenceDevice
 from memkit.integrations import features
 from tests.integrations.cases import (

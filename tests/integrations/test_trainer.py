@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.around import Around
-from memkit.attached import attached_to
+from memkit.core.calls import Around
+from memkit.core.features import attached_to
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
 from memkit.integrations import features

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.budgeting.limits import coming_state_bytes
+from memkit.core.tensors import parts_of, storage_bytes
 from memkit.device import ReferenceDevice
 from memkit.optimizers import kept_states
 from memkit.plan import aligned
-from memkit.storages import storage_bytes
 from memkit.weights.fused import state_bytes_of
-from memkit.wrappers import parts_of
 from tests.states.cases import OPTIMIZERS, BeginsInEvalMode, EightBit
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from memkit.core.sizes import format_gib
 from memkit.plan import MemoryPlan
 from memkit.profile import MemoryReport
-from memkit.sizes import format_gib
 from tests.page.browser import needs_browser, opened
 from tests.page.reports import EVIL, plans_of, report_of_blocks, report_of_evil
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memkit.cli import main
+from memkit.cli.main import main
 from tests.page.test_document import data_of
 
 MODEL = ["tests.page.test_command:small_model", "--input", "4096x64"]

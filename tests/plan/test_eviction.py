@@ -160,6 +160,27 @@ def test_staleness_takes_what_came_first() -> None:
     assert residents.logged("drop") == [1]
 
 
+def test_what_came_back_makes_others_cheaper_again() -> None:
+    lineage = GrowingLineage()
+    root = lineage.add_root(0)
+    values = [lineage.add_op([source], [100], cost)[0] for source, cost in ((root, 4.0), (root, 5.0), (1, 3.0))]
+    last = values[-1]
+    residents = Storages(Step(lineage=lineage, saves=tuple(values), uses=()), 200)
+    residents.walk.drop(1)
+    assert residents.walk.missing_cost_s(last) == 7.0
+    residents.walk.limit_bytes = 100
+    residents.walk.make_room(0)  # ranks them: 5 s against 7
+    assert residents.logged("drop") == [1, 2]
+    residents.walk.limit_bytes = 300
+    residents.walk.rebuild(2)
+    residents.walk.rebuild(1)
+    residents.walk.limit_bytes = 200
+
+    residents.walk.make_room(0)
+
+    assert residents.logged("drop") == [1, 2, last]  # 3 s by now
+
+
 @given(step=steps(), data=st.data())
 def test_missing_cost_equals_brute_force(step: Step, data: st.DataObject) -> None:
     residents = Storages(step)
@@ -263,6 +284,20 @@ def test_what_a_node_was_given_stays_until_another_asks() -> None:
 
     assert walk.make_room(0)
     assert not residents.saved
+
+
+def test_op_in_place_copies_what_is_read_again() -> None:
+    lineage = GrowingLineage()
+    (before,) = lineage.add_op([lineage.add_root(0)], [100])
+    (after,) = lineage.add_op([before], [100], taken=[before])
+    (last,) = lineage.add_op([before, after], [1])  # as if it had been cloned by the recorder
+    residents = Storages(Step(lineage=lineage, saves=(last,), uses=()))
+    residents.walk.drop(last)
+
+    residents.walk.rebuild(last)
+
+    assert residents.walk.peak_bytes == 201
+    assert residents.walk.temp_bytes == 0
 
 
 def test_missing_root_is_an_error() -> None:

@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memkit
+from memkit.core.tensors import storage_bytes
 from memkit.device import CpuDevice
 from memkit.device.base import MemoryCounter
 from memkit.profile import AliveStorage, MemoryCategory, MemoryReport, Moment, Phase, StepMemory, tracker
-from memkit.storages import storage_bytes
 from tests.profile.traced import LlamaBlock, Weighted, profile
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.core.tensors import storage_bytes
 from memkit.errors import ProfileError
 from memkit.profile import MemoryCategory, MemoryReport, OptimizerMemory, Phase
 from memkit.profile.optimizer_states import optimizer_names
-from memkit.storages import storage_bytes
 
 NAMES = sorted(optimizer_names())
 

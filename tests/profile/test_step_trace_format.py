@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.errors import ProfileError, ReportFormatError
 from memkit.plan import GrowingLineage
 from memkit.profile import MemoryReport

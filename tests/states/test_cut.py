@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memkit.core.torch_state import num_users
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.windows import CutPiece
-from memkit.torch_state import num_users
 from tests.states.cases import (
     OPTIMIZERS,
     Case,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import memkit
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
 from memkit.errors import LayerOffloadError, StateOffloadError

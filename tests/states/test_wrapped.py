@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from memkit.core.tensors import parts_of
 from memkit.device import Device
 from memkit.states.packing import copy_each
-from memkit.wrappers import parts_of
 from tests.states.cases import Case, EightBit, assert_same_training, batch, make_net, offload, train
 from tests.weights.wrapped import Int8
 

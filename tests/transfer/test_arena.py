@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from memkit.core.tensors import byte_view
 from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
-from memkit.storages import byte_view
 from memkit.transfer import Arena, Span, arena, host_memory
 from memkit.transfer.lanes import Lanes
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import ReferenceDevice
 from memkit.device.base import Event
-from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer import Arena, Span, host_memory
 from tests.interrupts import interrupts
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import memkit
+from memkit.core.sizes import DISK_PAGE_BYTES as PAGE
 from memkit.device import ReferenceDevice
 from memkit.errors import DiskError
-from memkit.sizes import DISK_PAGE_BYTES as PAGE
 from memkit.transfer import Arena, Lanes, ReferenceDisk, Span
 from memkit.transfer.disk import DiskCopy, DiskStore
 from memkit.transfer.disk_file import ScratchFile, cut_in_blocks

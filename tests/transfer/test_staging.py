@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from memkit.core.tensors import byte_view
 from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.errors import HostMemoryError
-from memkit.storages import byte_view
 from memkit.transfer import Arena, Lanes, Span, Transfer, arena, host_memory
 from memkit.transfer.staging import PromisedEvent
 from tests.gpus import ON_GPU

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.weights.chunks import LayerChunk
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device import Event, ReferenceDevice, Stream
 from memkit.device.clocks import ReferenceEvent
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio

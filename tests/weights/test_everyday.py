@@ -20,9 +20,9 @@ import torch.multiprocessing  # it sees to how tensors are sent
 from torch import Tensor, nn
 
 import memkit
+from memkit.core.hooks import innermost_pack, stacked_owners
+from memkit.core.tensors import parts_of
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import innermost_pack, stacked_owners
-from memkit.wrappers import parts_of
 from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
 from tests.weights.wrapped import BLOCKS, Wrapper, devices_of
 

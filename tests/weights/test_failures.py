@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import memkit
-from memkit import backwards, torch_private
+from memkit.core import backwards, torch_private
+from memkit.core.hooks import innermost_pack, stacked_owners
+from memkit.core.owners import owner_of
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import innermost_pack, stacked_owners
-from memkit.owners import owner_of
 from memkit.transfer import host_memory
 from memkit.weights import forwards
 from memkit.weights.accumulation import _LayerGradients, _Sum

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memkit
+from memkit.core.tensors import storage_key
 from memkit.device import Device
-from memkit.storages import storage_key
 from tests.weights.cases import RUNS, Stack, compare, inputs, only_lora
 
 pytestmark = pytest.mark.full

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import memkit
+from memkit.core.hooks import innermost_pack, stacked_owners
 from memkit.device import ReferenceDevice
-from memkit.hooks import innermost_pack, stacked_owners
 from memkit.weights.fused import FusedSteps
 from memkit.weights.streaming import Streamer
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_after, interrupts, spread

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit import backwards
+from memkit.core import backwards
 from memkit.device import Device, ReferenceDevice
 from memkit.weights.accumulation import Accumulation, Made
 from memkit.weights.chunks import LayerChunk

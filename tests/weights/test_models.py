@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import memkit
+from memkit.core.owners import owner_of
 from memkit.device import Device, ReferenceDevice
-from memkit.owners import owner_of
 from tests.weights.cases import (
     WIDTH,
     Block,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.core.owners import owner_of
+from memkit.core.tensors import parts_of, set_reported_device
 from memkit.device import Device, ReferenceDevice
-from memkit.owners import owner_of
 from memkit.weights.host_copies import move
-from memkit.wrappers import parts_of, set_reported_device
 from tests.weights.cases import WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
 from tests.weights.wrapped import BLOCKS, Block, Int4, Int8, Quantized, Wrapper, devices_of
 

@@ -19,8 +19,8 @@ from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.records import Record
 from memkit.activations.saved.state import offload_states
+from memkit.core.owners import owner_of
 from memkit.device import Device, ReferenceDevice
-from memkit.owners import owner_of
 from memkit.plan import copies
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.saving import SavedWeight

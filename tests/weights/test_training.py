@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit import torch_private
+from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from tests.weights.cases import RUNS, WIDTH, Stack, assert_same, compare, in_order, inputs, only_lora, results, run_step
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import memkit
+from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, Stream
-from memkit.sizes import HOST_PAGE_BYTES
 from memkit.transfer import arena, host_memory
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit

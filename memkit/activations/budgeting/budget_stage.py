@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.budgeting.inside import Room
 from memkit.activations.budgeting.learned import PlannedDecider
 from memkit.activations.budgeting.limits import ComingStates, StepPeak
@@ -20,14 +19,15 @@ from memkit.activations.budgeting.steady_step import StepNotes
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.settled import Settled
+from memkit.core import torch_private
+from memkit.core.sizes import format_bytes
+from memkit.core.torch_state import is_traced
 from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
 from memkit.recording.functions import FunctionNotes, may_be_quiet
 from memkit.recording.recorder import Recorder
-from memkit.sizes import format_bytes
-from memkit.torch_state import is_traced
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.learned import Planned
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memkit.activations.recomputing.decider import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
     from memkit.activations.saved.traces import Trace
-    from memkit.kept import KeptHandle
+    from memkit.core.kept import KeptHandle
     from memkit.plan import Action
     from memkit.recording.functions import QuietFunctions
     from memkit.recording.recording import Recording

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memkit.compiled import module_inside
-from memkit.torch_state import has_gathered, num_compiled
+from memkit.core.compiled import module_inside
+from memkit.core.torch_state import has_gathered, num_compiled
 
 if TYPE_CHECKING:
     from torch import nn

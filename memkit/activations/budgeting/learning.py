@@ -14,9 +14,9 @@ import torch
 from memkit.activations.budgeting.learned import LearnedStep, Planned, schedule_of
 from memkit.activations.budgeting.observed import Foresight, is_other_link, measured_s, observed_trace
 from memkit.activations.budgeting.ways import Ways, ways_within
+from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, fit_regions, make_problem
-from memkit.sizes import format_bytes
 from memkit.transfer import Link, measure_link
 from memkit.transfer.device_memory import device_memory_of
 

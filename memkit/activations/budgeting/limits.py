@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit import torch_private
-from memkit.kept import KeptHandle, nothing
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle, nothing
+from memkit.core.owners import with_offloaded_states
+from memkit.core.torch_state import has_own_dispatch, local_of
 from memkit.optimizers import kept_states
-from memkit.owners import with_offloaded_states
-from memkit.torch_state import has_own_dispatch, local_of
 
 if TYPE_CHECKING:
     from memkit.device.base import MemoryCounter

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memkit import torch_private
 from memkit.activations.saved.records import ON_DEVICE, Record
-from memkit.compiled import AHEAD_OF_COMPILED_S
+from memkit.core import torch_private
+from memkit.core.compiled import AHEAD_OF_COMPILED_S
+from memkit.core.torch_state import dynamo_is_loaded
 from memkit.plan import ends_of
 from memkit.recording.recorded import tensors_in
-from memkit.torch_state import dynamo_is_loaded
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.planned_forward import PlannedForward

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memkit import backwards
 from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions
@@ -15,7 +14,8 @@ from memkit.activations.recomputing.unrecorded import IdleStage, RegionStage, op
 from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.settled import TimedWays, Way
 from memkit.activations.saved.state import offload_states, remat_states
-from memkit.hooks import innermost_hooks
+from memkit.core import backwards
+from memkit.core.hooks import innermost_hooks
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.entry import Stage
+    from memkit.core.hooks import HookPair, SavedTensorHooks
     from memkit.device import Device, Event
-    from memkit.hooks import HookPair, SavedTensorHooks
 
 
 _MOST_REPLAYED = 30

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
+from memkit.core.kept import KeptHandle
+from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.errors import HostMemoryError
-from memkit.kept import KeptHandle
 from memkit.plan import Action
-from memkit.torch_state import is_saved_by_compiled_code
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.learned import Planned, PlannedMoments

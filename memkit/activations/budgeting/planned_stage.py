@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.activations.budgeting.budget_stage import BudgetStage
 from memkit.activations.budgeting.steady_step import SteadySaves
 from memkit.activations.offloading.moving_stage import is_free, is_from_leaf, open_scheduled
 from memkit.activations.offloading.scheduled import ScheduledSaves
-from memkit.kept import KeptHandle
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle
+from memkit.core.tensors import is_range_of_bytes
+from memkit.core.torch_state import dynamo_is_loaded, is_traced
 from memkit.plan import Action
 from memkit.recording.expected import Expected, num_writes
 from memkit.recording.functions import QuietFunctions
-from memkit.storages import is_range_of_bytes
-from memkit.torch_state import dynamo_is_loaded, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.offloading.schedule import Schedule, ready_at
 from memkit.activations.saved.traces import NO_VALUE, Capture, Trace
+from memkit.core import torch_private
 from memkit.plan import NO_OP, Action, CopySchedule, Plan, PlannedSave
 from memkit.recording.expected import ExpectedOp
 from memkit.recording.recorded import OpClass

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.offloading.schedule import Schedule, make_schedule
 from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves
 from memkit.activations.offloading.window import OffloadWindow
@@ -25,13 +24,14 @@ from memkit.activations.saved.forward import Forward
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SeenSave, Trace, Traces
 from memkit.activations.stats import fragmentation_hint
+from memkit.core import torch_private
+from memkit.core.interrupts import Blocks
+from memkit.core.kept import FlattenedHandle, KeptHandle
+from memkit.core.tensors import is_range_of_bytes, storage_key
+from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import HostMemoryError
-from memkit.interrupts import Blocks
-from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action, Forecast, Plan, RatioSoFar
-from memkit.storages import is_range_of_bytes, storage_key
-from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.transfer.host_memory import Span
 
 paused = Blocks()

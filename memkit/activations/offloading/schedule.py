@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from memkit.activations.saved.traces import NO_VALUE, SeenSave
+from memkit.core.kept import nothing
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded
+from memkit.core.tensors import Geometry
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
-from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.plans import Action
-from memkit.sizes import ALIGNMENT_BYTES, rounded
-from memkit.storages import Geometry
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns
 

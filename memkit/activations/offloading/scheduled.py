@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import backwards, torch_private
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
+from memkit.core import backwards, torch_private
+from memkit.core.interrupts import mended
+from memkit.core.kept import KeptHandle, ScheduledHandle, modified_error
+from memkit.core.sizes import format_mib
+from memkit.core.torch_state import is_saved_by_compiled_code, label
 from memkit.device.base import CopyBatch
 from memkit.errors import note_no_room
-from memkit.interrupts import mended
-from memkit.kept import KeptHandle, ScheduledHandle, modified_error
-from memkit.labels import label
-from memkit.sizes import format_mib
-from memkit.torch_state import is_saved_by_compiled_code
 from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
@@ -587,7 +586,7 @@ class ScheduledForward:
         self.let_go_of_sent()
 
     def mend(self) -> list[Span]:
-        """Repair what an interrupt left (see [Note: interrupts] in `memkit.interrupts`). Return the host memory that it
+        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`). Return the host memory that it
         holds."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward

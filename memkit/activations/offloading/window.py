@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit import backwards, torch_private
 from memkit.activations.offloading.scheduled import settle_scheduled
 from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger, mend
 from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.activations.saved.traces import Traces
+from memkit.core import backwards, torch_private
+from memkit.core.interrupts import mended
+from memkit.core.sizes import format_mib
+from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_no_room, warn_user
-from memkit.interrupts import mended
 from memkit.plan import Action
-from memkit.sizes import format_mib
-from memkit.torch_state import is_saved_by_compiled_code
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Follower, Trace, Traces
+from memkit.core.sizes import format_bytes
 from memkit.device import Device
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds, op_kinds
-from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
     from memkit.activations.saved.settled import SizesSeen

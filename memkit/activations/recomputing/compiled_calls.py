@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
-from memkit.around import Code
-from memkit.compiled import (
+from memkit.core import torch_private
+from memkit.core.calls import Code
+from memkit.core.compiled import (
     AHEAD_OF_COMPILED_S,
     around_compiled,
     compiled_in,
@@ -25,9 +25,9 @@ from memkit.compiled import (
     module_inside,
     runs_as_it_is,
 )
-from memkit.hooks import HookSet
+from memkit.core.hooks import HookSet
+from memkit.core.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced, num_compiled
 from memkit.recording.module_calls import ModuleTrail
-from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced, num_compiled
 
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.sequentials import SequentialSpan
+from memkit.core.torch_state import has_gathered
 from memkit.device import default_generator
 from memkit.recording.recording import change_settings, setting_getters
-from memkit.sequentials import SequentialSpan
-from memkit.torch_state import has_gathered
 
 
 class NoRegion(Exception):  # noqa: N818  # it is no error

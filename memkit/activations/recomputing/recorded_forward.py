@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit import backwards, torch_private
 from memkit.activations.recomputing.sources import Anchors, Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, NumberedSaves, contents_of
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
 from memkit.activations.saved.traces import OpTrace
+from memkit.core import backwards, torch_private
+from memkit.core.kept import KeptHandle
+from memkit.core.sizes import format_mib
+from memkit.core.tensors import counted_by
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
-from memkit.kept import KeptHandle
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
-from memkit.sizes import format_mib
-from memkit.storages import counted_by
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.decider import Decider
@@ -22,16 +21,17 @@ from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.state import remat_states
 from memkit.activations.saved.traces import NO_VALUE, SaveKey
+from memkit.core import torch_private
+from memkit.core.hooks import SavedTensorHooks
+from memkit.core.kept import KeptHandle
+from memkit.core.tensors import PLAIN_TYPES, is_parameter, is_range_of_bytes
+from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 from memkit.device import CpuDevice, default_generator, open_device, why_nothing_is_freed
-from memkit.hooks import SavedTensorHooks
-from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.expected import num_writes
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.recording import Recording
-from memkit.storages import PLAIN_TYPES, is_parameter, is_range_of_bytes
-from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.recomputing.module_state import (
     NOT_PLAIN,
     PLAIN,
@@ -43,14 +42,14 @@ from memkit.activations.recomputing.module_state import (
     training_flag,
 )
 from memkit.activations.saved.counts import Counts
-from memkit.compiled import code_of
+from memkit.core import torch_private
+from memkit.core.compiled import code_of
+from memkit.core.hooks import HookSet
+from memkit.core.kept import ForwardedHandle, KeptHandle, modified_error
+from memkit.core.sequentials import kind_of
+from memkit.core.tensors import Geometry, is_range_of_bytes
+from memkit.core.torch_state import label, leave_untraced
 from memkit.errors import ReplayMismatchError, note_on
-from memkit.hooks import HookSet
-from memkit.kept import ForwardedHandle, KeptHandle, modified_error
-from memkit.labels import label
-from memkit.sequentials import kind_of
-from memkit.storages import Geometry, is_range_of_bytes
-from memkit.torch_state import leave_untraced
 
 if TYPE_CHECKING:
     from memkit.activations.recomputing.module_state import Originals

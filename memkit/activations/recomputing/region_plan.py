@@ -14,9 +14,9 @@ from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.settled import TimedWays
 from memkit.activations.saved.traces import OpTrace
+from memkit.core.sequentials import SpanReference
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
-from memkit.sequentials import SpanReference
 
 Reference = weakref.ref[nn.Module] | SpanReference
 """Returns a module as long as it is alive, without holding it."""

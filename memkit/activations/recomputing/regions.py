@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD, LearnedReads, NoRegion, drawn_from
 from memkit.activations.recomputing.region_calls import (
     Inputs,
@@ -31,13 +30,14 @@ from memkit.activations.recomputing.region_calls import (
     unpack,
 )
 from memkit.activations.saved.counts import Counts
-from memkit.around import Code
-from memkit.compiled import around_compiled, is_compiled
-from memkit.hooks import HookPair, HookSet
-from memkit.interrupts import Exclusive
-from memkit.kept import ForwardedHandle, KeptHandle
-from memkit.sequentials import SpannedForward, spanned_forwards
-from memkit.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, is_traced, local_of
+from memkit.core import torch_private
+from memkit.core.calls import Code
+from memkit.core.compiled import around_compiled, is_compiled
+from memkit.core.hooks import HookPair, HookSet
+from memkit.core.interrupts import Exclusive
+from memkit.core.kept import ForwardedHandle, KeptHandle
+from memkit.core.sequentials import SpannedForward, spanned_forwards
+from memkit.core.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, is_traced, local_of
 
 _OWN_HOOKS = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
 """Modules whose hooks a recompute may run again, or skip."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.activations.saved.records import Handle, SavedResidency
-from memkit.kept import KeptHandle
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle
+from memkit.core.tensors import Geometry
+from memkit.core.torch_state import sharing_counters
 from memkit.plan import NO_OP
-from memkit.storages import Geometry
-from memkit.torch_state import sharing_counters
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow

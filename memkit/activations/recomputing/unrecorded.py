@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.module_state import LearnedReads
 from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
@@ -19,11 +18,12 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen, Way
 from memkit.activations.saved.state import RematState, remat_states
-from memkit.hooks import HookPair, SavedTensorHooks
-from memkit.kept import KeptHandle
+from memkit.core import torch_private
+from memkit.core.hooks import HookPair, SavedTensorHooks
+from memkit.core.kept import KeptHandle
+from memkit.core.sequentials import kind_of
 from memkit.plan import Action, RegionPlanner
 from memkit.recording.cost import host_costs
-from memkit.sequentials import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.hooks import HookPair, SavedTensorHooks, stacked_owners
+from memkit.core.interrupts import Block
+from memkit.core.kept import ForwardedHandle, KeptHandle, ScheduledHandle, modified_error
+from memkit.core.sizes import format_bytes
 from memkit.errors import warn_user
-from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
-from memkit.interrupts import Block
-from memkit.kept import ForwardedHandle, KeptHandle, ScheduledHandle, modified_error
 from memkit.plan import Action
-from memkit.sizes import format_bytes
 
 
 def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) -> str:

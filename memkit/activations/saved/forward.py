@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.records import Handle, Record, SavedResidency
+from memkit.core import torch_private
+from memkit.core.tensors import counted_by
 from memkit.plan import Action, Forecast
-from memkit.storages import counted_by
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.moving_stage import RatioDecider

@@ -2,7 +2,7 @@
 
 The ledger makes each change safe; it decides nothing. A handle or copy that dies is noted at once, on any thread, and handled
 in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues anew from
-the records: see [Note: interrupts] in `memkit.interrupts`.
+the records: see [Note: interrupts] in `memkit.core.interrupts`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.activations.saved.records import ON_DEVICE, CopyReference, Handle, HandleReference, Record, SavedResidency, Unpacker
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle, nothing
+from memkit.core.tensors import Geometry
+from memkit.core.torch_state import NO_LABEL, label
 from memkit.device.base import Device, Event, Stream
-from memkit.kept import KeptHandle, nothing
-from memkit.labels import NO_LABEL, label
-from memkit.storages import Geometry
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes

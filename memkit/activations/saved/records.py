@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle
+from memkit.core.tensors import Geometry
 from memkit.device.base import Stream
-from memkit.kept import KeptHandle
 from memkit.plan import Action
-from memkit.storages import Geometry
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Transfer
 

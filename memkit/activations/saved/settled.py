@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from memkit import backwards, torch_private
+from memkit.core import backwards, torch_private
 from memkit.device import Device, Event
 
 if TYPE_CHECKING:

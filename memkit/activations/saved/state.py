@@ -16,9 +16,9 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Unasked
 from memkit.activations.saved.settled import Settled, TimedWays
 from memkit.activations.saved.traces import OpTrace, Traces, trace_of
+from memkit.core.interrupts import mended
 from memkit.device import Device
 from memkit.errors import warn_user
-from memkit.interrupts import mended
 from memkit.plan import Plan
 from memkit.profile import MemoryReport
 from memkit.recording.cost import OpCosts

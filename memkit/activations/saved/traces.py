@@ -19,15 +19,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.activations.saved.records import Handle
-from memkit.kept import KeptHandle
+from memkit.core import torch_private
+from memkit.core.kept import KeptHandle
+from memkit.core.tensors import Geometry
+from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
 from memkit.recording.recording import Recording, names_of, step_of
-from memkit.storages import Geometry
-from memkit.torch_state import is_saved_by_compiled_code
 
 NO_VALUE = -1
 """The number of what stays because of what it is: too small, a parameter, the caller's."""

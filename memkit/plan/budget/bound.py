@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from memkit.extras import how_to_install
+from memkit.core.extras import how_to_install
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP
 

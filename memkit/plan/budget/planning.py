@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible
 from memkit.plan.budget.bound import find_bound, why_no_bound
 from memkit.plan.budget.search import BOTH, floor_bytes, search_least, search_plan, without_needless_moves
 from memkit.plan.budget.simulate import simulate
 from memkit.plan.plans import Action, MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
     from memkit.plan.budget.bound import Bound

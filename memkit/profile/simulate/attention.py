@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memkit import torch_private
+from memkit.core import torch_private
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 # From this version on cuDNN is asked for probabilities of dropout that it has exactly: multiples of 1/16.

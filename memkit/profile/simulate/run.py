@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.owners import StreamedWeights, owners_set_aside
+from memkit.core.tensors import storage_key, unique_storages
+from memkit.core.torch_state import Mode
 from memkit.errors import DataDependentError, ProfileError
-from memkit.modes import Mode
-from memkit.owners import StreamedWeights, owners_set_aside
 from memkit.profile.calls import CallStack, Gauge
 from memkit.profile.simulate import META
 from memkit.profile.simulate.target import MixedDtypesError, TargetKernels, TargetMode
 from memkit.profile.step import ProfiledStep, preserved, say_where
 from memkit.profile.tree import ModuleTree
-from memkit.storages import storage_key, unique_storages
 
 if TYPE_CHECKING:
-    from memkit.torch_private import OpOverload
+    from memkit.core.torch_private import OpOverload
 
 
 class MetaTwins:

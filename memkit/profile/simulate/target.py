@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from memkit import torch_private
-from memkit.modes import Mode
+from memkit.core import torch_private
+from memkit.core.torch_state import Mode
 from memkit.profile.simulate.attention import (
     fused_broadcast_heads,
     fused_take_three_dims,
@@ -28,7 +28,7 @@ from memkit.profile.simulate.attention import (
 )
 
 if TYPE_CHECKING:
-    from memkit.torch_private import OpOverload
+    from memkit.core.torch_private import OpOverload
 
 
 class Rule(Enum):

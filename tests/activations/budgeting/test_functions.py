@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import memkit
-from memkit import torch_private
 from memkit.activations.budgeting.state import budget_states
+from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action
 from memkit.recording import functions as function_notes

@@ -18,9 +18,9 @@ from memkit.activations.budgeting import inside
 from memkit.activations.budgeting.inside import Room, best_partition, num_like
 from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.state import budget_states
+from memkit.core.torch_state import num_compiled
 from memkit.device import Device, ReferenceDevice
 from memkit.profile.partitions import Partition, partitions
-from memkit.torch_state import num_compiled
 from tests.activations.budgeting.conftest import Blind
 from tests.activations.cases import assert_same_bits
 from tests.activations.compiled_blocks import OF_DYNAMO

@@ -16,8 +16,8 @@ import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.recomputing.unrecorded import RegionStage
 from memkit.activations.saved.settled import Way
+from memkit.core.hooks import innermost_pack
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import innermost_pack
 from tests.activations.budgeting.test_semantics import (
     STEPS,
     Make,

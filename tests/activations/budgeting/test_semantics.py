@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
+from memkit.core.hooks import innermost_pack
 from memkit.device import Device
-from memkit.hooks import innermost_pack
 from tests.activations.budgeting.plans import plan_of_one, planner_of, random_plan
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS

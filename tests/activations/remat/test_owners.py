@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.core.owners import StreamedWeights, disown, own
 from memkit.device import Device
-from memkit.owners import StreamedWeights, disown, own
 from memkit.recording.recording import Recording
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat

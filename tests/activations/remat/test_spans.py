@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.state import remat_states
+from memkit.core.sequentials import SequentialSpan
 from memkit.device import Device
 from memkit.plan import Action
-from memkit.sequentials import SequentialSpan
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_regions_in_steps import run

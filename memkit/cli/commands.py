@@ -10,24 +10,24 @@ from pathlib import Path
 
 import torch
 
-from memkit import plan_command
+from memkit.cli import plan_command
+from memkit.cli.machine import measure_machine, spec_text
+from memkit.cli.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.core.extras import how_to_install
+from memkit.core.terminal import STDOUT, check_writable, terminal_width, wrapped, write_text
 from memkit.device import ReferenceDevice, cuda_is_available, open_device
 from memkit.errors import ProfileError
-from memkit.extras import how_to_install
-from memkit.machine import measure_machine, spec_text
 from memkit.plan.gpu import find_gpu
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.fit import check_fit
 from memkit.profile.optimizer_states import check_optimizer
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
-from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
-from memkit.terminal import STDOUT, check_writable, terminal_width, wrapped, write_text
 from memkit.transfer import Disk
 
 _DTYPE = "float32"
 """The default dtype of inputs."""
 
-_logger = logging.getLogger("memkit.cli")
+_logger = logging.getLogger("memkit.cli.main")
 
 
 def profile(options: argparse.Namespace) -> None:

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memkit.arguments import nearest_spec
+from memkit.cli.arguments import nearest_spec
+from memkit.core.extras import how_to_install
 from memkit.errors import MemkitError, note_on
-from memkit.extras import how_to_install
 
 _T = TypeVar("_T")
-_logger = logging.getLogger("memkit.cli")
+_logger = logging.getLogger("memkit.cli.main")
 
 
 class UsageError(MemkitError):

@@ -12,7 +12,7 @@ wrong then, and contexts end:
 - *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
   is lost, and the rest of the finalizer with it.
 - *Contexts end.* An interrupt in `__enter__` undoes it at once. After one in `__exit__`, the next context to be entered in the
-  thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
+  thread finishes that. See `Exclusive`, and `memkit.core.hooks.end_left`.
 - *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
   may let one in right after it was given back: what a call returns then is lost. So whatever the caller would lose can be found
   otherwise: by a weak reference that dies with it, or, for host memory, as allocated and not held (`Arena.give_all`).

@@ -2,6 +2,12 @@
 storage.
 
 Only questions that need private names of torch (`torch_private.py`). Nothing is stored here.
+
+`Mode`: the base class of memkit's dispatch modes, which stays consistent at Ctrl-C.
+
+Its own base is a private class of torch, which is looked up when this file is imported: import it only when needed.
+
+Labels of memkit's work for `torch.profiler`: they begin with `memkit::`.
 """
 
 from __future__ import annotations
@@ -12,22 +18,23 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from memkit import torch_private
+from memkit.core import torch_private
+from memkit.core.interrupts import do_at_once
 from memkit.errors import MissingTorchNameError
-from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch.overrides import TorchFunctionMode
 
-    from memkit.torch_private import DispatchMode
+    from memkit.core.torch_private import DispatchMode
+
 
 # Modes and classes
 
@@ -274,3 +281,56 @@ def local_of(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = shard.to_local()
     return local
+
+
+_LEAVING = (
+    "dispatch_modes",
+    "pop_dispatch_mode",
+    "push_dispatch_mode",
+    "set_in_mode",
+    "set_in_mode_of_program",
+    "set_shows_to_compiler",
+    "set_shows_to_guards",
+)
+"""The private names that `leave_mode` needs."""
+
+
+class Mode(torch_private.DispatchMode):
+    """A dispatch mode that is off, with nothing left behind, after it was left or its `__enter__` was interrupted."""
+
+    def __enter__(self) -> Any:
+        for name in _LEAVING:
+            getattr(torch_private, name)  # before it is on
+        try:
+            return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        except BaseException:
+            leave_mode(self)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        leave_mode(self)
+
+
+NO_LABEL = nullcontext()
+
+
+class Named(Protocol):
+    """Something that a label can name."""
+
+    @property
+    def names(self) -> str:
+        """What to call it."""
+
+
+def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
+    """Return a context that a profiler shows under a label. Without a profiler it costs next to nothing.
+
+    Args:
+        name: what is done.
+        of: what it is done with; its name is only asked for if a profiler runs.
+
+    Source: `torch.profiler.record_function`.
+    """
+    if not torch_private.profiler_is_on():
+        return NO_LABEL
+    return torch.profiler.record_function(f"memkit::{name}" if of is None else f"memkit::{name} ({of.names})")

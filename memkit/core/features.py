@@ -1,17 +1,23 @@
 """Keeps track of what memkit has attached to models, so that it can be removed by the model alone.
 
 Features register here. That keeps nothing alive; hooks on the model do.
+
+`EnteredOnce`: what is used in one `with`, and closed where that is left.
+
+Keeps track of threads that profile a model, in which contexts that would hide saved tensors from the profile are refused.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
 
-from memkit.errors import LayerOffloadError
+from memkit.core.interrupts import Block, Blocks, Exclusive
+from memkit.errors import LayerOffloadError, ProfileError
 
 _Owner = TypeVar("_Owner")
 
@@ -95,3 +101,56 @@ def detach(model: nn.Module) -> None:
         )
     for owner, attached in reversed(found):
         attached.take_off(owner)
+
+
+_Own = TypeVar("_Own", bound="EnteredOnce")
+
+
+class EnteredOnce:
+    """A context that is closed where it is left, and not entered again."""
+
+    _is_closed = _is_entered = False
+
+    def __enter__(self: _Own) -> _Own:
+        if self._is_closed:
+            raise ValueError(f"this {type(self).__name__} is closed; make a new one")
+        if self._is_entered:
+            raise ValueError(f"this {type(self).__name__} is already entered: one `with` is enough")
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+_profiled = Blocks()
+
+
+class Profiled(Exclusive):
+    """A context in which this thread profiles a model: see `refuse_in_profile`."""
+
+    def __enter__(self) -> Block:
+        block = self.claim("this profile is going on already")
+        self.is_entered = True
+        _profiled.blocks.append(block)
+        return block
+
+    def end_block(self, *, has_failed: bool) -> None:
+        _profiled.leave(self._block)
+
+
+def refuse_in_profile(name: str) -> None:
+    """Raise if a model that is being profiled is about to enter a context that would hide saved tensors from the profile.
+
+    Raises:
+        ProfileError: it is.
+    """
+    if _profiled.are_any():
+        raise ProfileError(
+            f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "
+            "would take it. Profile the model before memkit.attach, or after its handle's remove(), and without a context in "
+            "its own code"
+        )

@@ -13,6 +13,8 @@ from itertools import chain, pairwise
 import torch
 from torch import nn
 
+from memkit.cli.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
@@ -23,8 +25,6 @@ from memkit.plan.step import StepTrace
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.alive import AliveStorage, MemoryCategory
 from memkit.profile.optimizer_states import state_bytes_of
-from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
-from memkit.terminal import STDOUT, terminal_width, write_text
 from memkit.weights.selection import find_layers
 
 
@@ -113,7 +113,7 @@ _NUM_BUDGETS = 8
 _MOST_TRACES = 14
 """The most batches for which a step is traced."""
 
-_logger = logging.getLogger("memkit.cli")
+_logger = logging.getLogger("memkit.cli.main")
 
 
 def plan(options: argparse.Namespace) -> None:

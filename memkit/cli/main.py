@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memkit import arguments
 from memkit._torch_floor import require_torch, torch_version
 from memkit._version import __version__
+from memkit.cli import arguments
+from memkit.cli.progress import progress
 from memkit.errors import MemkitError, ProfileError
-from memkit.progress import progress
 from memkit.removed import removed, removed_command
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
 """The values that `profile_memory`, `MemoryReport.to_text` and `plan_memory` accept."""
 
-_logger = logging.getLogger("memkit.cli")
+_logger = logging.getLogger("memkit.cli.main")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with progress():
             _logger.info("importing torch")
             require_torch()
-            from memkit import commands  # takes seconds, and none of the above needs it
+            from memkit.cli import commands  # takes seconds, and none of the above needs it
 
             getattr(commands, options.command)(options)
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """What autograd holds in place of a saved tensor: handles of tensors that stay, that were passed to outer hooks, or that wrap
-others."""
+others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit.core import torch_private
 
 _Parameter = nn.Parameter
 

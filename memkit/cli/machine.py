@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from memkit._version import __version__
+from memkit.core.terminal import TextColumn, table_text, wrapped
 from memkit.device import Device
 from memkit.device.ceilings import measure_ceilings, measure_flops, measure_launch
 from memkit.plan.gpu import FACTORS, GpuSpec
-from memkit.terminal import TextColumn, table_text, wrapped
 from memkit.transfer import Arena, Disk, measure_link
 from memkit.transfer.link import measure_beside_copies, measure_both_ways
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.core import torch_private
 
 _POLL_S, _MOST_S = 1e-4, 60.0
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from memkit.sizes import check_budget
+from memkit.core.sizes import check_budget
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),

@@ -34,10 +34,10 @@ from typing import Any
 
 from torch import nn
 
-from memkit import torch_private
-from memkit.around import Around, Code, Run, within
-from memkit.hooks import HookSet
-from memkit.torch_state import in_compiled_function
+from memkit.core import torch_private
+from memkit.core.calls import Around, Code, Run, within
+from memkit.core.hooks import HookSet
+from memkit.core.torch_state import in_compiled_function
 
 _CHILDREN = torch_private.MODULE_STATE[-1]
 AHEAD_OF_COMPILED_S = 1e-3

@@ -1,5 +1,6 @@
 """The interfaces between those who know when a gradient is complete, and a `StateOffload` that steps with it in the backward:
-a `LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory."""
+a `LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
-from memkit.terminal import shortened
+from memkit.core.terminal import shortened
 
 
 @contextmanager

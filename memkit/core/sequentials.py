@@ -21,9 +21,9 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from memkit import torch_private
-from memkit.around import Around, Code, within
-from memkit.hooks import HookSet
+from memkit.core import torch_private
+from memkit.core.calls import Around, Code, within
+from memkit.core.hooks import HookSet
 
 
 class SequentialSpan(nn.Sequential):
