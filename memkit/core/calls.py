@@ -1,6 +1,5 @@
 """The module forwards under way in each thread, and what is undone when one ends: by returning, raising or an interrupt.
-
-`Around`: temporarily replaces the function that a module is called through.
+`Around` temporarily replaces the function that a module is called through.
 """
 
 from __future__ import annotations

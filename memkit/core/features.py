@@ -1,10 +1,7 @@
-"""Keeps track of what memkit has attached to models, so that it can be removed by the model alone.
+"""Keeps track of what memkit has attached to models, so that `detach` can remove it by the model alone, and of threads that
+profile a model, in which contexts that would hide saved tensors are refused. It keeps nothing alive; hooks on the model do.
 
-Features register here. That keeps nothing alive; hooks on the model do.
-
-`EnteredOnce`: what is used in one `with`, and closed where that is left.
-
-Keeps track of threads that profile a model, in which contexts that would hide saved tensors from the profile are refused.
+`EnteredOnce` is the base of features that are used in one `with`, and closed where that is left.
 """
 
 from __future__ import annotations

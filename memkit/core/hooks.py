@@ -1,7 +1,5 @@
-"""A hook on the steps of all optimizers, which torch keeps until it is removed: it goes with whoever holds it.
-
-The only place where hooks are set on a model, a graph node or the autograd engine, so that each is removed again, in
-reverse order, on success and on error.
+"""The only place where hooks are set on a model, a graph node, the autograd engine or the steps of all optimizers, so that
+each is removed again, in reverse order, on success and on error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Storages that are overwritten while tensors of the user may still refer to them, such as slots: who owns each, and which
 parameters stream through them.
 
-`GradientStandIn`: the `grad` of a parameter that was stepped within the backward, so that it isn't mistaken for no
-gradient.
+`GradientStandIn` is the `grad` of a parameter that was stepped within the backward, so that it isn't mistaken for no gradient.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
 alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
 
-Tensors that are made of others (a quantized weight: of its integers and its scales): what they are made of, and how they say
-where that is. And which tensors are ranges of bytes.
-
-The inner tensors are plain ones, and are given other bytes as a plain parameter is: they stay the same objects, so nothing has
-to know how a class holds them. A wrapper has no bytes, but says on which device it is.
+A tensor may wrap others, as a quantized weight wraps integers and scales. The inner tensors are plain ones, and are given other
+bytes as a plain parameter is: they stay the same objects, so nothing has to know how a class holds them. A wrapper has no
+bytes, but says on which device it is.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Looks up private names of torch, and reports missing ones. The names are in `torch_private`.
-
-Every private name of torch that memkit uses: what each is for, and which feature stops without it.
+"""Every private name of torch that memkit uses: what each is for, and which feature stops without it.
 
 A name is looked up when it is first used (PEP 562), and is a plain global of this module from then on: write
-`torch_private.backward_task()`, and never `from memkit.core.torch_private import backward_task`, which would look it up at once.
-Where torch has a name no more, `MissingTorchNameError` says so, and what needs none of it goes on. `torch_state.py` asks
-questions by these names.
+`torch_private.backward_task()`, and never import a name from here, which would look it up at once. Where torch has a name no
+more, `MissingTorchNameError` says so, and what needs none of it goes on. `torch_state.py` asks questions by these names.
 
 What memkit overrides in a class of torch's (`_should_skip_dynamo`, `_unscale_grads_`) is here as well, and is defined there.
 Names of operators in tables (of what autocast casts, of what is not run again) are data, and are where they are compared.

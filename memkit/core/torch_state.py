@@ -1,13 +1,7 @@
 """Questions about torch's state at the point of the call: which modes are on, whether anything is compiled, who holds a
-storage.
+storage. Only questions that need private names of torch (`torch_private.py`).
 
-Only questions that need private names of torch (`torch_private.py`). Nothing is stored here.
-
-`Mode`: the base class of memkit's dispatch modes, which stays consistent at Ctrl-C.
-
-Its own base is a private class of torch, which is looked up when this file is imported: import it only when needed.
-
-Labels of memkit's work for `torch.profiler`: they begin with `memkit::`.
+Also labels of memkit's work for `torch.profiler`: they begin with `memkit::`.
 """
 
 from __future__ import annotations
@@ -281,34 +275,6 @@ def local_of(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = shard.to_local()
     return local
-
-
-_LEAVING = (
-    "dispatch_modes",
-    "pop_dispatch_mode",
-    "push_dispatch_mode",
-    "set_in_mode",
-    "set_in_mode_of_program",
-    "set_shows_to_compiler",
-    "set_shows_to_guards",
-)
-"""The private names that `leave_mode` needs."""
-
-
-class Mode(torch_private.DispatchMode):
-    """A dispatch mode that is off, with nothing left behind, after it was left or its `__enter__` was interrupted."""
-
-    def __enter__(self) -> Any:
-        for name in _LEAVING:
-            getattr(torch_private, name)  # before it is on
-        try:
-            return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-        except BaseException:
-            leave_mode(self)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        leave_mode(self)
 
 
 NO_LABEL = nullcontext()

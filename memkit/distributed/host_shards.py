@@ -210,7 +210,8 @@ class HostShards:
     end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads what was there before.
     After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
     `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device. Whoever steps
-    shards within the backward is asked ahead of each copy, and told of each reduction: see `memkit.optimizers.steppers.ReducedSteps`.
+    shards within the backward is asked ahead of each copy, and told of each reduction: see
+    `memkit.optimizers.steppers.ReducedSteps`.
     """
 
     def __init__(self, device: Device, num_shards: int) -> None:

@@ -3,6 +3,7 @@
 - `kept`: the states that a step keeps for each parameter, in bytes, before there are any
 - `shells`: an object of the optimizer's class over some of its parameters, on which the class's `step` runs; copies of
   its attributes and groups for a trial
+- `steppers`: the interfaces between those who know when a gradient is complete, and those who step with it
 - `numbers`: `item()` of tensors without data
 """
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memkit.core import torch_private
-from memkit.core.torch_state import Mode
+from memkit.core.modes import Mode
 
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from memkit.core import torch_private
 from memkit.core.hooks import SavedTensorHooks
 from memkit.core.kept import KeptHandle
+from memkit.core.modes import Mode
 from memkit.core.tensors import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
-from memkit.core.torch_state import Mode, has_own_dispatch
+from memkit.core.torch_state import has_own_dispatch
 from memkit.device import CpuDevice, default_generator
 from memkit.device.ceilings import flops_of
 from memkit.errors import ProfileError

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.hooks import in_checkpoint, receiving_pack
+from memkit.core.modes import Mode
 from memkit.core.owners import ModelStorages
 from memkit.core.tensors import storage_key, storages_of, unique_storages
-from memkit.core.torch_state import Mode
 from memkit.device.base import Device, Event, MemoryCounter
 from memkit.profile.calls import CallStack
 from memkit.profile.report import SavedCategory, SavedTensorRecord

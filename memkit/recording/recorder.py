@@ -15,8 +15,9 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.compiled import note_asked
+from memkit.core.modes import Mode
 from memkit.core.tensors import byte_view
-from memkit.core.torch_state import Mode, hide_mode, in_dual_level, in_higher_order_op, leave_untraced
+from memkit.core.torch_state import hide_mode, in_dual_level, in_higher_order_op, leave_untraced
 from memkit.errors import warn_user
 from memkit.recording.borders import run_border
 from memkit.recording.effects import (

@@ -62,11 +62,11 @@ class Arena:
     copies have more pieces, and the next equal sequence may still grow, within the bound.
 
     [Note: interrupted arena] As all of memkit, the arena is left as it is at whatever line Ctrl-C comes (see [Note: interrupts]
-    in `memkit.core.interrupts`). What counts is what the segments and the spans say. If a call was broken off, the next one puts the
-    gaps and the sums right, and frees the spans that no caller was given. So that this can be, a segment is noted before it is
-    pinned and until it is unpinned, and a last use before its span is free. A call that has come to its end may not reach its
-    caller, if the interrupt comes when it gives the lock back: the owner of the spans gives back those that it does not know of
-    when it mends (`give_all`).
+    in `memkit.core.interrupts`). What counts is what the segments and the spans say. If a call was broken off, the next one
+    puts the gaps and the sums right, and frees the spans that no caller was given. So that this can be, a segment is noted
+    before it is pinned and until it is unpinned, and a last use before its span is free. A call that has come to its end may
+    not reach its caller, if the interrupt comes when it gives the lock back: the owner of the spans gives back those that it
+    does not know of when it mends (`give_all`).
 
     Args:
         limit_bytes: the most to hold. The limits of the container, and what the machine has available, are respected as well.

@@ -10,7 +10,8 @@ For how a backward ends see [Note: interrupts of streaming] in `memkit.weights.s
 
 [Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, and so the
 engine adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
-refused in the former, with the latter under way: see [Note: backwards that have failed and are not over] in `memkit.core.backwards`.
+refused in the former, with the latter under way: see [Note: backwards that have failed and are not over] in
+`memkit.core.backwards`.
 First all hooks refuse to have anything more added in this backward. Then a backward within this one, of a tensor on the device,
 has the device's thread come to the end of the node that it is at. And then the backward is ended as one that has failed, before
 the caller hears of it.

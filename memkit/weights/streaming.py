@@ -3,8 +3,8 @@
 [Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, what it computes is exact.
 
 - *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.core.calls`), a backward
-  (`memkit.core.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends what
-  an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
+  (`memkit.core.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends
+  what an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
 - *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
   event was noted behind it, the host waits for the whole device before the memory goes.
 - *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit.core import torch_private
+from memkit.core.modes import Mode
 from memkit.core.owners import StreamedWeights, owners_set_aside
 from memkit.core.tensors import storage_key, unique_storages
-from memkit.core.torch_state import Mode
 from memkit.errors import DataDependentError, ProfileError
 from memkit.profile.calls import CallStack, Gauge
 from memkit.profile.simulate import META

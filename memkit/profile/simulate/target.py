@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memkit.core import torch_private
-from memkit.core.torch_state import Mode
+from memkit.core.modes import Mode
 from memkit.profile.simulate.attention import (
     fused_broadcast_heads,
     fused_take_three_dims,
