@@ -61,7 +61,6 @@ def test_parts_run(part: str, rows: int) -> None:
         ("device, beside the next forward", 0.35 + 0.3),
         ("device, half stays", 0.45 + 0.15),
         ("host", 0.45 + 0.25),
-        ("both", 0.45 + 0.4 / (0.4 - 0.4 / 3 + 1 / 3) / 3),
         ("plain", None),
     ],
 )
