@@ -13,7 +13,7 @@ from torch import nn
 import memkit
 
 WITH_COMPILED = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.usefixtures("no_compiled_code_is_left"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code

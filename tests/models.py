@@ -162,5 +162,5 @@ LARGE = ("vision_transformer", "swin", "convnext", "densenet", "googlenet", "fcn
 
 _CORE = ("tied", "functional", "checkpoint_reentrant", "conv_inplace", "attention_masked", "group_norm", "rnn_cell")
 
-NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 """Of all: those that are small run always."""

@@ -42,7 +42,7 @@ def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "memkit", *RESNET, "--depth", "0"]
 
@@ -222,7 +222,7 @@ def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_pat
     assert not path.exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -m memkit {' '.join(RESNET)} --full | head -n 1"
 
@@ -338,7 +338,7 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("when", INTERRUPTED)
 def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
     place, spec = INTERRUPTED[when]

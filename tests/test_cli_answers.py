@@ -75,7 +75,7 @@ def test_which_feature_do_i_need_and_what_will_it_cost(capsys: pytest.CaptureFix
     assert 1 < float(said[1]) < 1.5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_cannot_fit_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run_command(capsys, "profile", *SPEC, "--fit", "200MiB")
 
@@ -94,7 +94,7 @@ def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Pa
 # Width
 
 
-@pytest.fixture(params=[pytest.param(width, marks=pytest.mark.full) if width == 100 else width for width in WIDTHS])
+@pytest.fixture(params=[pytest.param(width, marks=pytest.mark.slow) if width == 100 else width for width in WIDTHS])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(commands, "terminal_width", lambda: request.param)
     monkeypatch.setattr(plan_command, "terminal_width", lambda: request.param)
@@ -111,11 +111,11 @@ def assert_fits(out: str, width: int) -> None:
     "options",
     [
         [],
-        pytest.param(["--full"], marks=pytest.mark.full),
+        pytest.param(["--full"], marks=pytest.mark.slow),
         ["--backward", "--depth", "2"],
         ["--optimizer", "adamw", "--fit", "20MiB"],
-        pytest.param(["--peak"], marks=pytest.mark.full),
-        pytest.param(["--sort", "peak"], marks=pytest.mark.full),
+        pytest.param(["--peak"], marks=pytest.mark.slow),
+        pytest.param(["--sort", "peak"], marks=pytest.mark.slow),
     ],
 )
 def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, options: list[str]) -> None:
@@ -125,7 +125,7 @@ def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: in
     assert_fits(out, width)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_plans_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_command, "terminal_width", lambda: 60)
     spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "RTX 4090"]
@@ -192,7 +192,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     return found.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_no_line_wraps_in_a_real_terminal(columns: int) -> None:
     out = in_terminal(columns, "profile", *SMALL, "--optimizer", "adamw")

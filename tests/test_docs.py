@@ -40,7 +40,7 @@ def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @ON_THE_CPU
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ LINES = (
 """What memkit is for, word for word."""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @ON_THE_CPU
 def test_readme_begins_with_what_memkit_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     readme = ROOT / "README.md"
@@ -82,7 +82,7 @@ def test_readme_begins_with_what_memkit_is_for(capsys: pytest.CaptureFixture[str
     memkit.reset("resnet")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_readme_begins_with_what_moves_on_a_device_with_memory_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ def _commands_with_samples(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```console\n(.*?)^```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_page_of_answers_shows_what_its_commands_print(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -184,7 +184,7 @@ def _commands_of_memkit(page: Path) -> list[str]:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_other_command_on_a_page_can_be_pasted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -301,7 +301,7 @@ def test_examples_in_docstrings_run(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: what one of its own imports takes longer than most examples do."""
@@ -314,14 +314,14 @@ def test_examples_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_example_runs_as_a_program() -> None:
     done = subprocess.run([sys.executable, "examples/profile_resnet50.py"], capture_output=True, text=True, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bench_runs_without_a_gpu() -> None:
     script = ROOT / "examples" / "bench" / "bench_profile.py"
 
@@ -371,7 +371,7 @@ def test_check_of_pictures_can_fail(tmp_path: Path) -> None:
     assert _curve_of(moved) != _curve_of(PICTURES[0])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_page_on_planning_shows_the_table_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "plan.md"
     (command,) = _blocks(page, "console")

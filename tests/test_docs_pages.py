@@ -209,7 +209,7 @@ def test_tutorial_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> No
     assert printed.splitlines() == "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_reference_shows_attributes_with_their_texts_whole(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "text", str(DOCS), str(tmp_path)]
 

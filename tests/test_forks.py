@@ -56,7 +56,7 @@ def each_with(ways: Iterable[str], acts: list[str], *in_default: str) -> list[An
     """Return all pairs: of some ways, the plain run of pytest has one each."""
     pairs = [(way, acts[(number + turn) % len(acts)], turn) for number, way in enumerate(ways) for turn in range(len(acts))]
     is_full = {(way, act): turn > 0 or way not in in_default for way, act, turn in pairs}
-    return [pytest.param(*pair, marks=pytest.mark.full if is_full[pair] else ()) for pair in is_full]
+    return [pytest.param(*pair, marks=pytest.mark.slow if is_full[pair] else ()) for pair in is_full]
 
 
 STATES: dict[str, dict[str, Any]] = {

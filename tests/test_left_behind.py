@@ -175,9 +175,9 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_collector")
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "fails"])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "fails"])
 @pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=() if name in IN_DEFAULT else pytest.mark.full) for name in FEATURES]
+    "feature", [pytest.param(name, marks=() if name in IN_DEFAULT else pytest.mark.slow) for name in FEATURES]
 )
 def test_nothing_is_left_on_the_users_objects(feature: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(fails=fails)

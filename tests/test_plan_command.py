@@ -80,7 +80,7 @@ def test_files_hold_the_rows_and_the_plans(capsys: pytest.CaptureFixture[str], t
         assert plan.predicted_s == row["step_s"] <= min(row["offload_s"] or 1e9, row["recompute_s"] or 1e9)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[str]) -> None:
     def plain_peak_mib(*options: str) -> float:
         out = run_command(capsys, *PLAN, "--budget", "1.0", *options)[1]
@@ -94,7 +94,7 @@ def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[
     assert plain_peak_mib("--autocast", "bf16") < plain
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_of_several_ranks_is_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "front.json"
 
@@ -147,7 +147,7 @@ def test_a_budget_that_is_too_small_is_a_row_without_figures(capsys: pytest.Capt
     assert rows[1] == ["10.00", *["-"] * 10]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     def plain_peak_mib(batch: int) -> float:
         out = run_command(capsys, *PLAN[:3], f"{batch}x256", *PLAN[4:], "--budget", "1.0")[1]
@@ -160,7 +160,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixt
     assert plain_peak_mib(plain) <= 200 < plain_peak_mib(plain + 1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [["--budget", "200MiB"], []])
 def test_the_largest_batch_is_the_same_from_a_start_that_does_not_fit(
     capsys: pytest.CaptureFixture[str], budget: list[str], tmp_path: Path
@@ -276,7 +276,7 @@ def test_a_step_that_no_card_of_the_kind_has_room_for(capsys: pytest.CaptureFixt
     assert_fails(capsys, arguments, "at the least; the RTX 3060 has 11.60 GiB. Make the batch smaller, or name another GPU")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_resnet50_takes_about_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """On an H200: 21347 MiB, 115.5 ms; with all blocks checkpointed 1.292 of that at 9043 MiB."""
     out = run_command(

@@ -90,7 +90,7 @@ def _plans() -> list[object]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_planners_find_what_they_find_without_it() -> None:
     with _followed("trace"):
         anew = _plans()

@@ -90,8 +90,8 @@ SMALL_T5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 64, "num_laye
         ("BertForMaskedLM", SMALL_BERT),
         ("GPT2LMHeadModel", SMALL_GPT2),
         ("WhisperForConditionalGeneration", SMALL_WHISPER),
-        pytest.param("T5ForConditionalGeneration", SMALL_T5, marks=pytest.mark.full),
-        pytest.param("BertModel", SMALL_BERT, marks=pytest.mark.full),
+        pytest.param("T5ForConditionalGeneration", SMALL_T5, marks=pytest.mark.slow),
+        pytest.param("BertModel", SMALL_BERT, marks=pytest.mark.slow),
         ("", SMALL_BERT),
     ],
 )

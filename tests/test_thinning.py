@@ -62,35 +62,35 @@ def test_values_are_told_apart_by_type_and_need_no_hash() -> None:
 _TESTS = """
 import pytest
 
-full = pytest.mark.full
+slow = pytest.mark.slow
 
-@pytest.mark.parametrize("a", [0, pytest.param(1, marks=full), pytest.param(2, marks=full)])
+@pytest.mark.parametrize("a", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("b", range(3))
 @pytest.mark.parametrize("c", range(3))
 def test_pairs(a, b, c):
     pass
 
-@full
+@slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("a", range(4))
 @pytest.mark.parametrize("b", range(5))
 def test_values(a, b):
     pass
 
-@full
+@slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("a", [(number, name) for number in range(3) for name in "xyz"])
 @pytest.mark.parametrize("b", range(3))
 def test_tuples(a, b):
     pass
 
-@full
+@slow
 @pytest.mark.parametrize(("a", "b", "c"), [(a, b, c) for a in range(2) for b in range(2) for c in range(2)])
 def test_rows(a, b, c):
     pass
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("a", [*range(4), pytest.param(4, marks=full)])
+@pytest.mark.parametrize("a", [*range(4), pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("b", range(3))
 @pytest.mark.parametrize("c", range(3))
 def test_core(a, b, c):
@@ -108,7 +108,7 @@ def test_alone():
 
 
 def test_marks_say_which_combinations_there_are(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmarkers =\n    full\n    covering\n    core")
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    covering\n    core")
     found = pytester.getitems(_TESTS)
     kept = thinning.thin(found)
 
@@ -123,7 +123,7 @@ def test_marks_say_which_combinations_there_are(pytester: pytest.Pytester) -> No
     assert _pairs(apart) == _pairs(
         [dict(zip("abc", each, strict=True)) for each in itertools.product(range(3), "xyz", range(3))]
     )
-    short = params("test_core", [item for item in kept if "full" not in item.keywords])
+    short = params("test_core", [item for item in kept if "slow" not in item.keywords])
     assert len(short) == 4
     assert {value for case in short for value in case.items()} == {
         *(("a", number) for number in range(4)),

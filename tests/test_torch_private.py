@@ -27,7 +27,7 @@ from memkit.profile.simulate import attention, run, target
 from memkit.recording import borders, ops
 from memkit.weights import scaler, selection
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 CONTEXTS = (Feature.OFFLOAD, Feature.REMAT, Feature.LAYERS)
 TAGGED = [(name, feature) for name, private in NAMES.items() for feature in private.features]

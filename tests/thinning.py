@@ -49,14 +49,14 @@ def thin(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _left_out(items: list[pytest.Function]) -> set[pytest.Function]:
-    fast = [item for item in items if "full" not in item.keywords]
+    fast = [item for item in items if "slow" not in item.keywords]
     core = items[0].get_closest_marker("core")
     if core is not None:
         chosen = covering([_params(item) for item in fast], core.args[0])
         for index in set(range(len(fast))).difference(chosen):
-            fast[index].add_marker(pytest.mark.full)
+            fast[index].add_marker(pytest.mark.slow)
         fast = [fast[index] for index in chosen]
-    slow = [item for item in items if "full" in item.keywords]
+    slow = [item for item in items if "slow" in item.keywords]
     mark = items[0].get_closest_marker("covering")
     params = _params if mark else _rows
     needed = covering([params(item) for item in slow], mark.args[0] if mark else 2, [params(item) for item in fast])

@@ -22,7 +22,7 @@ def open_test_device(name: str) -> Device:
     return ReferenceDevice(seed=None if name == "late" else int(name.split()[1]))
 
 
-DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU]
+DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU]
 
 
 @pytest.fixture(params=DEVICES)

@@ -22,7 +22,7 @@ IN_BATCHES = [*[1] * 8, 4, 4, 4]
 SETTINGS = [{"ratio": 1.0, "window_units": 0}, {"ratio": 0.5, "window_units": 0}, {"ratio": 1.0, "window_units": 6}]
 
 
-@pytest.fixture(params=[copies.BATCH_BYTES, pytest.param(1, marks=pytest.mark.full)], ids=["together", "one by one"])
+@pytest.fixture(params=[copies.BATCH_BYTES, pytest.param(1, marks=pytest.mark.slow)], ids=["together", "one by one"])
 def batch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of small storages go together, or each by itself."""
     monkeypatch.setattr(copies, "BATCH_BYTES", request.param)

@@ -68,7 +68,7 @@ _NUM_SAVES = 400
 """Of the blocks: what a layer norm, two linear layers and a GELU save, with their weights."""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
     found_calls, stats = _calls_of_budget(Action.OFFLOAD, 10)
@@ -80,7 +80,7 @@ def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
     assert found_calls <= 2000  # whatever a step takes once
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
     """But for what a dropped value costs, its replay included."""
@@ -92,9 +92,9 @@ def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
     assert found[100][0] - per_dropped * dropped[100] <= 12 * found[100][1].num_ops
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
-@pytest.mark.parametrize("sizes", [(4, 16), pytest.param((4, 8, 16, 32), marks=pytest.mark.full)])
+@pytest.mark.parametrize("sizes", [(4, 16), pytest.param((4, 8, 16, 32), marks=pytest.mark.slow)])
 def test_a_chain_of_drops_costs_the_host_as_many_calls_per_block_whatever_its_length(sizes: tuple[int, ...]) -> None:
     found = [_calls_of_budget(Action.RECOMPUTE, 1, num_blocks) for num_blocks in sizes]
 

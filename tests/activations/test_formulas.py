@@ -101,7 +101,7 @@ CONTEXTS: dict[str, Callable[[Device], AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize(
-    "context", [pytest.param(name, marks=() if name == "Rematerialize" else pytest.mark.full) for name in CONTEXTS]
+    "context", [pytest.param(name, marks=() if name == "Rematerialize" else pytest.mark.slow) for name in CONTEXTS]
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -41,7 +41,7 @@ def sines(num_saves: int, context: Callable[[], AbstractContextManager[object]])
     x.sum().backward()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_segments")
 def test_nothing_is_pinned_after_the_second_step_however_often_the_host_waits() -> None:
     device = ReferenceDevice()

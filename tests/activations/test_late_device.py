@@ -133,7 +133,7 @@ def _run(step: str, torch_device: torch.device, around: Around) -> list[list[Ten
 
 
 ON_DEVICES = [
-    pytest.param(context, device, marks=pytest.mark.full if device == "cpu" and context != "Rematerialize" else ())
+    pytest.param(context, device, marks=pytest.mark.slow if device == "cpu" and context != "Rematerialize" else ())
     for context in CONTEXTS
     for device in ("cpu", "found late")
 ]

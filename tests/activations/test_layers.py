@@ -240,7 +240,7 @@ def test_step_of_a_new_size_takes_few_calls_for_each_layer(context: Contexts, mo
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param(step, marks=pytest.mark.full if number % 6 else ())
+        pytest.param(step, marks=pytest.mark.slow if number % 6 else ())
         for number, step in enumerate(STEPS)
         if step != words_inside
     ],
@@ -376,7 +376,7 @@ def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _recorded(_Stack(6), "16KiB", 9) == [True] * 9  # single ops take less
 
@@ -438,7 +438,7 @@ class _Experts(nn.Module):
         return out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(nn.LayerNorm(16), _Experts()) for _ in range(4)])
@@ -471,7 +471,7 @@ def _models() -> Iterator[object]:
         yield pytest.param(name, config, options, layers, id=name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.integrations
 @pytest.mark.parametrize(("name", "config", "options", "layers"), list(_models()))
 def test_models_of_transformers_are_exact(
@@ -500,7 +500,7 @@ def test_models_of_transformers_are_exact(
     assert layers in told[0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.integrations
 def test_layers_that_are_given_a_cache_are_named_and_left_out(context: Contexts) -> None:
     transformers = pytest.importorskip("transformers")

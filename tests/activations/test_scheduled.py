@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("batch_bytes")
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize(("ratio", "window_units"), [(1.0, 0), (0.5, 0), pytest.param(1.0, None, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("ratio", "window_units"), [(1.0, 0), (0.5, 0), pytest.param(1.0, None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMPUTATIONS)
 def test_steady_steps_have_the_same_bits_and_figures(
     offloads: Offloads, name: str, ratio: float, window_units: int | None

@@ -64,7 +64,7 @@ ODD = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize("place", [2, *[pytest.param(place, marks=pytest.mark.full) for place in (0, 1, 3, 4)]])
+@pytest.mark.parametrize("place", [2, *[pytest.param(place, marks=pytest.mark.slow) for place in (0, 1, 3, 4)]])
 @pytest.mark.parametrize("kind", ODD)
 def test_save_of_another_kind_leaves_the_schedule(offloads: Offloads, kind: str, place: int) -> None:
     torch_device = offloads.device.torch_device

@@ -122,7 +122,7 @@ def test_random_steps(batch_bytes: int, taken: list[Program], ratio: float, wind
     _check(batch_bytes, taken, ratio, window_bytes, seed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @_drawn(400)
 def test_many_random_steps(
     batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None

@@ -157,7 +157,7 @@ def test_what_is_set_by_hand_stands_beside_a_budget_of_its_peak(budget_tables: M
     assert slow == ["slow", "yes", "200.0", "**2.000**", "900", "-", "-", "-", "**-**"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_picture_has_what_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = list(_by_hand(**{"1 of 2 blocks checkpointed": (0.15, 500.0), "CPUOffload(0.1)": (0.11, 900.0)}).values())
@@ -208,7 +208,7 @@ def test_names_of_parts_are_those_that_are_described() -> None:
         assert f"\n    {name} " in script.__doc__
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_script_runs_each_part_in_a_process_of_its_own(budget_tables: ModuleType) -> None:
     names = ["cap", "whisper"]
 
@@ -220,7 +220,7 @@ def test_script_runs_each_part_in_a_process_of_its_own(budget_tables: ModuleType
         assert "follows_plan" not in line or line["allocator"] == "expandable_segments:True"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiled_code_is_left")
 @pytest.mark.parametrize("name", ["resnet50", "llama", "gpt2", "fits", "others", "compiled_llama", "front_gpt2", "changes"])
 def test_part_runs(name: str, budget_tables: ModuleType) -> None:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.bench.cases import Stack, StepOf, bench_module, measuring, stack_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 adaptors = bench_module("layers_adaptors")
 Measurement = measuring.Measurement

@@ -38,7 +38,7 @@ KEYS = {
 }
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:.*no memory apart from"),
 ]
 
@@ -62,7 +62,7 @@ def _setting(scripts: Scripts, device: Device, **options: Any) -> Any:
     return scripts.setting.Setting(device=device, steps=1, fast=False, tiny=True, ends_s=math.inf, **options)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the system did not pin")
 @pytest.mark.parametrize(
     ("name", "given", "ratios"),
@@ -87,7 +87,7 @@ def test_curve_has_a_line_for_each_ratio(scripts: Scripts, name: str, given: tup
     assert bool(lines[-1]["grads_bytes"]) == (name == "host")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_dit_streams_blocks_of_two_sizes(scripts: Scripts) -> None:
     (line,) = scripts.curves.dit(_setting(scripts, ReferenceDevice()))
 
@@ -110,7 +110,7 @@ def test_dit_trains_lora_on_the_projections_of_attention(scripts: Scripts) -> No
     assert len(grads) == 2 * (2 * 2 * 2 + 4 * 2)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_peers_are_told_one_by_one_beside_plain_and_memkit(scripts: Scripts) -> None:
     lines = list(scripts.peers.peers_forward(_setting(scripts, CpuDevice())))
 

@@ -165,7 +165,7 @@ def test_torch_baselines_are_named() -> None:
     assert list(measuring.torch_baselines(torchvision.models.resnet18())) == ["torch save_on_cpu", "checkpoint per block"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_peers_that_are_not_installed_are_left_out_with_a_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -20,7 +20,7 @@ from memkit.device import ReferenceDevice
 from memkit.plan import plan_ratio
 from tests.bench.cases import BENCHES, NUM_LAYERS, bench_module, square_layers
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 SUPERNET_PHASES = [
     "remat_supernet_plain",

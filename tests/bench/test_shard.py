@@ -11,7 +11,7 @@ import pytest
 from tests.bench.cases import BENCHES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_parts_run() -> None:
     pytest.importorskip("transformers")
     done = subprocess.run(

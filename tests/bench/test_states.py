@@ -25,7 +25,7 @@ PLAIN = {"forward_s": 0.1, "backward_s": 0.3, "update_s": 0.05, "step_s": 0.5}
 NUMEL = 10**9
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "rows"),
     [

@@ -237,12 +237,12 @@ def test_names_of_parts_are_those_that_are_described() -> None:
         assert f"\n    {name} " in steady.__doc__
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_nothing_is_measured_without_a_gpu() -> None:
     assert [line["part"] for line in _script() if "skipped" in line] == PARTS
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_parts_run_one_after_the_other() -> None:
     lines = _script("--tiny", "--steps", "1", "--only", "chain", "region")
 
@@ -255,7 +255,7 @@ def test_parts_run_one_after_the_other() -> None:
     assert all(line["is_equal"]["torch"] for line in regions if "is_equal" in line)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "figure", "found"),
     [("flat", "num_storages", [10, 100]), ("offload_whisper", "ratio", [0.0, 0.1, 0.2, 0.5, 1.0])],
@@ -268,7 +268,7 @@ def test_part_runs(part: str, figure: str, found: list[float]) -> None:
     assert [line[figure] for line in lines if line["bench"] in ("host_flat", "offload_ratios")] == found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["whisper", "llama"])
 def test_budgets_run_beside_checkpointed_layers(model: str) -> None:
     pytest.importorskip("transformers")
@@ -280,7 +280,7 @@ def test_budgets_run_beside_checkpointed_layers(model: str) -> None:
             assert line["to_spaced"] == line["step_s"] / line["spaced_s"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiled_code_is_left")
 def test_compiled_blocks_run() -> None:
     pytest.importorskip("transformers")
@@ -293,7 +293,7 @@ def test_compiled_blocks_run() -> None:
     assert lines[0]["graphs"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_part_that_takes_too_long_is_ended_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     steady = bench_module("bench_steady")
 
@@ -304,7 +304,7 @@ def test_part_that_takes_too_long_is_ended_and_told(capsys: pytest.CaptureFixtur
     assert all("took longer" in line["error"] for line in lines)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_part_for_which_no_time_is_left_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_module("bench_steady").SCRIPT.run_parts(["chain"], ["--tiny", "--steps=1"], 0.0) == 0
 

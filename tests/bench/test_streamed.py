@@ -10,7 +10,7 @@ import torch
 from memkit.device import ReferenceDevice
 from tests.bench.cases import bench_module
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ def test_steps_that_are_asked_for_override_the_most_of_a_family(varying: ModuleT
     assert varying.num_batches(t5, 20, is_quick=True) == 16
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.integrations
 def test_each_way_runs_without_a_gpu(
     varying: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

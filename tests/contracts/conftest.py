@@ -68,7 +68,7 @@ def _param(name: str, device: str, *marks: pytest.MarkDecorator) -> object:
     if device == "cuda":
         marks = (*marks, pytest.mark.gpu)
     if device == "seed 0" or (device == "cpu" and name != "remat plan"):  # which the others repeat
-        marks = (*marks, pytest.mark.full)
+        marks = (*marks, pytest.mark.slow)
     return pytest.param((name, device), id=f"{name}-{device}", marks=marks)
 
 
@@ -77,7 +77,7 @@ _LIKE_OTHERS = ("offload half", "remat dtr")
 
 
 def _params(kinds: dict[str, Kind]) -> list[object]:
-    marks = {name: (pytest.mark.full,) if name in _LIKE_OTHERS else () for name in kinds}
+    marks = {name: (pytest.mark.slow,) if name in _LIKE_OTHERS else () for name in kinds}
     return [_param(name, device, *marks[name]) for name, kind in kinds.items() for device in (*DEVICES, *["cpu"] * kind.on_cpu)]
 
 
@@ -94,7 +94,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
     found.device.synchronize()  # raises what finalizers have found
 
 
-_MORE = [_param(name, device, pytest.mark.full) for name in MORE_KINDS for device in DEVICES if device != "seed 0"]
+_MORE = [_param(name, device, pytest.mark.slow) for name in MORE_KINDS for device in DEVICES if device != "seed 0"]
 
 
 @pytest.fixture(params=[*_params(KINDS), *_MORE])

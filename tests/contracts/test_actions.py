@@ -57,7 +57,7 @@ def _bytes(actions: list[Action | None] | list[Action], action: Action) -> int:
     return UNIT_BYTES * sum(units for units, asked in zip(UNITS, actions, strict=True) if asked is action)
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Return each device on which something can move."""
     if request.param == "cuda":
@@ -86,14 +86,14 @@ def test_marks_are_exact_in_every_context(device: Device, actions: list[Action |
     _check_marks(actions, name, device)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=marks, name=st.sampled_from(sorted(ALL_KINDS)))
 def test_many_marks_are_exact_in_every_context(device: Device, actions: list[Action | None], name: str) -> None:
     _check_marks(actions, name, device)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=plans)
 def test_plan_of_all_actions_moves_and_drops_what_it_says(device: Device, actions: list[Action]) -> None:

@@ -55,7 +55,7 @@ def _model_step(model: nn.Module, inputs: list[Tensor], context: AbstractContext
     return [output.detach(), *grads, *[buffer.clone() for buffer in model.buffers()], torch.get_rng_state()]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)

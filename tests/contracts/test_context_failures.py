@@ -185,9 +185,9 @@ def test_inside_a_checkpointed_function(use_reentrant: bool, is_attached: bool, 
 @pytest.mark.parametrize(
     "end",
     [
-        pytest.param("", marks=pytest.mark.full),
-        pytest.param("loss.backward(retain_graph=True); sys.exit(0)", marks=pytest.mark.full),
-        pytest.param("import threading; threading.Thread(target=loss.backward).start()", marks=pytest.mark.full),
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("loss.backward(retain_graph=True); sys.exit(0)", marks=pytest.mark.slow),
+        pytest.param("import threading; threading.Thread(target=loss.backward).start()", marks=pytest.mark.slow),
     ],
 )
 def test_interpreter_shutdown_with_graphs_alive(end: str) -> None:

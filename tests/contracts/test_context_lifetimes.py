@@ -123,7 +123,7 @@ _CORE = (same_step, two_graphs_alive, graph_dropped_unused, error_in_the_backwar
 
 each_step = pytest.mark.parametrize(
     "train",
-    [train if train in _CORE else pytest.param(train, marks=pytest.mark.full) for train in STEPS],
+    [train if train in _CORE else pytest.param(train, marks=pytest.mark.slow) for train in STEPS],
     ids=lambda train: train.__name__,
 )
 
@@ -167,7 +167,7 @@ def _held(context: Context) -> dict[str, object]:
     return figures
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @each_step
 def test_thirty_steps(train: Train, context: Context) -> None:

@@ -167,7 +167,7 @@ LIKE_OTHERS = ("several (1, 2, 0)", "several (2, 1, 0)", "interleaved", "partial
 @pytest.mark.core(1)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in LIKE_OTHERS else name for name in ORDERS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in ORDERS]
 )
 def test_orders(name: str, training: Training) -> None:
     torch.manual_seed(7)

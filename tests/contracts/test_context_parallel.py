@@ -89,7 +89,7 @@ def _two_processes(rank: int, folder: str, failures: mp.SimpleQueue) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_distributed_data_parallel_in_two_processes(tmp_path: Path) -> None:
     failures = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_two_processes, (str(tmp_path), failures), nprocs=2)

@@ -180,7 +180,7 @@ def test_random_graphs(graph: list[Step], parts: list[int], name: str, seed: Any
     _compare(graph, parts, name, seed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @_drawn(300)
 def test_many_random_graphs(graph: list[Step], parts: list[int], name: str, seed: Any) -> None:
     _compare(graph, parts, name, seed)

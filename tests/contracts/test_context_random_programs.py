@@ -237,7 +237,7 @@ def test_random_programs(seed: int, name: str) -> None:
     assert compare(program, PROGRAM_KINDS[name], wanted) == -1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_plans")
 @pytest.mark.parametrize("name", sorted(PROGRAM_KINDS))
 @pytest.mark.parametrize("seed", range(8))

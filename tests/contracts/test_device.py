@@ -18,7 +18,7 @@ from tests.gpus import ON_GPU
 MIB = 2**20
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "cuda":
         return CudaDevice(torch.device("cuda"))

@@ -28,7 +28,7 @@ from tests.contracts.contexts import KINDS, MORE_KINDS
 from tests.interrupts import count_lines, hooks_around, interrupted_after, interrupts
 
 TAG = "interrupted"
-NUM_LINES = [pytest.param(3, id="few"), pytest.param(60, id="many", marks=pytest.mark.full)]
+NUM_LINES = [pytest.param(3, id="few"), pytest.param(60, id="many", marks=pytest.mark.slow)]
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -198,7 +198,7 @@ def ops_are_dear(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 
 def _params(slow: tuple[str, ...] = SLOW) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.full] if name in slow else []) for name in SUBJECTS]
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in SUBJECTS]
 
 
 @pytest.mark.parametrize("count", NUM_LINES)
@@ -226,7 +226,7 @@ def test_first_step(name: str, count: int) -> None:
     loop.check(count, prepare=loop.begin)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_step_whose_copies_land_at_any_time(seed: int) -> None:
     loop = Loop(SUBJECTS["offload all"], device=f"seed {seed}")
     loop.step()
@@ -262,7 +262,7 @@ def test_begin_and_end_of_a_context(name: str, is_made_once: bool) -> None:
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
-@pytest.mark.parametrize("name", ["offload all", pytest.param("offload half", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["offload all", pytest.param("offload half", marks=pytest.mark.slow)])
 def test_copies_of_a_schedule(name: str, takes_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: takes_turns, lambda *_: None), raising=False)
     loop = Loop(SUBJECTS[name])

@@ -103,8 +103,8 @@ def test_region_in_a_sharded_model_costs_few_calls_more_than_in_one_that_is_not(
     assert found[1] - found[0] <= (12 if is_whole else 8) * len(regions), (found[1] - found[0]) / len(regions)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("budget", [0.25, pytest.param(0.5, marks=pytest.mark.full)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)  # whatever this machine takes for an op
     device, found = ReferenceDevice(), []
@@ -121,8 +121,8 @@ def test_as_many_calls_are_recomputed_as_in_a_model_that_is_not_sharded(budget: 
     assert found[1] == found[0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("ratio", [0.2, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [0.2, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_saved_tensor_that_leaves_costs_as_many_calls_as_in_a_model_that_is_not_sharded(ratio: float) -> None:
     found, device = [], ReferenceDevice()
     for tag, shard in (("alone", lambda model: model), ("sharded", memkit.shard)):

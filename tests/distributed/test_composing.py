@@ -58,7 +58,7 @@ def _always(context: str, case: str, attached: bool) -> bool:
 
 
 RUNS = [
-    pytest.param(*run, marks=() if _always(*run) else pytest.mark.full)
+    pytest.param(*run, marks=() if _always(*run) else pytest.mark.slow)
     for run in itertools.product(CONTEXTS, CASES, (False, True))
     if run[0] != "both" or not run[2]
 ]
@@ -148,7 +148,7 @@ class _Chain(nn.Module):
         return given["x"]
 
 
-@pytest.mark.parametrize("budget", [pytest.param(0.7, marks=pytest.mark.full), 0.4, pytest.param(0.1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("budget", [pytest.param(0.7, marks=pytest.mark.slow), 0.4, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_results_of_layers_are_roots(budget: float) -> None:
     def run(context: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -177,7 +177,7 @@ def _is_short(how: str, context: str, reshards: str, forwards: int, attached: bo
 
 
 BY_HAND_RUNS = [
-    pytest.param(*run, marks=() if _is_short(*run) else pytest.mark.full)
+    pytest.param(*run, marks=() if _is_short(*run) else pytest.mark.slow)
     for run in itertools.product(BY_HAND, CONTEXTS, RESHARDS, (1, 2), (False, True))
     if run[1] != "both" or not run[4]
 ]
@@ -189,9 +189,9 @@ def test_what_was_sharded_by_hand(how: str, context: str, reshards: str, forward
     assert check_by_hand(how, context, reshards=reshards, forwards=forwards, attached=attached) > 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("forwards", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("how", ["shard", pytest.param("root", marks=pytest.mark.full)])
+@pytest.mark.slow
+@pytest.mark.parametrize("forwards", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["shard", pytest.param("root", marks=pytest.mark.slow)])
 def test_calls_inside_of_layers_are_recomputed_as_a_whole(how: str, forwards: int) -> None:
     check_regions(how=how, forwards=forwards)
 

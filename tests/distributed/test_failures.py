@@ -19,7 +19,7 @@ def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(starting, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900, check=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "last_step", "expected"),
     [
@@ -39,7 +39,7 @@ def test_no_rank_hangs_where_another_fails(how: str, last_step: int, expected: s
     assert "rank      : 1 (local_rank: 1)" in done.stderr  # the first failure, as torchrun reports it
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_example_runs_on_two_ranks() -> None:
     done = _torchrun("examples/shard.py", "--tiny")
 

@@ -31,13 +31,13 @@ OFTEN = {*hosting.OFTEN, "on the host, skipped"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.full) for name in hosting.WORKS]
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in hosting.WORKS]
 )
 def test_one_rank(one: None, name: str, tmp_path: Path) -> None:
     hosting.WORKS[name](str(tmp_path))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", hosting.MORE)
 def test_contexts_on_one_rank(one: None, name: str) -> None:
     hosting.MORE[name]("")
@@ -102,7 +102,7 @@ def test_a_step_brings_each_shard_twice_and_what_is_in_no_layer_once(num_ranks: 
     assert log.copied_bytes == 2 * layers_bytes + rest_bytes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are plain: what is gathered of a chunk waits for all its parts, and these for each other and for those of the

@@ -69,7 +69,7 @@ WAYS: dict[str, Callable[[Model], Any]] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_one_rank_takes_what_the_model_without_shards_saves(one: None, lora: bool) -> None:
     padded, alone, _, _ = check_rank("", lora=lora)
@@ -77,7 +77,7 @@ def test_one_rank_takes_what_the_model_without_shards_saves(one: None, lora: boo
     assert padded == alone == sum(item.nbytes for item in make(lora=lora).parameters())
 
 
-@pytest.mark.parametrize("way", [way if way == "shard" else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
+@pytest.mark.parametrize("way", [way if way == "shard" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_activations_are_told_from_what_is_gathered(one: None, way: str) -> None:
     plain = profile(make(), 0)
     model = WAYS[way](make())
@@ -94,7 +94,7 @@ def test_activations_are_told_from_what_is_gathered(one: None, way: str) -> None
     assert_same([local(item.grad) for item in model.parameters()], [item.grad for item in other.parameters()])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_goes_on_as_if_there_was_no_profile(one: None) -> None:
     check_training("")
 
@@ -131,7 +131,7 @@ def test_tied_weights_count_once(one: None) -> None:
     assert report.param_bytes == plain.param_bytes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_checkpointed_layers(one: None) -> None:
     def build() -> Model:
         model = make()
@@ -169,7 +169,7 @@ def test_parameters_that_are_brought_from_the_host(one: None) -> None:
 # What one of several takes
 
 
-@pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_gathered_bytes_are_those_of_the_plan(prefetch: int) -> None:
     def sharded(parameters: list[nn.Parameter]) -> list[ShardedParameter]:
         return [ShardedParameter(shape=tuple(item.shape), itemsize=item.itemsize) for item in parameters]

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in stepping.OFTEN else pytest.mark.full) for name in stepping.WORKS]
+    "name", [pytest.param(name, marks=() if name in stepping.OFTEN else pytest.mark.slow) for name in stepping.WORKS]
 )
 def test_one_rank(one: None, name: str, tmp_path: Path) -> None:
     stepping.WORKS[name](str(tmp_path))
@@ -182,7 +182,7 @@ class _Backwards(Model):
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "seed"), [(1, None), *(pytest.param(*it, marks=pytest.mark.full) for it in ((1, 0), (0, None), (0, 0)))]
+    ("prefetch", "seed"), [(1, None), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 0), (0, None), (0, 0)))]
 )
 def test_model_that_runs_in_another_order(one: None, prefetch: int, seed: int | None) -> None:
     def build() -> Model:
@@ -215,7 +215,7 @@ def test_copy_of_a_shard_waits_for_its_step(one: None, monkeypatch: pytest.Monke
     assert seen == [True] * 5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layer_that_is_used_twice_is_stepped_once(one: None) -> None:
     def build() -> Model:
         model = make()
@@ -254,7 +254,7 @@ def test_what_a_backward_does_not_reach_is_left_for_the_step(one: None) -> None:
     assert_same(run(True), run(False))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_closure_of_a_step_runs_the_backward(one: None) -> None:
     def run(opens: bool) -> list[Tensor]:
         model = on_host(make())
@@ -269,7 +269,7 @@ def test_closure_of_a_step_runs_the_backward(one: None) -> None:
     assert_same(run(True), run(False))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gradients_that_are_not_synchronized_are_stepped_when_they_are(one: None) -> None:
     def run(opens: bool) -> list[Tensor]:
         model = on_host(make())
@@ -301,7 +301,7 @@ def test_group_that_comes_between_the_backward_and_its_step(one: None) -> None:
     assert_same(run(True), run(False))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_groups_that_are_edited_between_steps(one: None, seed: int) -> None:
     def run(opens: bool) -> list[Tensor]:
         model, choices = on_host(make()), random.Random(seed)
@@ -344,7 +344,7 @@ def test_another_backward_of_one_step_raises(one: None) -> None:
     assert states.stats().num_steps == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_models_of_one_optimizer_are_stepped(one: None) -> None:
     """What is in no layer of one is reduced once the other one's backward is over."""
 
@@ -363,7 +363,7 @@ def test_two_models_of_one_optimizer_are_stepped(one: None) -> None:
     assert_same(run(True), run(False))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_model_of_which_no_layer_is_trained(one: None) -> None:
     """Gradients are reduced when the backward is over."""
 
@@ -382,7 +382,7 @@ def test_model_of_which_no_layer_is_trained(one: None) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("act", ["step", pytest.param("state_dict", marks=pytest.mark.full)])
+@pytest.mark.parametrize("act", ["step", pytest.param("state_dict", marks=pytest.mark.slow)])
 def test_fork_that_uses_the_optimizer_raises_by_name(one: None, act: str) -> None:
     model = on_host(make())
     optimizer = opened(model).optimizer
@@ -562,7 +562,7 @@ def _states_behind_two_failures() -> tuple[Any, memkit.StateOffload]:
     return optimizer, states
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:StateOffload. the step of .* on the host has failed")
 def test_closing_behind_a_failure_warns(one: None) -> None:
     _, states = _states_behind_two_failures()
@@ -655,7 +655,7 @@ def test_refuses_shards_that_another_one_steps(one: None) -> None:
     opened(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_profile_that_would_train_is_refused(one: None) -> None:
     model = on_host(make())
     states = opened(model)

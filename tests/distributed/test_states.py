@@ -33,7 +33,7 @@ NOT_OVER_SHARDS = ("Rprop loop", "Rprop foreach", "SGD fused")
 """What steps no shards in PyTorch, for want of an op."""
 OFTEN = ("AdamW fused", "RMSprop foreach", "schedule free", "rebinding")
 CASES = [
-    pytest.param(case, id=case.name, marks=() if case.name in OFTEN else pytest.mark.full)
+    pytest.param(case, id=case.name, marks=() if case.name in OFTEN else pytest.mark.slow)
     for case in OPTIMIZERS
     if case.name not in (*MIXING, *NOT_OVER_SHARDS)
 ]
@@ -121,7 +121,7 @@ def failing() -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
-@pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.full)])
+@pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_as_the_plain_optimizer(case: Any, update: str) -> None:
     check_same(case.make, update=update)
@@ -138,9 +138,9 @@ def test_steps_what_steps_no_shards_by_itself(case: Any) -> None:
         assert_same(found_in(split, optimizer), found_in(whole, plain))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_float32_copies_as_of_a_whole_model(update: str, is_cut: bool) -> None:
     whole, split = Scaled(torch.bfloat16), sharded(torch.bfloat16)
     optimizers = [adamw(model.parameters()) for model in (whole, split)]

@@ -44,7 +44,7 @@ from tests.distributed.composing import (
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
 from tests.thinning import Case, covering
 
-pytestmark = pytest.mark.full  # two processes take both cores of a small machine for a quarter of a minute
+pytestmark = pytest.mark.slow  # two processes take both cores of a small machine for a quarter of a minute
 
 # What each rank does
 

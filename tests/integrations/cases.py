@@ -98,7 +98,7 @@ FEATURES: dict[str, Make] = {
 EVERY_FEATURE = pytest.mark.parametrize(
     "make",
     # a plan takes seconds to be made
-    [pytest.param(make, marks=[pytest.mark.full] * (make is tiny_budget)) for make in FEATURES.values()],
+    [pytest.param(make, marks=[pytest.mark.slow] * (make is tiny_budget)) for make in FEATURES.values()],
     ids=FEATURES.keys(),
 )
 

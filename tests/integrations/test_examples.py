@@ -15,7 +15,7 @@ from tests.integrations.cases import MISSING
 pytest.importorskip("transformers", reason=MISSING)
 pytest.importorskip("accelerate", reason=MISSING)
 
-pytestmark = [pytest.mark.integrations, pytest.mark.full]
+pytestmark = [pytest.mark.integrations, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

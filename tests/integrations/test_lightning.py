@@ -147,7 +147,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
         assert_same_weights(module, plain)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OneModel, TwoModels])
 @pytest.mark.parametrize(
     "settings",
@@ -373,7 +373,7 @@ def test_precision_that_casts_the_model_is_refused(tmp_path: Path) -> None:
         _trainer(tmp_path, callback, precision="bf16-true").fit(module, _loader())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_both_packages_of_lightning_take_it(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning", reason=MISSING)
     code = (
@@ -387,7 +387,7 @@ def test_both_packages_of_lightning_take_it(tmp_path: Path) -> None:
     assert issubclass(MemkitLightningCallback, lightning.Callback)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_other_package_trains_the_same_weights(tmp_path: Path) -> None:
     package = pytest.importorskip("pytorch_lightning", reason=MISSING)
     kind = type(

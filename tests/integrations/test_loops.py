@@ -47,7 +47,7 @@ def _half(_: nn.Module) -> list[Any]:
 SET_UPS = pytest.mark.parametrize(
     "set_up",
     [
-        pytest.param(_attach(_half), id="MemoryBudget", marks=pytest.mark.full),
+        pytest.param(_attach(_half), id="MemoryBudget", marks=pytest.mark.slow),
         pytest.param(_attach(tiny_offload), id="CPUOffload"),
         pytest.param(_attach(tiny_remat), id="Rematerialize"),
         pytest.param(lambda model: tiny_layers(model)[0], id="LayerOffload"),
@@ -183,7 +183,7 @@ def test_copy_for_an_average_has_nothing_attached() -> None:
 # diffusers
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @SET_UPS
 def test_diffusers_resumes_from_what_it_has_saved(set_up: SetUp, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers", reason=MISSING)
@@ -264,10 +264,10 @@ def test_base_of_lora_streams_and_adapters_stay() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(_half, marks=pytest.mark.full), tiny_layers_and_offload],
+    [pytest.param(_half, marks=pytest.mark.slow), tiny_layers_and_offload],
     ids=["MemoryBudget", "LayerOffload and CPUOffload"],
 )
-@pytest.mark.parametrize("with_lora", [pytest.param(False, marks=pytest.mark.full), True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("with_lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all weights", "LoRA"])
 def test_sft_resumes(make: Any, with_lora: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason=MISSING)
     from memkit.integrations import MemkitCallback

@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_ranks(2, str(tmp_path_factory.mktemp("sharded")), sharded.WORKS)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", sharded.WORKS)
 def test_features_keep_the_bits(found: Found, trainer: str) -> None:
     for rank, outcome in enumerate(found[trainer]):

@@ -124,7 +124,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, p
 
 
 @pytest.mark.covering(1)
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -150,7 +150,7 @@ def test_weights_are_those_of_the_plain_run_under_other_settings(
     assert_has_worked(callback.figures())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_stream_under_a_budget_in_bfloat16_with_accumulation_and_evaluation(plain_run: Plain, tmp_path: Path) -> None:
     settings = {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     plain, _ = plain_run(**settings)
@@ -173,7 +173,7 @@ def test_resumes_with_accumulation_and_evaluation_in_between(plain_run: Plain, t
     assert_same_weights(model, plain)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_evaluation_is_no_iteration(tmp_path: Path) -> None:
     _train(tmp_path, tiny_budget, eval_strategy="steps", eval_steps=1)
 
@@ -261,7 +261,7 @@ class _Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         raise RuntimeError("the disk is full")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_behind_one_that_failed_takes_off_what_that_has_left(tmp_path: Path) -> None:
     model, plain = llama(), llama()
     failing = _trainer(tmp_path, model, MemkitCallback(*tiny_budget(model)))
@@ -359,7 +359,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch, no_compiled_code_is_left: None) -
     return {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_stream_in_a_model_that_trainer_compiles_with_a_warning(compiling: dict[str, Any], tmp_path: Path) -> None:
     plain, _ = _train(tmp_path / "plain", None, **compiling)
     torch._dynamo.reset()
@@ -511,7 +511,7 @@ def test_states_leave_with_clipping_accumulation_evaluation_and_a_scheduler(plai
     assert_has_worked(callback.figures())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_offload, tiny_budget])
 def test_states_leave_beside_another_feature(make: Make, plain_run: Plain, tmp_path: Path) -> None:
     plain, _ = plain_run()

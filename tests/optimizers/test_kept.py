@@ -93,7 +93,7 @@ STREAM = [name for name in MAKERS if name != "knows its parameters"]
 
 def every_other(names: Iterable[str], first: int) -> list[Any]:
     """Return all names: pytest by itself runs every other, from one of the first two on."""
-    return [pytest.param(name, marks=pytest.mark.full if number % 2 != first else ()) for number, name in enumerate(names)]
+    return [pytest.param(name, marks=pytest.mark.slow if number % 2 != first else ()) for number, name in enumerate(names)]
 
 
 class Net(nn.Module):

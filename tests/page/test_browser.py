@@ -13,7 +13,7 @@ from memkit.profile import MemoryReport
 from tests.page.browser import needs_browser, opened
 from tests.page.reports import EVIL, plans_of, report_of_blocks, report_of_evil
 
-pytestmark = [needs_browser, pytest.mark.full]
+pytestmark = [needs_browser, pytest.mark.slow]
 
 _CLICKS = """
     const line = get("timeline-chart"), icicle = get("icicle-chart");

@@ -161,7 +161,7 @@ def test_what_no_tensor_holds_is_told() -> None:
     assert contents_of(more)["unseen_bytes"] == 2**20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_plans_need_the_trace_of_their_step() -> None:
     report = report_of_blocks()
     plans = plans_of(report, 0.9)
@@ -225,7 +225,7 @@ def _of_five_thousand_modules() -> MemoryReport:
 
 
 @needs_browser
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "most_s"), [(_resnet50, 3), (_of_five_thousand_modules, 10)], ids=["ResNet-50", "5,000 modules"]
 )

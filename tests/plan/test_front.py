@@ -327,7 +327,7 @@ def test_json_has_all_figures_and_the_plans() -> None:
     assert content["plans"] == {"7": {"schema": "a plan"}}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -338,7 +338,7 @@ def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)

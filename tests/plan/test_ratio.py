@@ -80,7 +80,7 @@ def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window:
     assert plan.ratio == percent / 100
 
 
-@pytest.mark.parametrize("num_saves", [10, 100, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_saves", [10, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_rounding_of_the_ratio_chooses_nothing_more(num_saves: int) -> None:
     sizes = [7 * MIB] * num_saves
 

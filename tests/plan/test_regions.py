@@ -198,7 +198,7 @@ def test_what_only_a_region_reads_is_held_by_it() -> None:
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("count", [5, 12, pytest.param(24, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [5, 12, pytest.param(24, marks=pytest.mark.slow)])
 def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs: HostCosts) -> None:
     planner = layers(count, uneven=uneven).planner(costs)
     for choice in evenly_spaced(planner, "layers"):
@@ -208,9 +208,9 @@ def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.full)])
-@pytest.mark.parametrize("costs", [ON_HOST, pytest.param(ON_DEVICE, marks=pytest.mark.full)])
-@pytest.mark.parametrize("uneven", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("costs", [ON_HOST, pytest.param(ON_DEVICE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("uneven", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_more_budget_never_takes_longer(uneven: bool, costs: HostCosts, count: int) -> None:
     whole = layers(count, uneven=uneven).planner(costs)
     budgets = range(whole.least().peak_bytes, whole.simulate(()).peak_bytes + 1, 5 * count + 1)  # about as many for any count
@@ -238,7 +238,7 @@ def test_what_may_be_no_region_is_none() -> None:
     assert all(index % 2 == 0 for index in planner.least().chosen)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_thousands_of_calls_take_seconds() -> None:
     build = layers(2000, parts=4, ops=2)
     start_s = time.process_time()
@@ -405,7 +405,7 @@ def row_of(kinds: Sequence[str], sizes: dict[str, int], *, with_spans: bool) -> 
     return build
 
 
-@pytest.mark.parametrize("costs", [pytest.param(ON_HOST, marks=pytest.mark.full), ON_DEVICE])
+@pytest.mark.parametrize("costs", [pytest.param(ON_HOST, marks=pytest.mark.slow), ON_DEVICE])
 def test_flat_row_keeps_to_budgets_that_single_members_do_not(costs: HostCosts) -> None:
     kinds, sizes = "abcd" * 40, {"a": 10, "b": 10, "c": 20, "d": 20}
     planner = row_of(kinds, sizes, with_spans=True).planner(costs)
@@ -456,7 +456,7 @@ def with_spans(build: Build, parent: int, size: int) -> list[ModuleCall]:
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("count", [5, *(pytest.param(count, marks=pytest.mark.full) for count in (12, 24))])
+@pytest.mark.parametrize("count", [5, *(pytest.param(count, marks=pytest.mark.slow) for count in (12, 24))])
 def test_model_of_blocks_is_planned_no_worse_with_spans_of_them(count: int, uneven: bool, costs: HostCosts) -> None:
     build = layers(count, uneven=uneven)
     without = build.planner(costs)

@@ -351,7 +351,7 @@ def test_cheapest_for_its_bytes_goes_first() -> None:
 # Plans
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) -> None:
@@ -405,7 +405,7 @@ def wild(num_ops: int) -> Step:
 NETS = {"chain": chain(20), "convnet": convnet(4), "transformer": transformer(3), "mixed": wild(20)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(step=steps(), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=8))
 def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float]) -> None:
@@ -497,7 +497,7 @@ def test_step_that_saves_nothing_has_a_plan() -> None:
 # How good plans are
 
 
-@pytest.mark.parametrize("num_ops", [16, 64, 256, pytest.param(1024, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_ops", [16, 64, 256, pytest.param(1024, marks=pytest.mark.slow)])
 def test_memory_of_a_chain_falls_to_its_root_for_one_more_forward(num_ops: int) -> None:
     budget = math.ceil(2.5 * math.sqrt(num_ops) + 2) * 1000
 
@@ -507,7 +507,7 @@ def test_memory_of_a_chain_falls_to_its_root_for_one_more_forward(num_ops: int) 
     assert plan.predicted_replay_s <= 1.05 * num_ops
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [4, 16, 48])
 def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) -> None:
     step = transformer(num_layers)
@@ -520,7 +520,7 @@ def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) ->
     assert plan.retained
 
 
-@pytest.mark.parametrize(("share", "most"), [pytest.param(0.5, 0.5, marks=pytest.mark.full), (0.15, 0.75)])
+@pytest.mark.parametrize(("share", "most"), [pytest.param(0.5, 0.5, marks=pytest.mark.slow), (0.15, 0.75)])
 def test_plan_of_a_transformer_costs_far_less_than_dtr(share: float, most: float) -> None:
     step = transformer(16)
     budget = round(share * step.saved_bytes)
@@ -543,7 +543,7 @@ def exhaustive(step: Step, budget: int) -> float:
     return best
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_plans_of_small_steps_are_close_to_the_best() -> None:
     ratios = []
     for seed in range(120):
@@ -668,9 +668,9 @@ def test_action_that_cannot_be_is_refused() -> None:
 # How long it takes
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(0.15, marks=pytest.mark.full)])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("num_layers", "num_idle", "most_simulations"), [(12, 1, 300), pytest.param(295, 3, 30, marks=pytest.mark.full)]
+    ("num_layers", "num_idle", "most_simulations"), [(12, 1, 300), pytest.param(295, 3, 30, marks=pytest.mark.slow)]
 )
 def test_planning_simulates_few_steps(num_layers: int, num_idle: int, most_simulations: int, share: float) -> None:
     step = transformer(num_layers, num_idle)

@@ -126,7 +126,7 @@ def test_activations_at_the_end_of_the_forward_are_those_of_the_table(name: str)
     assert found == table
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_profile_without_a_trace_tells_the_same() -> None:
     model, x = on_meta("resnet")
 

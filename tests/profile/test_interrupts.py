@@ -30,7 +30,7 @@ def _run_in_a_context() -> None:
     loss.backward()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [_run_in_a_context, _profile])
 def test_profile_that_was_interrupted_at_its_edges_is_over(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "last_value", None, raising=False)

@@ -65,7 +65,7 @@ def test_meta_saves_what_the_cpu_saves_in_bfloat16(name: str) -> None:
     assert saved(meta) == saved(real)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "vision_transformer", "googlenet"])
 def test_meta_saves_what_the_cpu_saves_in_eval_mode(name: str) -> None:
     case = CASES[name]
@@ -310,7 +310,7 @@ def test_no_data_is_made_or_copied(name: str) -> None:
     assert makers.found == ["aten.add.Tensor", "aten.sum.default"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_model_of_seventy_billion_parameters_works() -> None:
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)

@@ -125,7 +125,7 @@ def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {key: make() for key, make in inputs.items()}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -142,7 +142,7 @@ def test_transformers_save_what_they_save_on_the_cpu(name: str, mode: str) -> No
     assert [row.self_bytes for row in meta.modules] == [row.self_bytes for row in real.modules]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("in_channels_last", [False, True])
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_vision_models_save_what_they_save_on_the_cpu(name: str, in_channels_last: bool) -> None:

@@ -14,7 +14,7 @@ from memkit import profile_memory
 from tests.profile.calls import FORMAT_CALLS, FORMAT_INPUTS, channels_last
 from tests.profile.cases import Function, both, saved
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", FORMAT_INPUTS)

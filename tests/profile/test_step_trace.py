@@ -237,7 +237,7 @@ def test_function_is_as_learned_and_counted(name: str) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("target", ["cuda", pytest.param("cpu", marks=pytest.mark.full)])
+@pytest.mark.parametrize("target", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_model_is_as_learned_and_counted(name: str, target: str) -> None:
     case = CASES[name]
@@ -279,8 +279,8 @@ def test_it_is_what_a_run_with_data_teaches(name: str) -> None:
     memkit.reset("with data")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("min_bytes", [2 * KIB, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64 * KIB))])
+@pytest.mark.slow
+@pytest.mark.parametrize("min_bytes", [2 * KIB, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 64 * KIB))])
 def test_saved_values_are_the_storages_of_the_report(min_bytes: int) -> None:
     model = torchvision.models.resnet18()
     report = profile(model, torch.empty(2, 3, 32, 32), min_bytes=min_bytes)
@@ -349,7 +349,7 @@ def test_streamed_weights_count_as_in_the_report() -> None:
 # Large steps
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_resnet50_takes_what_was_measured() -> None:
     with torch.device("meta"):
         model, x = torchvision.models.resnet50(), torch.empty(256, 3, 224, 224)

@@ -40,7 +40,7 @@ def test_random_programs(graph: list[Step]) -> None:
     check(graph)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @given(graph=steps)
 @settings(max_examples=300, deadline=None)
 def test_many_random_programs(graph: list[Step]) -> None:

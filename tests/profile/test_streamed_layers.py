@@ -18,7 +18,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.profile import MemoryReport, ModuleRecord
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, assert_same, inputs, only_lora, results, run_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 class Shortcut(nn.Module):
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "segments": lambda: Stack(run=RUNS["segments"]),
     "reused": lambda: Stack(run=RUNS["reused"]),
 }
-NAMES = [name if name in ("linear", "segments") else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+NAMES = [name if name in ("linear", "segments") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
 def trained_as(train: str, model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from memkit import profile_memory
 from memkit.errors import ProfileError
 from tests.models import CASES, ConvNet
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 DEVICES = [None, "meta"]
 

@@ -251,7 +251,7 @@ count, new tensors in the place of old ones. tests/states/test_bits.py runs ever
 
 def often(cases: Iterable[Case]) -> list[Any]:
     """Return cases as parameters of a test, of which the plain run of pytest has one of each kind."""
-    return [case if case.name in _OFTEN else pytest.param(case, marks=pytest.mark.full) for case in cases]
+    return [case if case.name in _OFTEN else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 class Net(nn.Module):

@@ -88,8 +88,8 @@ IN_DEFAULT = "device", "backward"
     ("way", "num_lines"),
     [
         *((way, 3) for way in IN_DEFAULT),
-        *(pytest.param(way, 12, marks=pytest.mark.full) for way in WAYS if way not in IN_DEFAULT),
-        *(pytest.param(way, 120, marks=pytest.mark.full) for way in WAYS),
+        *(pytest.param(way, 12, marks=pytest.mark.slow) for way in WAYS if way not in IN_DEFAULT),
+        *(pytest.param(way, 120, marks=pytest.mark.slow) for way in WAYS),
     ],
 )
 def test_interrupts_at_any_line(way: str, num_lines: int) -> None:

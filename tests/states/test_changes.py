@@ -156,7 +156,7 @@ def test_gradients_that_alternate_between_precisions(device: Device, update: str
     assert_as_plain(device, start, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False), loop, update=update)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gradients_that_alternate_between_float32_copies_and_none(device: Device) -> None:
     ends = []
     for update in ("device", "host"):

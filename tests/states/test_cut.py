@@ -87,7 +87,7 @@ OPTIONS: list[dict[str, Any]] = [
 USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
 """What is stepped under all options; the others are under some, by turns."""
 BY_TURNS = [
-    pytest.param(each, id=str(each), marks=pytest.mark.full if number % 2 == 0 else ()) for number, each in enumerate(OPTIONS)
+    pytest.param(each, id=str(each), marks=pytest.mark.slow if number % 2 == 0 else ()) for number, each in enumerate(OPTIONS)
 ]
 """Those that the plain run of pytest has where another test has the others."""
 
@@ -104,7 +104,7 @@ def _is_core(case: Case, options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        pytest.param(case, options, id=f"{case}, {options}", marks=() if _is_core(case, options) else pytest.mark.full)
+        pytest.param(case, options, id=f"{case}, {options}", marks=() if _is_core(case, options) else pytest.mark.slow)
         for number, case in enumerate(CASES)
         for options in (
             OPTIONS
@@ -323,7 +323,7 @@ def test_room_does_not_grow_with_the_parameter() -> None:
 DTYPES = [
     torch.float32,
     torch.bfloat16,
-    *(pytest.param(each, marks=pytest.mark.full) for each in (torch.float16, torch.float64)),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float16, torch.float64)),
 ]
 
 

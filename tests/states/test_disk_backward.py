@@ -43,7 +43,7 @@ from tests.states.cases import (
 from tests.states.test_faults import ERRORS, Faulty
 from tests.states.test_on_disk import MIB, _adamw, _copied, _cut, _Faults, _is_same, by_turns
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 def _offload(optimizer: torch.optim.Optimizer, device: Device, disk: memkit.Disk, **options: Any) -> memkit.StateOffload:
@@ -60,7 +60,7 @@ def _assert_no_races(device: ReferenceDevice) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 1), ids=str)
-@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
     plain, model = make_net(device, case), make_net(device, case)
@@ -391,7 +391,7 @@ class _Compared:
         _assert_no_races(self.device)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     what=st.sampled_from(["read", "write"]),
@@ -482,7 +482,7 @@ def _num_new(compared: _Compared) -> int:
     return sum(_is_same(mine, new) and not _is_same(old, new) for mine, old, new in found)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     at=st.integers(1, 140),

@@ -23,12 +23,12 @@ from tests.states.test_layered_faults import _Trained
 from tests.states.test_on_disk import _Faults, _real_disk
 from tests.weights.cases import RUNS, WIDTH, Stack, inputs
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("has_own", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("has_own", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS if name != "AdamW"] + ["AdamW"]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "AdamW"] + ["AdamW"]
 )
 def test_steps_are_the_plain_ones(name: str, has_own: bool) -> None:
     device = ReferenceDevice()
@@ -45,12 +45,12 @@ def test_steps_are_the_plain_ones(name: str, has_own: bool) -> None:
     assert not device.races
 
 
-@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="float32"),
-        pytest.param({"master": torch.float32, "dtype": torch.bfloat16}, id="master", marks=pytest.mark.full),
+        pytest.param({"master": torch.float32, "dtype": torch.bfloat16}, id="master", marks=pytest.mark.slow),
     ],
 )
 def test_windows_of_large_parameters(options: dict[str, Any], is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_on_a_real_disk(device: Device, tmp_path: Path) -> None:
     both.close()
 
 
-@pytest.mark.parametrize("run", ["reused", *(pytest.param(run, marks=pytest.mark.full) for run in RUNS if run != "reused")])
+@pytest.mark.parametrize("run", ["reused", *(pytest.param(run, marks=pytest.mark.slow) for run in RUNS if run != "reused")])
 def test_orders(run: str) -> None:
     both = Both(ReferenceDevice(), model=Stack(4, run=RUNS[run]), num_slots=1, disk=ReferenceDisk(is_late=False))
     for _ in range(3):
@@ -98,7 +98,7 @@ class _Rest(nn.Module):
         return self.head(self.stack(self.embedding(x)))
 
 
-@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_beside_layers_that_are_stepped_on_the_host(is_late: bool) -> None:
     """What doesn't stream is stepped within the backward, in which layers stream."""
     device = ReferenceDevice()
@@ -143,7 +143,7 @@ def test_beside_layers_that_are_stepped_on_the_host(is_late: bool) -> None:
     assert not device.races
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     what=st.sampled_from(["read", "write"]),

@@ -63,7 +63,7 @@ def _train(model: Failing, optimizer: Any, device: Device, loop: str, *, is_plai
 
 
 @pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1e-2), ScheduleFree], ids=["adamw", "schedule free"])
-@pytest.mark.parametrize("loop", [LOOPS[0], *(pytest.param(loop, marks=pytest.mark.full) for loop in LOOPS[1:])])
+@pytest.mark.parametrize("loop", [LOOPS[0], *(pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS[1:])])
 @pytest.mark.parametrize("way", WAYS)
 def test_loop_goes_on(
     way: str, loop: str, make: Callable[[Any], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch

@@ -122,7 +122,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
@@ -184,7 +184,7 @@ def test_a_fault_of_the_device(
         assert not device.races
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
@@ -317,7 +317,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         assert optimizer.param_groups[0]["d"] == before
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),

@@ -78,7 +78,7 @@ def run(seed: int, device: Device, plain: Program, own: Program, wait: Callable[
 
 
 NUM_SEEDS = 8
-SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.full) for seed in range(NUM_SEEDS)]
+SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.slow) for seed in range(NUM_SEEDS)]
 
 
 def in_default(seed: int, way: str) -> bool:
@@ -88,7 +88,7 @@ def in_default(seed: int, way: str) -> bool:
 @pytest.mark.parametrize(
     ("seed", "way"),
     [
-        pytest.param(seed, way, marks=() if in_default(seed, way) else pytest.mark.full)
+        pytest.param(seed, way, marks=() if in_default(seed, way) else pytest.mark.slow)
         for way, seed in itertools.product(WAYS, range(NUM_SEEDS))
     ],
 )
@@ -152,7 +152,7 @@ SEVERAL = range(10)
 
 
 @pytest.mark.parametrize("layered", [False, True])
-@pytest.mark.parametrize("seed", [*SEVERAL[:4], *(pytest.param(seed, marks=pytest.mark.full) for seed in SEVERAL[4:])])
+@pytest.mark.parametrize("seed", [*SEVERAL[:4], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEVERAL[4:])])
 def test_edit_behind_the_backward_is_as_without_memkit_or_refused(seed: int, layered: bool) -> None:
     device = ReferenceDevice()
     torch.manual_seed(seed)

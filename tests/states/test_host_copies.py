@@ -210,7 +210,7 @@ WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_others_write_is_followed_as_on_the_device(device: Device, write: str, mixed: bool) -> None:
     skip_a_gpu(device)
@@ -369,7 +369,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
     assert_same([parameter.detach() for parameter in parameters], before)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     update=st.sampled_from(["host"]),

@@ -122,7 +122,7 @@ def _each_way(names: Any) -> list[Any]:
     """Return optimizers, each in a loop with and without `step()`: of which the plain run of pytest has one."""
     alone = {"AdamW fused": True}
     ways = [(name, has_own) for name in names for has_own in (False, True)]
-    return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.full) for way in ways]
+    return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.slow) for way in ways]
 
 
 @pytest.mark.covering(2)
@@ -141,8 +141,8 @@ def test_twenty_steps_are_the_plain_ones(name: str, has_own: bool, device: Devic
     both.close()
 
 
-@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.full), 0.5])
-@pytest.mark.parametrize("name", ["AdamW fused", pytest.param("Adafactor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize("name", ["AdamW fused", pytest.param("Adafactor", marks=pytest.mark.slow)])
 def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> None:
     both = Both(device, in_groups(OPTIMIZERS[name]), ratio=ratio, num_slots=1, dtype=torch.bfloat16, master=torch.float32)
     for _ in range(4):
@@ -152,7 +152,7 @@ def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> Non
     both.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) -> None:
     both = Both(device, dtype=torch.bfloat16, master=torch.float32)
     for step in range(4):
@@ -165,8 +165,8 @@ def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) ->
     both.close()
 
 
-@pytest.mark.parametrize("num_slots", [1, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("run", [pytest.param("reused", marks=pytest.mark.full), "checkpoint"])
+@pytest.mark.parametrize("num_slots", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [pytest.param("reused", marks=pytest.mark.slow), "checkpoint"])
 def test_orders(run: str, num_slots: int, device: Device) -> None:
     both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=num_slots)
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_orders(run: str, num_slots: int, device: Device) -> None:
     both.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run for run in RUNS if run not in ("reused", "checkpoint")])
 def test_other_orders(run: str, device: Device) -> None:
     both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=2)
@@ -185,7 +185,7 @@ def test_other_orders(run: str, device: Device) -> None:
     both.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_half_of_the_layers_stay(device: Device) -> None:
     both = Both(device, ratio=0.5, num_slots=1)
     for _ in range(4):
@@ -231,11 +231,11 @@ def _cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trial, "WINDOW_NUMEL", 128)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="float32", marks=pytest.mark.full),
+        pytest.param({}, id="float32", marks=pytest.mark.slow),
         pytest.param({"master": torch.float32, "dtype": torch.bfloat16}, id="master"),
     ],
 )
@@ -327,7 +327,7 @@ def test_parameters_that_come_later(device: Device) -> None:
     both.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(candidates: Any, times: Any, plan: Any, **options: Any) -> Any:
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
@@ -343,7 +343,7 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
     both.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_is_saved_and_goes_on(device: Device) -> None:
     both = Both(device, in_groups(OPTIMIZERS["AdamW fused"]))
     for _ in range(2):
@@ -363,7 +363,7 @@ def test_training_is_saved_and_goes_on(device: Device) -> None:
     both.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_states_from_before_are_taken_over_and_given_back(device: Device) -> None:
     """The `StateOffload` may come and go while layers stream."""
     both = Both(device)
@@ -512,7 +512,7 @@ def _is_behind_steps(both: Both) -> bool:
 @pytest.mark.parametrize(
     "layer",
     [
-        pytest.param(0, id="in part", marks=pytest.mark.full),
+        pytest.param(0, id="in part", marks=pytest.mark.slow),
         pytest.param(1, id="in its slot"),
         pytest.param(5, id="gone from there"),
     ],

@@ -19,7 +19,7 @@ from tests.states.cases import assert_same
 from tests.states.test_faults import ERRORS, Faulty, _assert_old_or_new, _cut, _failing, _snapshot
 from tests.weights.cases import Stack, inputs
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 
@@ -95,7 +95,7 @@ class _Trained:
         assert not self.device.races
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(KINDS)),
@@ -141,10 +141,10 @@ def test_a_fault_of_the_device(
         pytest.param({}, id=""),
         pytest.param({"has_states": False}, id="new"),
         pytest.param({"has_master": True}, id="master"),
-        pytest.param({"disk": ReferenceDisk()}, id="disk", marks=pytest.mark.full),
+        pytest.param({"disk": ReferenceDisk()}, id="disk", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that one is as it was."""
     _cut(monkeypatch)

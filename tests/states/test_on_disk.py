@@ -63,12 +63,12 @@ def _adamw(net: nn.Module) -> torch.optim.Optimizer:
 def by_turns(cases: Iterable[Case], first: int) -> list[Any]:
     """Return cases, of which the plain run of pytest has half of those that it has of others: two tests share them."""
     often_run = [case for case in often(cases) if isinstance(case, Case)]
-    return [pytest.param(case, marks=() if case in often_run[first::2] else pytest.mark.full) for case in cases]
+    return [pytest.param(case, marks=() if case in often_run[first::2] else pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 0), ids=str)
-@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
     plain, model = make_net(device, case), make_net(device, case)
@@ -121,7 +121,7 @@ class _Quiet(memkit.Disk):
         return file
 
 
-@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
@@ -182,7 +182,7 @@ def test_parameters_that_come_later() -> None:
 # Where states are
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_host_budget_says_how_much_is_in_host_memory() -> None:
     device = ReferenceDevice()
     width, found = 512, []
@@ -258,7 +258,7 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
 # Saving and loading
 
 
-@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", by_turns([case for case in OPTIMIZERS if case.name != "rebinding"], 1), ids=str)
 def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
@@ -291,7 +291,7 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
         assert len(optimizer.state_dict()["state"]) == 9
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large parameter is stepped in windows, or as a whole where it isn't contiguous: what is on the disk follows."""
     _cut(monkeypatch)
@@ -448,7 +448,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return True
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     what=st.sampled_from(["read", "write"]),
@@ -707,7 +707,7 @@ def test_a_state_dict_that_can_not_be_read() -> None:
 # What is taken
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_long_run_takes_no_more_than_a_short_one() -> None:
     device = ReferenceDevice()
     model = make_net(device)

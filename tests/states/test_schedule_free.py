@@ -52,7 +52,7 @@ def _trained(device: Device, seed: int, options: dict[str, Any] | None) -> tuple
     return model, optimizer, seen
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_streamed_states_leave_the_bits_of_both_modes(name: str, seed: int, device: Device) -> None:
     if "update" in OPTIONS[name] and device.torch_device.type != "cpu":

@@ -21,7 +21,7 @@ ROOT = str(Path(memkit.__file__).parent) + "/"
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_holds_after_200_steps_what_it_did_after_three(device: Device, update: str) -> None:
     model = make_net(device)
@@ -100,7 +100,7 @@ def _calls(optimizer: torch.optim.Optimizer) -> int:
     return num_calls
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("master", [None, torch.float32])
 def test_calls_per_parameter(master: torch.dtype | None) -> None:
     """A call is about 0.2 us, so that 40 of them are well within 20 us."""

@@ -213,7 +213,7 @@ def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subs
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 10)]])
+@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10)]])
 def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int) -> None:
     host, rng = Arena(CountingDevice()), random.Random(seed)
     num_scattered = 0

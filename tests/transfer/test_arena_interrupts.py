@@ -51,7 +51,7 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", HOST_PAGE_BYTES)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("trims", [False, True])
 def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(trims: bool) -> None:
     case = Case(trims=trims)

@@ -207,7 +207,7 @@ def test_all_but_the_last_page_of_an_aligned_chunk_needs_no_buffer(host: Host) -
 # Failures
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.core(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("is_late", [False, True])
@@ -531,7 +531,7 @@ def test_fork_may_end_while_a_thread_of_its_parent_writes(tmp_path: Path, host: 
     store.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_process_leaves_no_file(tmp_path: Path) -> None:
     code = (

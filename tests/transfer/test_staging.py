@@ -30,7 +30,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "CHUNK_BYTES", CHUNK)
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param == "cuda":
         yield CudaDevice(torch.device("cuda"))
@@ -171,7 +171,7 @@ def test_copies_wait_for_the_work_before(device: Device) -> None:
     case.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("limit")
 def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SMALLEST_SEGMENT_BYTES", PAGE)

@@ -11,7 +11,7 @@ from memkit.device import CudaDevice, Device, ReferenceDevice
 from tests.gpus import ON_GPU
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Return a device; in the end no race was found on it."""
     if request.param == "cuda":

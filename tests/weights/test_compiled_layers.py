@@ -14,7 +14,7 @@ from memkit.device import ReferenceDevice
 from tests.weights.cases import WIDTH
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
 ]

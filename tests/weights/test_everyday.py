@@ -41,7 +41,7 @@ def _model(device: Device) -> nn.Module:
 KINDS = [
     pytest.param(lambda: only_lora(Stack()), id="plain"),
     *(
-        pytest.param(lambda block=BLOCKS[name]: Stack(block=block), id=name, marks=pytest.mark.full)
+        pytest.param(lambda block=BLOCKS[name]: Stack(block=block), id=name, marks=pytest.mark.slow)
         for name in ("int8", "int4")
     ),
 ]

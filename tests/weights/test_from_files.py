@@ -295,7 +295,7 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "kind", "message"),
     [
@@ -360,7 +360,7 @@ def test_large_tensor_is_read_in_parts(tmp_path: Path) -> None:
 # Host memory
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_host_peak_is_the_weights(tmp_path: Path, is_deterministic: bool) -> None:

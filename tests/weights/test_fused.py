@@ -16,7 +16,7 @@ import memkit
 from memkit.device import Device
 from tests.weights.cases import RUNS, Block, Stack, inputs
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),

@@ -13,7 +13,7 @@ from memkit.core.tensors import storage_key
 from memkit.device import Device
 from tests.weights.cases import RUNS, Stack, compare, inputs, only_lora
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.covering(1)

@@ -21,7 +21,7 @@ from memkit.weights.streaming import Streamer
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_after, interrupts, spread
 from tests.weights.cases import RUNS, WIDTH, Stack, inputs, only_lora
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 KINDS = ("frozen", "host", "fused")
 

@@ -508,7 +508,7 @@ class _Routed(nn.Module):
         return x + sum(expert(x) for at, expert in enumerate(self.experts) if chosen >> at & 1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_in_which_others_are_trained_each_time_leave_nothing_behind() -> None:
     plain, model = _models(block=_Routed)
     with _streaming(model, ReferenceDevice()) as gradients:

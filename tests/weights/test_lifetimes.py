@@ -141,7 +141,7 @@ STEPS: dict[str, Step] = {
 
 @pytest.mark.core(1)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", STEPS)
 def test_gradients(step: str, slots: int, device: Device) -> None:
     stats = compare(only_lora(Stack()), device, step=STEPS[step], offload_ratio=1.0, num_slots=slots)

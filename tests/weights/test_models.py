@@ -33,7 +33,7 @@ from tests.weights.cases import (
     run_step,
 )
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 class Conv(nn.Module):

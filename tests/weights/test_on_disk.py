@@ -21,7 +21,7 @@ from tests.refusing import PinLimit
 from tests.threads import num_own_threads
 from tests.weights.cases import RUNS, WIDTH, Stack, only_lora
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 def _model(run: str = "in order", num_layers: int = 12) -> nn.Module:
@@ -58,7 +58,7 @@ class _Quiet(memkit.Disk):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a reentrant checkpoint without gradients
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_same_bits_on_a_late_disk(device: Device, run: str, seed: int | None) -> None:
     plain, model = _model(run).to(device.torch_device), _model(run)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).to(device.torch_device)
@@ -148,8 +148,8 @@ class _Faults:
         return num_bytes
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(None, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> None:
     device, faults = ReferenceDevice(), _Faults()
     plain, model = _model(), _model()

@@ -24,7 +24,7 @@ from memkit.weights.shares import StepTimes, plan_measured
 from tests.clock import Clock, set_clock
 from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 MIB = 2**20
 

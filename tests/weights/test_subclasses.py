@@ -19,7 +19,7 @@ from memkit.weights.host_copies import move
 from tests.weights.cases import WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
 from tests.weights.wrapped import BLOCKS, Block, Int4, Int8, Quantized, Wrapper, devices_of
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 def _model(device: Device, block: Callable[[], nn.Module] = Block, **options: Any) -> nn.Module:

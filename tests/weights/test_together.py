@@ -28,7 +28,7 @@ from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 Context = Callable[[Device], AbstractContextManager[object]]
 

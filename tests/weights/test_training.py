@@ -68,7 +68,7 @@ def _streamed_names(model: nn.Module, offload: memkit.LayerOffload) -> set[str]:
     return {f"{layer}.{name}" for layer in offload.plan.streamed for name, _ in model.get_submodule(layer).named_parameters()}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("num_batches", [1, 3])

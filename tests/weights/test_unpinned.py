@@ -30,7 +30,7 @@ from tests.weights.cases import (
     run_step,
 )
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 PAGE = HOST_PAGE_BYTES
 LIMITS = {"staged": 4 * PAGE, "pageable": 0}
@@ -170,7 +170,7 @@ def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeyp
 # Closing
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @WARNS
 @pytest.mark.parametrize("device", ["late", *ON_GPU], indirect=True)
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])

@@ -16,7 +16,7 @@ from memkit.device.clocks import ReferenceEvent
 from memkit.transfer.lanes import lanes_of
 from tests.weights.cases import WIDTH, Stack, assert_same, inputs, only_lora, run_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 Write = Callable[[nn.Module], None]
 

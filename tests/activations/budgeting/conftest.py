@@ -20,7 +20,7 @@ from tests.activations.conftest import open_test_device
 from tests.gpus import ON_GPU
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
+@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_test_device(request.param)
     yield device

@@ -35,7 +35,7 @@ def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Ten
     return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Learning, "note_link", lambda *_: None)  # how fast copies are here differs from step to step
     device, model = ReferenceDevice(), Blocks(is_compiled=True)
@@ -51,7 +51,7 @@ def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypa
     assert stats.live_records == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is measured, what it saves leaves and is waited for, so that the step keeps to the budget."""
     make_room, calls, waits = PlannedForward.make_room, itertools.count(), list[float]()
@@ -73,7 +73,7 @@ def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.M
     assert planner_of("waits").problem.plain_s < 0.05
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0])
 def test_compiled_blocks_are_exact_under_budgets_and_any_plan(seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)

@@ -32,7 +32,7 @@ def test_gradients_are_those_of_the_plain_run(name: str, share: float, device: D
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_legal_plan_is_exact(name: str, seed: int, device: Device) -> None:
     computation = COMPUTATIONS[name]

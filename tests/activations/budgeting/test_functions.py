@@ -44,7 +44,7 @@ Make = Callable[[], AbstractContextManager[object]]
 Act = Callable[["Quiet", Tensor], Tensor]
 TAG = "functions"
 NUM_BLOCKS = 4
-_IN_FULL = pytest.mark.full
+_SLOW = pytest.mark.slow
 
 
 class Quiet(nn.Module):
@@ -369,8 +369,8 @@ FIRST = (_runs_another_op, _maps, _writes_to_the_data_of_a_buffer)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("where", [1, pytest.param(NUM_BLOCKS - 1, marks=_IN_FULL)])
-@pytest.mark.parametrize("act", [pytest.param(act, id=act.__name__, marks=() if act in FIRST else _IN_FULL) for act in ACTS])
+@pytest.mark.parametrize("where", [1, pytest.param(NUM_BLOCKS - 1, marks=_SLOW)])
+@pytest.mark.parametrize("act", [pytest.param(act, id=act.__name__, marks=() if act in FIRST else _SLOW) for act in ACTS])
 def test_call_that_does_something_else_is_exact(act: Act, where: int, device: Device) -> None:
     model = _model(device)
     make, plain = _steady(model, device), _train(model, nullcontext)
@@ -418,7 +418,7 @@ class Varied(nn.Module):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "changed",
-    [{"factor": -0.0}, {"swaps": True}, *(pytest.param(each, marks=_IN_FULL) for each in (
+    [{"factor": -0.0}, {"swaps": True}, *(pytest.param(each, marks=_SLOW) for each in (
         {"factor": 1.5}, {"place": 3}, {"dtype": torch.bfloat16}, {"power": 2.0}, {"power": 3}, {"twice": True},
         {"factor": 1.0, "swaps": True, "place": 1, "power": True},
     ))],
@@ -438,7 +438,7 @@ def test_recorded_op_that_is_given_something_else_is_exact(changed: dict[str, An
         assert_same_bits(_train(model, make), plain)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_functions_of_mapped_tensors_are_exact_in_steady_steps(device: Device) -> None:
     model = _model(device)
     for block in model:
@@ -448,7 +448,7 @@ def test_functions_of_mapped_tensors_are_exact_in_steady_steps(device: Device) -
         assert_same_bits(_train(model, make), plain)
 
 
-@_IN_FULL
+@_SLOW
 def test_no_function_is_quiet_where_ops_run_outside_of_all(device: Device) -> None:
     model = _model(device)
     model[1].quiet.act = _runs_a_script
@@ -458,7 +458,7 @@ def test_no_function_is_quiet_where_ops_run_outside_of_all(device: Device) -> No
 
 
 @pytest.mark.parametrize("kind", ["relu", "dropout", "norm"])
-@_IN_FULL
+@_SLOW
 def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> None:
     model = _model(device)
     flags = {"inplace": False, "training": False}
@@ -488,7 +488,7 @@ def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> No
         assert_same_bits([*_train(model, make), statistics], departed)
 
 
-@pytest.mark.parametrize("since", [5, *(pytest.param(since, marks=_IN_FULL) for since in (1, 3, 4, 6))])
+@pytest.mark.parametrize("since", [5, *(pytest.param(since, marks=_SLOW) for since in (1, 3, 4, 6))])
 def test_fast_path_of_torchs_modules_is_taken_as_without(since: int, device: Device) -> None:
     """A frozen encoder that is first run in any of the steps, those that learn and note among them."""
     model = _model(device)
@@ -527,7 +527,7 @@ def test_functions_are_not_followed_where_that_spares_little(device: Device, mon
     assert _num_quiet() == 0
 
 
-@pytest.mark.parametrize("error", [pytest.param(ValueError, marks=_IN_FULL), KeyboardInterrupt])
+@pytest.mark.parametrize("error", [pytest.param(ValueError, marks=_SLOW), KeyboardInterrupt])
 def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Device) -> None:
     model = _model(device)
     make, plain = _steady(model, device), _train(model, nullcontext)
@@ -549,7 +549,7 @@ def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Dev
         assert_same_bits(_train(model, make), plain)
 
 
-@_IN_FULL
+@_SLOW
 def test_error_in_a_call_may_be_caught(device: Device) -> None:
     """What the mode has not seen by then is none of the recording's."""
     model = _model(device)
@@ -584,7 +584,7 @@ def test_error_in_a_call_may_be_caught(device: Device) -> None:
     assert_same_bits(train(model, make), train(model, nullcontext))
 
 
-@_IN_FULL
+@_SLOW
 def test_steps_that_go_another_way_are_recorded_throughout_from_then_on(device: Device) -> None:
     model = _model(device)
     make = _steady(model, device)
@@ -635,8 +635,8 @@ class Wired(nn.Module):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=_IN_FULL), pytest.param(3, marks=_IN_FULL)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=_IN_FULL) for seed in range(1, 12))])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=_SLOW), pytest.param(3, marks=_SLOW)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=_SLOW) for seed in range(1, 12))])
 def test_random_programs(seed: int, every: int) -> None:
     device = ReferenceDevice()
     torch.manual_seed(seed)

@@ -105,7 +105,7 @@ def _inputs() -> Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_smaller_budgets_save_less_and_compute_more() -> None:
     block, x = Block(), _inputs()
     found = partitions(block, (x,), {"scale": torch.ones(32)}, (1.0, 0.5, 0.0))
@@ -116,7 +116,7 @@ def test_smaller_budgets_save_less_and_compute_more() -> None:
     assert {each.forward_flops for each in found} == {2.0 * 16 * (32 * 128 + 128 * 128 + 128 * 32)}
 
 
-@pytest.mark.parametrize("is_compiled", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("is_compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_block_is_left_as_it_was(is_compiled: bool, no_compiled_code_is_left: None) -> None:
     block, x = Counts(), _inputs()
     if is_compiled:
@@ -196,15 +196,15 @@ def _budget(
     return memkit.MemoryBudget(budget, "inside", optimizer=optimizer, min_bytes=1, device=device)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize(
     "how",
     [
         "call",
-        pytest.param("own call", marks=pytest.mark.full),
-        pytest.param("forward", marks=pytest.mark.full),
-        pytest.param("module", marks=pytest.mark.full),
+        pytest.param("own call", marks=pytest.mark.slow),
+        pytest.param("forward", marks=pytest.mark.slow),
+        pytest.param("module", marks=pytest.mark.slow),
     ],
 )
 def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: str) -> None:
@@ -233,7 +233,7 @@ class Full(Blind):
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize("budget", ["24KiB", "1GiB"])
-@pytest.mark.full
+@pytest.mark.slow
 def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_to_the_budget(
     budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +275,7 @@ def _gradient(model: nn.Module, x: Tensor) -> Tensor:
     return same.grad
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 def test_blocks_save_less_with_the_value_that_was_chosen() -> None:
     saved = []
@@ -295,7 +295,7 @@ def test_blocks_save_less_with_the_value_that_was_chosen() -> None:
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize("what", ["compiled before", "chosen by the user", "a share", "not to be traced"])
-@pytest.mark.full
+@pytest.mark.slow
 def test_nothing_is_chosen(what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, logger="memkit")
     model = _model("call")

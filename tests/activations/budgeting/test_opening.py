@@ -126,7 +126,7 @@ def test_another_budget_ends_idle_steps() -> None:
 
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
 @pytest.mark.parametrize(
-    "way", [*(pytest.param(way, marks=pytest.mark.full) for way in (Way.OPS, Way.REGIONS)), Way.REGIONS_AND_COPIES]
+    "way", [*(pytest.param(way, marks=pytest.mark.slow) for way in (Way.OPS, Way.REGIONS)), Way.REGIONS_AND_COPIES]
 )
 def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fastest: Callable[[Way], None]) -> None:
     fastest(way)
@@ -186,7 +186,7 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
     assert of_copies not in offload_states
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_times", "dear_ops")
 def test_copies_beside_regions_follow_a_schedule_and_drop_less(
     fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
@@ -416,7 +416,7 @@ def test_how_much_may_be_given_is_forgotten_with_the_budget() -> None:
 
 
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving")
-@pytest.mark.full
+@pytest.mark.slow
 def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS)
     device, model = ReferenceDevice(), blocks()[:12]

@@ -104,7 +104,7 @@ def _steps(
             between(allocator)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Way.REGIONS, Way.REGIONS_AND_COPIES])
 @pytest.mark.parametrize(
     ("num_words", "has_loss_inside", "budget"), [(200, True, 0.6), (200, False, 0.7), (1000, True, 0.75), (1000, False, 0.75)]
@@ -125,7 +125,7 @@ def test_predicted_peak_is_that_of_the_regions_that_are_followed(
     assert num_seen
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("way", list(Way))
 def test_steps_are_the_same_where_somebody_resets_the_peak_between_them(way: Way, fastest: Callable[[Way], None]) -> None:
     fastest(way)
@@ -137,7 +137,7 @@ def test_steps_are_the_same_where_somebody_resets_the_peak_between_them(way: Way
     assert found[0] == found[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("way", list(Way))
 def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Callable[[Way], None]) -> None:
     fastest(way)
@@ -150,7 +150,7 @@ def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Call
     assert allocators[-1].peak_bytes() >= max(peaks[45:])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> None:
     """Somebody resets the peak within each backward: regions are given up, since it is not known what they take."""
     fastest(Way.REGIONS)

@@ -83,8 +83,8 @@ def _learned(net: BlockNet, device: Device) -> Make:
     return make
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("room", [pytest.param(0.02, marks=pytest.mark.full), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [pytest.param(0.02, marks=pytest.mark.slow), 1.0])
 def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
     room: float, fastest: Callable[[Way], None]
 ) -> None:
@@ -111,7 +111,7 @@ def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_t
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
-    [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.full) for step in STEPS],
+    [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.slow) for step in STEPS],
     ids=lambda train: train.__name__,
 )
 def test_other_steps_are_exact_and_leave_nothing(
@@ -129,7 +129,7 @@ def test_other_steps_are_exact_and_leave_nothing(
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_copies_end_with_the_context_whatever_fails_at_its_end(
     device: Device, fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,7 @@ def test_copies_end_with_the_context_whatever_fails_at_its_end(
 
 
 @pytest.mark.parametrize("kind", ["raises", "no backward"])
-@pytest.mark.full
+@pytest.mark.slow
 def test_steps_that_are_none_do_not_count(kind: str, device: Device, fastest: Callable[[Way], None]) -> None:
     """They take less time than any."""
     fastest(Way.OPS)

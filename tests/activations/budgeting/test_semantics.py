@@ -195,11 +195,11 @@ def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("seed", "is_steady"),
-    [(0, True), *(pytest.param(seed, seed % 2 == 1, marks=pytest.mark.full) for seed in range(4))],
+    [(0, True), *(pytest.param(seed, seed % 2 == 1, marks=pytest.mark.slow) for seed in range(4))],
 )
 @pytest.mark.parametrize(
     "train",
-    [pytest.param(train, marks=pytest.mark.full) if number % 2 else train for number, train in enumerate(STEPS)],
+    [pytest.param(train, marks=pytest.mark.slow) if number % 2 else train for number, train in enumerate(STEPS)],
     ids=lambda train: train.__name__,
 )
 def test_plan_of_the_plain_step_leaves_other_steps_exact(

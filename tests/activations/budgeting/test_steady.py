@@ -80,7 +80,7 @@ ACTIONS = [Action.OFFLOAD, Action.RECOMPUTE]
 
 def often(action: Action) -> list[object]:
     """Return both actions, of which one runs by itself, and the other is left to `full`."""
-    return [each if each is action else pytest.param(each, marks=pytest.mark.full) for each in ACTIONS]
+    return [each if each is action else pytest.param(each, marks=pytest.mark.slow) for each in ACTIONS]
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -165,7 +165,7 @@ CHANGES = [_longer, _in_place, _of_other_kind, _of_parts, _marked, _in_a_mode]
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("retains", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("retains", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
 def test_step_that_departs_is_exact(action: Action, change: Change, retains: bool, device: Device) -> None:
@@ -183,7 +183,7 @@ def test_step_that_departs_is_exact(action: Action, change: Change, retains: boo
         assert memkit.stats(TAG).follows_plan
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("action", often(Action.RECOMPUTE))
 def test_shorter_and_other_steps_are_exact(action: Action, device: Device) -> None:
     blocks, make = _steady(device, action)

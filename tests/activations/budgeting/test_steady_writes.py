@@ -148,7 +148,7 @@ def test_statistics_that_are_read_once_the_step_has_left_its_plan_are_as_they_we
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("which", [2, *(pytest.param(which, marks=pytest.mark.full) for which in (0, NUM_BLOCKS - 1))])
+@pytest.mark.parametrize("which", [2, *(pytest.param(which, marks=pytest.mark.slow) for which in (0, NUM_BLOCKS - 1))])
 @pytest.mark.parametrize("what", OTHERS)
 def test_step_whose_ops_read_or_write_something_else_is_exact(what: str, which: int, device: Device) -> None:
     """The ops are the same, one after the other: what they are given tells that it is another step."""

@@ -76,7 +76,7 @@ def _one_warning() -> object:
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("quick_link")
 @pytest.mark.parametrize("make", [_offload, _by_a_schedule, _nested, _around_recompute, _budget])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_steps_are_exact_from_whatever_step_on_nothing_is_pinned(
     make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,9 +107,9 @@ def test_budget_of_a_system_that_pins_nothing_recomputes() -> None:
     assert stats.step_peak_bytes <= stats.budget_bytes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
-@pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.full) for last in (3, 12, 30))])
+@pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.slow) for last in (3, 12, 30))])
 def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
     device, model, x = Stingy(), blocks()[:12], torch.randn(8, 32)
@@ -122,7 +122,7 @@ def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callabl
             assert_same_bits(train(model, x, make), plain)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ratio_by_a_report_is_none() -> None:
     device, model, x = Stingy(), blocks()[:2], torch.randn(8, 32)
     report = memkit.profile_memory(model, x, print_table=False, backward=True)

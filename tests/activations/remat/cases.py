@@ -401,5 +401,5 @@ COMPUTATIONS: dict[str, Computation] = {**COMMON, **MORE}
 
 _CORE = ("mlp", "in_place", "complex_views", "dropout", "custom_function", "checkpointed", "views_of_one_storage", "batch_norm")
 
-NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.full) for name in COMPUTATIONS]
+NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.slow) for name in COMPUTATIONS]
 """Of all: each of the core has something that others have not."""

@@ -26,7 +26,7 @@ NO_PLAN_FITS = "ignore:.*(It is exceeded by as little as can be|no plan holds fo
 """Tests that are not about budgets ask for tight ones."""
 
 
-@pytest.fixture(params=["cpu", "late", pytest.param("seed 0", marks=pytest.mark.full), *ON_GPU])
+@pytest.fixture(params=["cpu", "late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = CpuDevice() if request.param == "cpu" else open_test_device(request.param)
     yield device
@@ -44,7 +44,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     is_shown = item.path.stem in _SHOWN_BY_THE_REFERENCE_DEVICE
     if is_shown and params.get("device") == "cpu" and params.get("name") != "dropout":
-        item.add_marker(pytest.mark.full)
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from memkit.device import CpuDevice, Device, default_generator
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 Context = AbstractContextManager[object]
 Gradients = Callable[[nn.Module, Tensor, Context], tuple[Tensor, ...]]

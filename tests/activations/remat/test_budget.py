@@ -169,7 +169,7 @@ def test_bytes_leave_the_device() -> None:
         assert held <= plain - (sum(UNITS) - 18) * UNIT_BYTES
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize(
     "name", ["mlp", "skips", "convolution", "relu_and_residuals", "dropout", "batch_norm", "instance_norm", "foreach"]
@@ -201,7 +201,7 @@ def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -
         assert stats.num_replays <= 24
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: remat_on("1B", "least", strict=True))  # the first step is held to it as it goes
@@ -219,7 +219,7 @@ def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, rema
     assert memkit.stats("least").ledger_peak_bytes <= smallest
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_each_budget_that_cannot_be_kept_to_warns(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: remat_on("1B", "each"))
@@ -279,7 +279,7 @@ def test_forward_that_left_its_plan_and_exceeded_the_budget_is_told(device: Devi
     step(x, [1] * 4, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
 def test_second_forward_in_a_context_is_strict(policy: str, device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)

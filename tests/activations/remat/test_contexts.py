@@ -18,7 +18,7 @@ from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.contracts.contexts import Around
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 UNITS = [1] * 10
 

@@ -17,7 +17,7 @@ from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS)]
 
 
 def _num_planners(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -12,7 +12,7 @@ from tests.activations.cases import assert_same_bits, gradients
 from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 
 @pytest.mark.parametrize("policy", ["plan", "dtr"])

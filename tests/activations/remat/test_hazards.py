@@ -55,7 +55,7 @@ def test_write_behind_the_back_to_what_a_plan_holds_raises_in_every_step(
             loss.backward()
 
 
-@pytest.mark.parametrize("budget", [0.2, *[pytest.param(share, marks=pytest.mark.full) for share in (0.5, 0.3, 0.1, 0.05)]])
+@pytest.mark.parametrize("budget", [0.2, *[pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 0.3, 0.1, 0.05)]])
 def test_anchor_that_was_written_to_is_not_used(budget: float | str, torch_device: torch.device, remat_on: Remat) -> None:
     def step(context: Context) -> list[Tensor]:
         x = torch.linspace(0, 1, 64, device=torch_device).requires_grad_()

@@ -18,7 +18,7 @@ from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings(NO_PLAN_FITS),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # Dynamo imports such code

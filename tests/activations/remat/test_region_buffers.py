@@ -306,7 +306,7 @@ def test_small_buffer_that_is_written_in_a_later_step_is_as_in_the_plain_run(dev
     assert not memkit.stats(TAG).is_recorded
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_large_buffer_that_is_written_in_a_later_step_raises(device: Device, remat_on: Remat) -> None:
     pair = Pair(Widely, device, remat_on)
     pair.settle()

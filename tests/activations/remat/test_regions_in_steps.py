@@ -102,7 +102,7 @@ def run(
 
 def _bits_at(name: str, budget: float) -> object:
     is_core = (budget == 0.4 and name in tuple(MODELS)[:3]) or (name, budget) == ("dropout", 0.2)  # blocks are in other tests
-    return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
+    return pytest.param(name, budget, marks=() if is_core else pytest.mark.slow)
 
 
 @pytest.mark.covering(1)
@@ -162,7 +162,7 @@ class Watch(TorchDispatchMode):
         return sum(num_bytes for address, num_bytes in live.items() if address not in own)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_a_region_saves_is_not_held_between_forward_and_backward(remat_on: Remat, device: Device) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     for _ in range(5):
@@ -177,7 +177,7 @@ def test_what_a_region_saves_is_not_held_between_forward_and_backward(remat_on: 
     loss.backward()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
     model, plain_model = (with_dropout().to(device.torch_device) for _ in range(2))
     plain_model.load_state_dict(model.state_dict())
@@ -194,7 +194,7 @@ def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_o
     assert memkit.stats("smaller").num_deviations == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, remat_on: Remat) -> None:
     model = with_dropout().to(device.torch_device)
     recorded = []
@@ -211,7 +211,7 @@ def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, 
     assert all(recorded[-8:])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
 def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) -> None:
     moved = []
@@ -232,9 +232,9 @@ def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) ->
         assert moved[-1] >= stats.saved_bytes - stats.dropped_bytes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-@pytest.mark.parametrize("budget", [0.4, *[pytest.param(other, marks=pytest.mark.full) for other in ("1GiB", 1.0)]])
+@pytest.mark.parametrize("budget", [0.4, *[pytest.param(other, marks=pytest.mark.slow) for other in ("1GiB", 1.0)]])
 def test_offload_outside_follows_a_schedule(
     budget: float | str, device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,8 +263,8 @@ def test_offload_outside_follows_a_schedule(
     assert memkit.stats("outside").num_copies_in > 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("word", [pytest.param(memkit.keep, marks=pytest.mark.full), memkit.recompute])
+@pytest.mark.slow
+@pytest.mark.parametrize("word", [pytest.param(memkit.keep, marks=pytest.mark.slow), memkit.recompute])
 def test_word_of_the_users_has_the_next_steps_recorded(
     word: Callable[[Tensor], Tensor], device: Device, remat_on: Remat
 ) -> None:
@@ -285,7 +285,7 @@ def test_word_of_the_users_has_the_next_steps_recorded(
     assert recorded == [True] * 3 + [False] * 3 + [True] * 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_verify_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     for _ in range(2):
@@ -432,7 +432,7 @@ def test_module_whose_input_is_written_to_later_is_none(device: Device, remat_on
     assert whys == {"what it is given is written to later"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_module_with_a_hook_in_it_is_none(device: Device, remat_on: Remat) -> None:
     model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     seen: list[Tensor] = []
@@ -476,7 +476,7 @@ def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat
     assert [part() for part in parts] == [None] * len(parts)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_models_of_one_tag_take_turns(device: Device, remat_on: Remat) -> None:
     models = [with_dropout().to(device.torch_device) for _ in range(2)]
     x = torch.randn(16, 32, device=device.torch_device)

@@ -23,7 +23,7 @@ from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_regions_in_steps import run
 from tests.activations.remat.test_steady import num_calls, train
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
 
 def flat(count: int = 12) -> nn.Sequential:
@@ -149,7 +149,7 @@ def own_attributes(model: nn.Module) -> list[set[str]]:
 
 def _bits_at(name: str, budget: float) -> object:
     is_core = (name, budget) in ((next(iter(MODELS)), 0.5), ("recurrence", 0.15))
-    return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
+    return pytest.param(name, budget, marks=() if is_core else pytest.mark.slow)
 
 
 @pytest.mark.covering(1)
@@ -216,7 +216,7 @@ def test_nothing_is_left_on_the_model(device: Device, remat_on: Remat) -> None:
     compare(model, x, remat_on, "left")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copy_that_is_made_within_runs_as_the_model(
     copied: Callable[[nn.Module], nn.Module], device: Device, remat_on: Remat
@@ -237,7 +237,7 @@ def test_copy_that_is_made_within_runs_as_the_model(
         compare(other, x, remat_on, "of the copy")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hooks_on_the_sequential_see_what_they_see_in_the_plain_run(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     seen: list[tuple[type[nn.Module], int, Tensor]] = []
@@ -293,7 +293,7 @@ def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
     return next(place for place in places if isinstance(model[place], nn.Dropout | nn.GELU))
 
 
-_CHANGES = [hook, *(pytest.param(change, marks=pytest.mark.full) for change in (replace_one, insert, append, override))]
+_CHANGES = [hook, *(pytest.param(change, marks=pytest.mark.slow) for change in (replace_one, insert, append, override))]
 
 
 @pytest.mark.covering(1)
@@ -311,7 +311,7 @@ def test_change_of_the_model_is_noticed(change: Callable[[nn.Sequential, int], N
 
 
 @pytest.mark.parametrize(
-    "change", [replace_one, *(pytest.param(change, marks=pytest.mark.full) for change in (insert, append))]
+    "change", [replace_one, *(pytest.param(change, marks=pytest.mark.slow) for change in (insert, append))]
 )
 def test_change_within_the_context_is_heeded(
     change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat
@@ -333,7 +333,7 @@ def test_change_within_the_context_is_heeded(
     assert memkit.stats("change").is_recorded
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_calls_without_gradients_and_in_checkpoints_are_as_ever(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
 
@@ -363,7 +363,7 @@ class Fails(nn.GELU):
         return super().forward(x)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     fails: list[bool] = []

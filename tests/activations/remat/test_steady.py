@@ -68,7 +68,7 @@ def test_step_that_drops_nothing_costs_a_handful_of_calls(device: Device, remat_
     assert not memkit.stats("all").is_recorded
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_step_that_fits_its_bytes_costs_a_call_for_each_save_and_request(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     plain = train(model, x, nullcontext)
@@ -81,7 +81,7 @@ def test_step_that_fits_its_bytes_costs_a_call_for_each_save_and_request(device:
     assert num_calls(lambda: train(model, x, lambda: remat_on("1GiB", "fits"))) <= 3 * len(saves) + 80
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sizes_are_only_added_up_where_all_may_fit(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     noted: list[Tensor] = []

@@ -139,7 +139,7 @@ def check_each_larger_budget_is_no_slower(problem: Problem, shares: list[float])
     assert math.isfinite(found_s[-1])
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
 def test_larger_budget_is_never_slower_whatever_else_was_asked(seed: int) -> None:
     pytest.importorskip("scipy")
     chance = random.Random(seed)
@@ -188,7 +188,7 @@ STEPS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_larger_budget_is_never_slower_for_a_model(name: str) -> None:
     pytest.importorskip("scipy")
@@ -435,7 +435,7 @@ def test_budget_that_was_planned_is_not_searched_again(monkeypatch: pytest.Monke
     assert all(planner.alone[action].best(budget_bytes).seconds >= found.seconds for action in planner.alone)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 40))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
 def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
