@@ -90,7 +90,7 @@ class ForwardContext(Exclusive):
         return ""
 
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:
-        """Enter; the storages in `resident`, by their keys (`storages.storage_key`), are held by others in any case."""
+        """Enter; the storages in `resident`, by their keys (`core.tensors.storage_key`), are held by others in any case."""
         end_left()
         block = self.claim(f"this {self._title} is already entered; make a second one for a nested context")
         try:

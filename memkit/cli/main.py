@@ -285,11 +285,12 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")
-    parser.add_argument("--csv", type=_refuse_csv, help=argparse.SUPPRESS)
+    parser.add_argument("--csv", nargs="?", action=_RefusedCsv, help=argparse.SUPPRESS)
 
 
-def _refuse_csv(_: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(removed("it", 'use --json, whose "modules" are the rows'))
+class _RefusedCsv(argparse.Action):
+    def __call__(self, *_: Any) -> NoReturn:
+        raise argparse.ArgumentError(self, removed("it", 'use --json, whose "modules" are the rows'))
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,6 @@ from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]
 
-_META = torch.device("meta")
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. For others
 this isn't known without data, and is assumed not to be so."""

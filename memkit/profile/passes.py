@@ -32,8 +32,6 @@ from memkit.profile.watch import (
     Writes,
 )
 
-_Seconds = dict[int, float]
-
 
 def module_records(
     tree: ModuleTree, watch: Watch, forward_s: Mapping[int, float], backward_s: Mapping[int, float]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.hooks import SavedTensorHooks
@@ -266,9 +266,6 @@ class ClockMode(Mode):
 def _storages_in(nested: Any) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors_in(nested):
         yield from storages_of(tensor)
-
-
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def trace_step(step: ProfiledStep, target: str, min_bytes: int, log: StorageLog | None = None) -> StepTrace:

@@ -53,7 +53,6 @@ class StreamedHandle(KeptHandle):
         return self._geometry.over(self._streamer.use(self._chunk).storage)
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _DIRTY = Residency.DIRTY
 _MOST_VIEWS = 1024
@@ -104,7 +103,7 @@ class _Saves:
         self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
 
     def pack(self, tensor: Tensor) -> Any:
-        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
         address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
         if not address or bisect(self._ring.bounds, address) % 2:

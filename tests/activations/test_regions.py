@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
 from memkit.device import ReferenceDevice
+from memkit.recording.module_calls import ModuleTrail
+from memkit.recording.recording import Recording
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
 from tests.gpus import ON_GPU
 from tests.models import CASES, NAMES
@@ -213,6 +215,11 @@ def test_says_that_hooks_of_all_modules_are_set() -> None:
         assert why_not_region(nn.Linear(4, 4)).startswith("hooks of all modules are set")
     finally:
         handle.remove()
+
+
+def test_hooks_that_record_are_no_hindrance() -> None:
+    with ModuleTrail(Recording(ReferenceDevice())):
+        assert why_not_region(nn.Linear(4, 4)) == ""
 
 
 @pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device")

@@ -1,4 +1,4 @@
-"""Reports as values: JSON, CSV, totals."""
+"""Reports as values: JSON, totals."""
 
 from __future__ import annotations
 

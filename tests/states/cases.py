@@ -246,7 +246,7 @@ _OFTEN = (
 )
 """One of each way of stepping and each kind of state: scalars on the host, tensors smaller than the parameter, groups that
 count, new tensors in the place of old ones. tests/states/test_bits.py runs every case often; the other files leave the rest to
-`full`."""
+`slow`."""
 
 
 def often(cases: Iterable[Case]) -> list[Any]:

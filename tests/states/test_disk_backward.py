@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, StateOffloadError
-from memkit.plan import states as states
+from memkit.plan import states as state_pieces
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.memory import StateSlots
 from memkit.states.on_disk import DiskRing
@@ -266,7 +266,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
 
 
 def test_no_more_parts_are_on_their_way_than_there_are_buffers() -> None:
-    assert states._NUM_SLOTS <= states.NUM_BUFFERS
+    assert state_pieces._NUM_SLOTS <= state_pieces.NUM_BUFFERS
 
 
 # Saving and loading

@@ -51,7 +51,7 @@ class ScheduledStage(Stage):
     """The half of a `MovingStage` that has forwards follow schedules: while one does, tensors come to `ScheduledSaves`.
 
     Args:
-        resident: storages that the caller holds in any case, by their keys (`storages.storage_key`).
+        resident: storages that the caller holds in any case, by their keys (`core.tensors.storage_key`).
     """
 
     def __init__(

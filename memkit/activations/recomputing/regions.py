@@ -39,7 +39,7 @@ from memkit.core.kept import ForwardedHandle, KeptHandle
 from memkit.core.sequentials import SpannedForward, spanned_forwards
 from memkit.core.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, is_traced, local_of
 
-_OWN_HOOKS = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
+_OWN_HOOKS = ("memkit.activations.recomputing.regions", "memkit.recording.module_calls")
 """Modules whose hooks a recompute may run again, or skip."""
 _AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
 """Prefixes of the modules with hooks for FSDP2: regions begin after their pre-hooks and end before their hooks."""

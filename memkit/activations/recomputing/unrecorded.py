@@ -22,6 +22,7 @@ from memkit.core import torch_private
 from memkit.core.hooks import HookPair, SavedTensorHooks
 from memkit.core.kept import KeptHandle
 from memkit.core.sequentials import kind_of
+from memkit.core.tensors import PLAIN_TYPES
 from memkit.plan import Action, RegionPlanner
 from memkit.recording.cost import host_costs
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from memkit.plan import ModuleCall, RegionNeeds
 
 
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 _storage_of = Tensor.untyped_storage
 _Packed = tuple[Tensor, int]
 
@@ -92,7 +92,7 @@ class WatchStage(IdleStage):
         return self.pack, unpack
 
     def pack(self, tensor: Tensor) -> _Packed | KeptHandle:
-        if type(tensor) not in _PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES:
             return self._hand_on(tensor)
         try:
             storage = _storage_of(tensor)

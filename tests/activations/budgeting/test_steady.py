@@ -79,7 +79,7 @@ ACTIONS = [Action.OFFLOAD, Action.RECOMPUTE]
 
 
 def often(action: Action) -> list[object]:
-    """Return both actions, of which one runs by itself, and the other is left to `full`."""
+    """Return both actions, of which one runs by itself, and the other is left to `slow`."""
     return [each if each is action else pytest.param(each, marks=pytest.mark.slow) for each in ACTIONS]
 
 

@@ -37,7 +37,7 @@ _SHOWN_BY_THE_REFERENCE_DEVICE = (
     *("test_budget", "test_region_buffers", "test_region_reasons", "test_regions_in_steps", "test_spans", "test_steady"),
 )
 """Files whose tests take long, and show the same on the CPU as on the reference device: there, all but the bits of one model is
-left to `full`."""
+left to `slow`."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
