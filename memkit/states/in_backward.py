@@ -389,7 +389,14 @@ class BackwardSteps:
 
 
 class LayeredSteps(BackwardSteps):
-    """Steps the parameters that a `LayerStepper` hands over: see [Note: who does what]."""
+    """Steps the parameters that a `LayerStepper` hands over, in the slots of that.
+
+    [Note: who does what] `FusedSteps`, a `LayerStepper`, sees when a gradient is complete, puts the parameter to its slot and
+    the gradient to `grad`, has it be stepped here, lets the gradient go, and has the layer written back once all of it is
+    stepped. Here each is stepped with its states, on the stream for that. The slot is not written back, nor used by anything
+    but the layer's own backward, before that stream has come so far. Each backward that is within no other is a step. It may be
+    ended by `optimizer.step()`; the next backward ends it otherwise.
+    """
 
     is_whole_step = True
 

@@ -295,6 +295,14 @@ class Piece:
         """Whether a step was broken off between its windows, so that some are stepped and others are not."""
         return any(part.is_stepped for part in self.parts)
 
+    def has_written_gradient(self) -> bool:
+        """Tell whether the gradient was written to since the step of windows of it began."""
+        return False
+
+    def forget_loss(self) -> None:
+        """Go on with states that were loaded."""
+        self.lost = None
+
     def forget_step(self) -> None:
         """Forget which windows a step that was broken off has stepped."""
 

@@ -345,11 +345,14 @@ class StateOffload(NotCopied, EnteredOnce):
             if not is_loading:
                 raise
             warn_user(f"StateOffload: {error}")
+        told = [piece for piece in self._members.pieces if is_loading and piece.lost is not None]
         if self._stepping.is_broken:
             (self._in_backward or self._stepping).mend(self._members.pieces)
-        for piece in () if is_loading else self._members.pieces:
-            if piece.lost is not None:
+        for piece in self._members.pieces:
+            if piece.lost is not None and not is_loading:
                 raise StateOffloadError(piece.lost)
+            if piece.lost is not None and piece not in told:
+                warn_user(f"StateOffload: {piece.lost}")
         if self._in_backward is not None:
             self._in_backward.drop_ahead()
 
@@ -434,9 +437,9 @@ class StateOffload(NotCopied, EnteredOnce):
             self._in_backward.end()
 
     def _forget_step(self) -> None:
-        self._stepping.unfinished = None
+        self._stepping.forget_failure()
         for piece in self._members.pieces:
-            piece.lost = None
+            piece.forget_loss()
 
     # What there is
 

@@ -90,6 +90,10 @@ class Stepping:
             raise
         self.is_broken = False
 
+    def forget_failure(self) -> None:
+        """Go on with states that were loaded."""
+        self.unfinished = self._untold = None
+
     def _note_drawn(self) -> None:
         """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
         self._has_drawn = True
@@ -128,8 +132,10 @@ class Stepping:
         except Exception as error:
             self._on_host.settle()
             failed = [piece for piece in under_way if any(map(self._on_host.failure_of, piece.parts))]
-            self.mend(under_way, goes_on=True)
-            self._untold = None
+            try:
+                self.mend(under_way, goes_on=True)
+            finally:
+                self._untold = None
             raise _failure(failed, error) from error
         except BaseException:
             self.mend(under_way, goes_on=True)
@@ -244,9 +250,11 @@ class Stepping:
         Raises:
             StateOffloadError: that has failed.
         """
+        # a gradient that a step has written to, or unscaled as a fused kernel does, is not the one to step the rest with
         rest, run, error = [part for part in piece.parts if not part.is_stepped], self.unfinished, None
         try:
-            if run is not None and not is_torn and not _has_let_go(rest):  # as of what was sent to the host
+            has_own = getattr(self._optimizer, "grad_scale", None) is None and not piece.has_written_gradient()
+            if run is not None and not is_torn and has_own and not _has_let_go(rest):  # as of what was sent to the host
                 self._run(rest, run)
                 self._device.synchronize()
                 piece.lost = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 import weakref
 from typing import Any
@@ -610,3 +611,102 @@ def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
         assert moved == sorted(moved, reverse=True)  # none behind the one that has failed
     with pytest.warns(UserWarning, match="a part of the parameter|they are lost"):
         states.close()
+
+
+class Averaged(torch.optim.Optimizer):
+    """Steps by a mean of gradients; it may write to gradients, keep one state more, and fail."""
+
+    def __init__(self, parameters: Any, *, unscales: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1, "amsgrad": False})
+        self.unscales = unscales
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if self.unscales:
+                    parameter.grad.mul_(1 / 1024)
+                if not parameter.grad.isfinite().all():
+                    raise ArithmeticError("not finite")
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros_like(parameter))
+                if group["amsgrad"]:
+                    state.setdefault("most", torch.zeros_like(parameter))
+                parameter.sub_(mean.lerp_(parameter.grad, 0.1), alpha=group["lr"])
+
+
+def _averaged(**options: Any) -> tuple[nn.Parameter, Averaged]:
+    parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
+    return parameter, Averaged([parameter, nn.Parameter(torch.ones(8))], **options)
+
+
+def _gradient(parameter: nn.Parameter, *, fails: bool = False) -> Tensor:
+    found = torch.full_like(parameter, 2.0)
+    found[3, 0] = math.nan if fails else 2.0
+    return found
+
+
+def test_rest_is_not_stepped_with_a_gradient_that_the_step_has_written_to() -> None:
+    parameter, optimizer = _averaged(unscales=True)
+    states = offload(optimizer, ReferenceDevice())
+    parameter.grad = _gradient(parameter, fails=True)
+    with pytest.raises(StateOffloadError, match="a part of the parameter, and of its states, is as after the step"):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="a part of the parameter"):
+        states.close()
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_states_that_are_loaded_behind_a_step_that_was_broken_off(update: str, num_before: int, amsgrad: bool) -> None:
+    (parameter, optimizer), (plain, other) = _averaged(), _averaged()
+    with offload(optimizer, ReferenceDevice(), update=update):
+        for _ in range(num_before):
+            for each, its in ((parameter, optimizer), (plain, other)):
+                each.grad = _gradient(each)
+                its.step()
+        saved, before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        parameter.grad = _gradient(parameter, fails=True)
+        with pytest.raises(StateOffloadError, match=r"the step was broken off|are lost"):
+            optimizer.step()
+        with torch.no_grad():
+            parameter.copy_(before)
+        optimizer.load_state_dict(saved)
+        for _ in range(2):
+            for each, its in ((parameter, optimizer), (plain, other)):
+                each.grad = _gradient(each)
+                its.step()
+
+    assert torch.equal(parameter, plain)
+    assert torch.equal(optimizer.state[parameter]["mean"], other.state[plain]["mean"])
+
+
+@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
+def test_failure_is_not_told_again_once_states_are_loaded(options: dict[str, Any]) -> None:
+    (parameter, optimizer), (plain, other) = _averaged(), _averaged()
+
+    def step(each: nn.Parameter, its: Averaged, *, fails: bool = False) -> None:
+        (each * _gradient(each, fails=fails)).sum().backward()
+        its.step()
+        its.zero_grad()
+        if each is parameter:
+            states.wait()
+
+    with offload(optimizer, ReferenceDevice(), update="host", **options) as states:
+        step(parameter, optimizer)
+        step(plain, other)
+        saved, before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
+        with pytest.raises(StateOffloadError):
+            step(parameter, optimizer, fails=True)
+        with torch.no_grad():
+            parameter.copy_(before)
+        optimizer.zero_grad()
+        optimizer.load_state_dict(saved)
+        step(parameter, optimizer)
+        step(plain, other)
+
+    assert torch.equal(parameter, plain)
