@@ -194,7 +194,7 @@ def test_every_other_command_on_a_page_can_be_pasted(
     commands = {command for page in PAGES for command in _commands_of_memkit(page)} - set(answered)
 
     assert len(answered) == 7
-    assert len(commands) > 6
+    assert len(commands) >= 6
     for command in commands:
         arguments = shlex.split(command.removeprefix("memkit "))
         if arguments[0] == "bench":  # on a GPU

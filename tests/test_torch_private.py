@@ -182,9 +182,9 @@ def test_context_needs_nothing_that_is_not_its_own(feature: Feature, take_away: 
 _IN_PROCESSES = """
 import json, os, sys, traceback
 import torch
-from memkit import torch_lookup, torch_private
+from memkit.core import torch_private
 
-LOOK_UP, NAMES = torch_lookup.look_up, torch_private.NAMES
+LOOK_UP, NAMES = torch_private.look_up, torch_private.NAMES
 
 def child(missing, act):
     # Runs in a process of its own, in which torch was imported, and nothing of memkit beside the table.
@@ -195,7 +195,7 @@ def child(missing, act):
             if symbol in symbols:
                 raise AttributeError(symbol)
             return LOOK_UP(symbol)
-        torch_lookup.look_up = look_up
+        torch_private.look_up = look_up
         try:
             answer = act()
         except BaseException as error:

@@ -82,10 +82,8 @@ def micro(setting: Setting) -> Iterator[Line]:
     about = {"bench": "states_micro", "model": trained.workload.name, "numel": trained.numel, "num_micro": trained.num_micro}
     steps = {"clips": True, "num_steps": NUM_MICRO_STEPS}
     yield {**about, "row": "plain", **told("plain", setting.attempt(partial(plain_line, trained, setting, **steps)))}
-    for name, options in {
-        "device, beside the next forward": {"update": "device", "overlap_forward": True},
-    }.items():
-        yield {**about, "row": name, **told(name, setting.attempt(partial(memkit_line, trained, setting, **steps, **options)))}
+    name, options = "device, beside the next forward", {"update": "device", "overlap_forward": True}
+    yield {**about, "row": name, **told(name, setting.attempt(partial(memkit_line, trained, setting, **steps, **options)))}
 
 
 def nothing(setting: Setting) -> Iterator[Line]:

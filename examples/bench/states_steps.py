@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -176,7 +176,6 @@ def memkit_line(trained: Trained, setting: Setting, *, clips: bool, num_steps: i
             f"{name}_per_step": (getattr(stats, name) - getattr(before, name)) / (stats.num_steps - before.num_steps)
             for name in ("d2h_bytes", "h2d_bytes", "host_step_s")
         }
-        rates = {} if plan.rates is None else asdict(plan.rates)
         num_on_host = sum(piece.numel for piece in plan.pieces if piece.update.value == "host")
         trained.clear()
         return {
@@ -187,7 +186,6 @@ def memkit_line(trained: Trained, setting: Setting, *, clips: bool, num_steps: i
             "num_pieces": stats.num_pieces,
             "share_on_host": num_on_host / trained.numel,
             **moved,
-            **{f"planned_{name}": value for name, value in rates.items()},
         }
 
 

@@ -279,7 +279,7 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
             "num_ops": counts.num_ops,
             "num_saved": counts.num_saved,
             "saved_bytes": counts.saved_bytes,
-            "num_kept": counts.num_saved - counts.num_dropped - counts.moved_out.num_copies,
+            "num_kept": max(0, counts.num_saved - counts.num_dropped - counts.moved_out.num_copies),
             "num_dropped": counts.num_dropped,
             "dropped_bytes": counts.dropped_bytes,
             "ledger_peak_bytes": counts.peak_bytes,
@@ -310,7 +310,7 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
     if copies is not None:
         figures |= {name: copies[name] for name in _OF_COPIES}
         figures |= {name: regions[name] + copies[name] for name in ("live_records", "live_bytes")}
-        figures["num_kept"] -= copies["num_copies_out"]
+        figures["num_kept"] = max(0, figures["num_kept"] - copies["num_copies_out"])
     return figures
 
 

@@ -118,7 +118,7 @@ class SavedTensorStats:
     saved_bytes: int = _of_remat()
     """Their bytes."""
     num_kept: int = _of_remat()
-    """Saved values that were not dropped."""
+    """Saved values that were not dropped, as far as the step has noted what stays."""
     num_dropped: int = _of_remat()
     """Saved values that were dropped in the forward or in the backward, each counted once."""
     dropped_bytes: int = _of_remat()

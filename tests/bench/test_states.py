@@ -29,8 +29,8 @@ NUMEL = 10**9
 @pytest.mark.parametrize(
     ("part", "rows"),
     [
-        ("states", 9),
-        ("micro", 4),
+        ("states", 8),
+        ("micro", 2),
         ("nothing", 3),
         ("streamed", 3),
         ("capped", 1),
