@@ -28,7 +28,7 @@ from tests.contracts.contexts import KINDS, MORE_KINDS
 from tests.interrupts import count_lines, hooks_around, interrupted_after, interrupts
 
 TAG = "interrupted"
-NUM_LINES = [pytest.param(3, id="few"), pytest.param(60, id="many", marks=pytest.mark.slow)]
+NUM_LINES = [pytest.param(3, id="few"), pytest.param(24, id="many", marks=pytest.mark.slow)]
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -42,6 +42,6 @@ def test_random_programs(graph: list[Step]) -> None:
 
 @pytest.mark.slow
 @given(graph=steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_many_random_programs(graph: list[Step]) -> None:
     check(graph)

@@ -392,7 +392,7 @@ class _Compared:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     what=st.sampled_from(["read", "write"]),
     at=st.integers(0, 14),
@@ -483,7 +483,7 @@ def _num_new(compared: _Compared) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     at=st.integers(1, 140),
     error=st.sampled_from(ERRORS),

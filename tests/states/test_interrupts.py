@@ -33,7 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "disk": {"disk": ReferenceDisk()},
     "backward, disk": {"when": "backward", "disk": ReferenceDisk(is_late=False)},
 }
-NUM_LINES = [5, pytest.param(150, marks=pytest.mark.slow)]
+NUM_LINES = [5, pytest.param(40, marks=pytest.mark.slow)]
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def test_step(mode: str, is_cut: bool, num_lines: int, monkeypatch: pytest.Monke
     assert num_own_threads() == threads
 
 
-@pytest.mark.parametrize("num_lines", [2, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_lines", [2, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [{}, {"has_master": True}, {"disk": ReferenceDisk(is_late=False)}], ids=["", "master", "disk"]
 )

@@ -96,7 +96,7 @@ class _Trained:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(sorted(KINDS)),
     at=st.integers(1, 260),
