@@ -88,7 +88,7 @@ def test_layering_check_can_fail() -> None:
 MOST_LINES = {
     "": 518,
     "activations": 13231,
-    "cli": 1399,
+    "cli": 1400,
     "core": 3509,
     "device": 1558,
     "distributed": 773,
@@ -96,11 +96,11 @@ MOST_LINES = {
     "optimizers": 634,
     "page": 679,
     "plan": 8333,
-    "profile": 6261,
+    "profile": 6255,
     "recording": 3392,
-    "states": 7090,
+    "states": 7126,
     "transfer": 2537,
-    "weights": 5700,
+    "weights": 5699,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 

@@ -345,7 +345,7 @@ class StateOffload(NotCopied, EnteredOnce):
             if not is_loading:
                 raise
             warn_user(f"StateOffload: {error}")
-        told = [piece for piece in self._members.pieces if is_loading and piece.lost is not None]
+        told = [piece for piece in self._members.pieces if piece.lost is not None] if is_loading else []
         if self._stepping.is_broken:
             (self._in_backward or self._stepping).mend(self._members.pieces)
         for piece in self._members.pieces:

@@ -220,7 +220,7 @@ class CutPiece(Piece):
                     self.states.pop(own.parameter, None)
 
     def has_written_gradient(self) -> bool:
-        grad = self.windows[0].records[0].parameter.grad  # a view: all have one version
+        grad = self.windows[-1].records[0].parameter.grad  # a view: all have one version
         return grad is None or torch_private.version_of(grad) != self._version
 
     def forget_loss(self) -> None:
