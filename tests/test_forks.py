@@ -38,6 +38,8 @@ def in_fork(act: Callable[[], object]) -> int:
             act()
         except ForkedError:
             os._exit(RAISED)
+        except RuntimeError as error:  # torch refuses a backward itself where one of its threads has run before the fork
+            os._exit(RAISED if "fork-based multiprocessing" in str(error) else _RAISED_ANOTHER)
         except BaseException:
             os._exit(_RAISED_ANOTHER)
         os._exit(_WENT_ON)

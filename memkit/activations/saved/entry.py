@@ -86,12 +86,14 @@ class Unasked:
 class _Graph:
     """Dies with all that a graph holds of a forward."""
 
+    is_used = False
+
     def __init__(self, among: Unasked) -> None:
         self._among = among
-        self.is_used = False
 
     def __del__(self) -> None:
-        self._among.num_unasked += self.is_used and not self._among.is_over
+        if self.is_used and not self._among.is_over:  # never, if `__init__` was interrupted
+            self._among.num_unasked += 1
 
 
 class _HeldGraph:
