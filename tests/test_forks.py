@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,8 +40,10 @@ def in_fork(act: Callable[[], object]) -> int:
         except ForkedError:
             os._exit(RAISED)
         except RuntimeError as error:  # torch refuses a backward itself where one of its threads has run before the fork
+            traceback.print_exc()
             os._exit(RAISED if "fork-based multiprocessing" in str(error) else _RAISED_ANOTHER)
         except BaseException:
+            traceback.print_exc()
             os._exit(_RAISED_ANOTHER)
         os._exit(_WENT_ON)
     status = os.waitpid(child, 0)[1]
