@@ -18,7 +18,6 @@ from memkit.core.compiled import note_asked
 from memkit.core.modes import Mode
 from memkit.core.tensors import byte_view
 from memkit.core.torch_state import hide_mode, in_dual_level, in_higher_order_op, leave_untraced
-from memkit.errors import warn_user
 from memkit.recording.borders import run_border
 from memkit.recording.effects import (
     record_batch_norm,
@@ -127,7 +126,8 @@ class Recorder(QuietMode):
         self.kind_of = kinds.of
         self._generator_of = generator_of
         self.estimate_s = estimate_s
-        self._has_told = False
+        self.sees_dual = False
+        """Whether a dual level was opened since it was entered: it is to be left at the next save, outside of any op."""
         self._paths: dict[Any, Any] = {}
         """How each op seen so far is recorded: one of three words, or a method of the class. A bound method would keep this
         object alive."""
@@ -149,8 +149,8 @@ class Recorder(QuietMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if recording.unversioned:
             recording.see_versions()
-        if func is _ALIAS and not self._has_told and in_dual_level() and torch_private.functorch_stack() is None:
-            self._tell_of_dual()
+        if func is _ALIAS and not self.sees_dual and in_dual_level() and torch_private.functorch_stack() is None:
+            self.sees_dual = True
         funcs, expected = recording.funcs, recording.expected
         if expected is not None and expected.ops:
             op = expected.ops[len(funcs)] if len(funcs) < len(expected.ops) else None
@@ -393,15 +393,6 @@ class Recorder(QuietMode):
                 if storage.device.type != "meta":  # there is nothing to compare
                     recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
-    def _tell_of_dual(self) -> None:
-        """Warn where a dual level was opened within the context. See [Note: seen by formulas]."""
-        self._has_told = True
-        warn_user(
-            "a dual level was opened within a context of memkit that records: the last bits of forward-mode derivatives of "
-            "norms and products may differ from those of the plain run. Enter the context inside of "
-            "torch.autograd.forward_ad.dual_level(), where it records nothing"
-        )
-
     def run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not run again."""
         kind = self.kind_of(func)
@@ -425,6 +416,7 @@ def hide_recorders() -> None:
 
     [Note: seen by formulas] Formulas of derivatives ask whether any dispatch mode is on, and compute other bits then. Nodes are
     run by the engine, which puts the modes back. An op can't take off the mode that it is running in: torch would put it back.
+    So where a dual level is opened, the recorder is left at the next save, which is outside of its own part of the op.
     """
     if _is_in_backward() != -1:
         for mode in torch_private.dispatch_modes():

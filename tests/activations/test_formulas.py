@@ -47,6 +47,17 @@ def _dual_outside(function: Callable[[Tensor], Tensor], x: Tensor, around: Aroun
     return [tangent, x.grad]
 
 
+def _dual_inside(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
+    with around():
+        y = x.sin()
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(y, x.detach().cos()))).tangent
+            loss = tangent.square().sum()
+        loss = loss + y.exp().square().sum()
+    loss.backward()
+    return [tangent, x.grad]
+
+
 def _backward(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
     with around():
         function(x.sin()).square().sum().backward()
@@ -71,6 +82,7 @@ def _in_other_mode(function: Callable[[Tensor], Tensor], x: Tensor, around: Arou
 
 WAYS = {
     "dual outside": _dual_outside,
+    "dual inside": _dual_inside,
     "backward": _backward,
     "double backward": _double_backward,
     "in another mode": _in_other_mode,
@@ -117,13 +129,15 @@ def test_derivatives_have_the_plain_bits(name: str, way: str, context: str, devi
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_dual_level_that_is_opened_within_a_context_is_warned_of(device: Device) -> None:
+def test_dual_level_within_a_context_is_warned_of_where_nothing_is_saved(device: Device) -> None:
     x = torch.randn(6, 7, device=device.torch_device)
-    with memkit.Rematerialize(0.5, "formulas", min_bytes=0, device=device), forward_ad.dual_level():
-        with pytest.warns(UserWarning, match=r"a dual level was opened within .* Enter the context inside of torch\.autograd"):
-            dual = forward_ad.make_dual(x, x.cos())
-
-        tangent = forward_ad.unpack_dual(functional.layer_norm(dual, (7,))).tangent
+    context = memkit.Rematerialize(0.5, "formulas", min_bytes=0, device=device)
+    with (
+        pytest.warns(UserWarning, match=r"a dual level was opened within .* Enter the context inside of torch\.autograd"),
+        context,
+        forward_ad.dual_level(),
+    ):
+        tangent = forward_ad.unpack_dual(functional.layer_norm(forward_ad.make_dual(x, x.cos()), (7,))).tangent
 
     assert tangent.isfinite().all()
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -27,6 +27,7 @@ from memkit.core.kept import KeptHandle
 from memkit.core.tensors import PLAIN_TYPES, is_parameter, is_range_of_bytes
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 from memkit.device import CpuDevice, default_generator, open_device, why_nothing_is_freed
+from memkit.errors import warn_user
 from memkit.plan import Action
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.expected import num_writes
@@ -110,6 +111,13 @@ class RecordingStage(Stage):
         leave_mode(self.recorder)
         self._compiled.end()
         self._trail.__exit__()
+        if self.recorder.sees_dual:
+            self.recorder.sees_dual = False
+            warn_user(
+                "a dual level was opened within a context of memkit that records, and nothing was saved for a backward since: "
+                "the last bits of forward-mode derivatives of norms and products may differ from those of the plain run. Enter "
+                "the context inside of torch.autograd.forward_ad.dual_level(), where it records nothing"
+            )
 
     def end(self, *, has_failed: bool) -> None:
         if self._is_over:
@@ -205,6 +213,9 @@ class RecordingStage(Stage):
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if is_traced():
             return KeptHandle(tensor)
+        if self.recorder.sees_dual:  # a formula of a derivative asks whether any mode is on: see [Note: seen by formulas]
+            self.recorder.sees_dual = False
+            self.take_off()
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
         if type(tensor) not in PLAIN_TYPES:
