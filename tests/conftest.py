@@ -17,7 +17,6 @@ from torch.optim import optimizer as torch_optimizer
 
 import memkit
 from memkit.activations.budgeting import learning
-from memkit.activations.budgeting import learning as planned_link
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states
@@ -152,9 +151,7 @@ def _even_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "own_clock" in request.fixturenames:
         return
     set_clock(monkeypatch, tick_s=1e-5)
-    monkeypatch.setattr(
-        planned_link, "measure_link", lambda device, **sizes: _on_this_machine(device, _LINK, measure_link, sizes)
-    )
+    monkeypatch.setattr(learning, "measure_link", lambda device, **sizes: _on_this_machine(device, _LINK, measure_link, sizes))
     monkeypatch.setattr(ceilings, "_measure", lambda device: _on_this_machine(device, _CEILINGS, _measure_ceilings, {}))
     monkeypatch.setattr(cost, "recording_cost_s", functools.wraps(_measure_recording)(lambda: 5e-6))
 

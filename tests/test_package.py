@@ -98,7 +98,7 @@ MOST_LINES = {
     "plan": 8333,
     "profile": 6255,
     "recording": 3384,
-    "states": 7126,
+    "states": 7120,
     "transfer": 2537,
     "weights": 5699,
 }

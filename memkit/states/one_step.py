@@ -72,24 +72,18 @@ class OneStep:
         self._groups: list[Group] = [*self._own]
         """What they had ahead of the step."""
         self._attributes: dict[str, Any] = {}
+        if copies:  # it goes on with what groups and attributes have now, whatever is set meanwhile
+            self._groups = [{**group, **_copied(group)} for group in self._groups]
+            self._attributes = _with_copies(vars(optimizer))
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         """Which tensors are in a group, by its number."""
-        if copies:
-            self.keep_options()
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self._is_over = False
         """Whether what it writes to groups of which nothing was due was written."""
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
-
-    def keep_options(self) -> None:
-        """Go on with what groups and attributes have now, whatever is set meanwhile."""
-        self._copies = True
-        self._groups = [{**group, **_copied(group)} for group in self._groups]
-        self._attributes = _with_copies({**vars(self._optimizer), **self._attributes})
-        self._tensors.clear()
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
         """Return what is given to the optimizer's step, to step some parameters.

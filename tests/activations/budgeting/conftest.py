@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from memkit.activations.budgeting import learning, ways
-from memkit.activations.budgeting import learning as planned_link
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.saved.settled import Way
 from memkit.device import CudaDevice, Device, Event, MemoryCounter
@@ -94,9 +93,9 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.fixture
 def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have copies seem to take next to no time, so that plans of single ops move values on every device, a GPU as well."""
-    monkeypatch.setattr(planned_link, "_links", WeakKeyDictionary())
+    monkeypatch.setattr(learning, "_links", WeakKeyDictionary())
     link = Link(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, latency_s=0.0)
-    monkeypatch.setattr(planned_link, "measure_link", lambda *_, **__: link)
+    monkeypatch.setattr(learning, "measure_link", lambda *_, **__: link)
 
 
 def fit_copies_of(num_bytes: int) -> Callable[..., Moving | None]:
