@@ -123,12 +123,12 @@ class OpTrace:
         alike = dict[int, list[NotedCall]]()
         for call in noted:
             alike.setdefault(id(call.module), []).append(call)
-        calls = (call.as_planned(recording, aftermath, alike) for call in noted)
-        self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
-        self.modules = tuple(call.module for call in noted)
-        self.spans = span_calls(noted, recording, aftermath, alike)
-        self.num_noted += 1
+        planned = (call.as_planned(recording, aftermath, alike) for call in noted)
+        calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in planned)
+        modules, spans = tuple(call.module for call in noted), span_calls(noted, recording, aftermath, alike)
         self._regions.clear()
+        self.calls, self.modules, self.spans = calls, modules, spans  # at once, so that an interrupt leaves them of one kind
+        self.num_noted += 1
 
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
         """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
