@@ -233,7 +233,7 @@ def test_many_steps_leave_what_three_did(offloads: Offloads) -> None:
                         stats.num_pins,
                         stats.host_peak_bytes,
                         len(window.traces),
-                        len(window.forwards.live()),
+                        len(window.live()),
                     )
                 )
                 num_objects.append(len(gc.get_objects()))

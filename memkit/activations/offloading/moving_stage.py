@@ -1,12 +1,9 @@
-"""`MovingStage`: moves saved tensors to host memory, as many as a ratio asks for (`RatioDecider`); `ScheduledStage`: where a
-forward begins like an earlier one, it follows a schedule.
-"""
+"""`MovingStage`: moves saved tensors to host memory, as many as a ratio asks for (`RatioDecider`), or by a schedule."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,10 +19,10 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small
 from memkit.activations.saved.forward import Forward
 from memkit.activations.saved.state import OffloadState, offload_states
-from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SeenSave, Trace, Traces
+from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SeenSave, Trace, Traces, key_of
 from memkit.activations.stats import fragmentation_hint
 from memkit.core import torch_private
-from memkit.core.interrupts import Blocks
+from memkit.core.interrupts import Blocks, mended
 from memkit.core.kept import FlattenedHandle, KeptHandle
 from memkit.core.tensors import is_range_of_bytes, storage_key
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
@@ -34,6 +31,7 @@ from memkit.errors import HostMemoryError
 from memkit.plan import Action, Forecast, Plan, RatioSoFar
 from memkit.transfer.host_memory import Span
 
+_LOGGER = logging.getLogger(__name__)
 paused = Blocks()
 
 
@@ -47,443 +45,16 @@ class OffloadOptions:
     device: Device | None
 
 
-class ScheduledStage(Stage):
-    """The half of a `MovingStage` that has forwards follow schedules: while one does, tensors come to `ScheduledSaves`.
+_MANY_SAVES, _MOST = 9, 0.75
+"""No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
+
+
+class MovingStage(Stage):
+    """Lets saved tensors leave for host memory, save by save, or by a schedule where a forward begins like an earlier one.
 
     Args:
         resident: storages that the caller holds in any case, by their keys (`core.tensors.storage_key`).
     """
-
-    def __init__(
-        self,
-        state: OffloadState,
-        options: OffloadOptions,
-        ratio: float,
-        resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
-    ) -> None:
-        self.counts = Counts(ratio)
-        self._state = state
-        self._options = options
-        self._resident = resident
-        self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
-        self._devices: dict[torch.device, Device | None] = {}
-        self._capture: Capture | None = None if paused.are_any() else Capture()
-        """Notes all that the hooks are given, as long as that may be of use."""
-        self._saves: ScheduledSaves | None = None
-        """Takes what follows a schedule, if anything may."""
-        self._scheduled: ScheduledForward | None = None
-        self._may_follow = True
-        """Whether the next save may be the first of a forward that follows a schedule, or the first that goes another way."""
-        self._left: Trace | None = None
-        """What was followed up to where the forward has gone another way."""
-        self._saw_device = False
-        self._is_alone = True
-        """Whether no one but autograd has said what is saved, and what is to become of it."""
-
-    @abstractmethod
-    def _backward_has_begun(self) -> bool:
-        """Tell whether a backward has requested anything since the last save: the next save begins another forward then."""
-
-    @property
-    def _asked(self) -> tuple[Hashable, ...]:
-        return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
-
-    def note_pause(self) -> None:
-        if self._capture is not None:
-            self._capture.paused.append(len(self._capture.saves))
-        if self._scheduled is not None and not self._scheduled.note_pause():
-            self._scheduled.stop()
-
-    def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a pack hook for forwards that go like earlier ones."""
-        self._saves = ScheduledSaves(take)
-        return self._saves.pack
-
-    def _follow(self, tensor: Tensor) -> ScheduledForward | None:
-        """Let a forward follow a schedule from this save on, if one is known that begins with it."""
-        self._may_follow, behind = False, self._scheduled
-        if self._backward_has_begun():
-            self._end_part()
-            behind = None
-        if self._forwards or self._saves is None or not self._is_alone:
-            return None
-        capture = self._capture
-        if behind is None and capture is None:
-            return None  # it began in a region of `no_offload`
-        if behind is not None and behind.num_saves == 0:
-            self._capture = Capture()
-            self._capture.paused = [0] * behind.num_pauses
-        if behind is not None and not behind.is_untouched:
-            return None
-        state, options, windows = self._state, self._options, self._state.windows()
-        if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
-            return None
-        (window,), asked = windows, (self._asked, self.counts.ratio, options.window_bytes)
-        noted = () if capture is None else tuple(capture.paused)
-        if behind is not None:
-            noted = behind.trace.paused[: behind.num_pauses]
-        with state.lock:
-            if window.is_broken:
-                window.mend()
-            try:
-                window.arena.limit_bytes = options.host_limit_bytes
-                forward = follow_schedule(window, *asked, self.counts, tensor, noted, behind)
-                if forward is not None:
-                    self._saves.follow(forward)
-            except BaseException:  # as `mended` does
-                window.is_broken = True
-                raise
-        if forward is not None:
-            self._scheduled, self._capture, self._may_follow = forward, None, True
-            self._devices[window.device.torch_device] = window.device
-        return forward
-
-    def _end_part(self) -> None:
-        if self._scheduled is not None:
-            self._end_scheduled(self._scheduled)
-        self._file_seen()
-        self._forwards.clear()
-        self._saw_device = True
-        self._capture = None if paused.are_any() or not self._is_alone else Capture()
-
-    def _is_captured(self, capture: Capture, forward: Forward) -> bool:
-        values = {save.value for save in capture.saves}
-        is_all = values - {NO_VALUE} == set(forward.by_number)
-        return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
-
-    def _file_seen(self) -> None:
-        """File all saves of a forward that went save by save, so that later ones can be compared with it."""
-        capture, left = self._capture, self._left
-        for _, forward in self._forwards.values():
-            trace = forward.share.trace
-            if left is not None and trace is left:
-                left.seen_under = None  # what it did not have as it was shows the next time
-            elif left is not None and trace is not None:
-                trace.await_whole()
-            if capture is not None and self._is_captured(capture, forward):
-                forward.share.file_seen(tuple(capture.saves), tuple(capture.paused), self._asked)
-        self._left = None
-
-    def _end_scheduled(self, scheduled: ScheduledForward) -> None:
-        scheduled.end_forward()
-        trace = scheduled.trace
-        if scheduled.is_complete:
-            if scheduled.num_pauses < len(trace.paused):
-                trace.seen_under = None
-            totals, counts = scheduled.schedule.totals, self.counts
-            counts.seen_bytes += totals.seen_bytes
-            counts.unique_bytes += totals.unique_bytes
-            counts.kept_bytes += totals.kept_bytes
-            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
-            window = scheduled.window
-            window.traces.follow(trace)
-            window.ledger.peak_live_bytes = max(window.ledger.peak_live_bytes, window.ledger.live_bytes + totals.peak_bytes)
-        elif scheduled.has_backward and not self._forwards:
-            trace.seen_under = None  # its backward has begun ahead of the last saves
-            self._count_followed(scheduled)
-        self._scheduled = None
-
-    def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
-        scheduled.stop()
-        self._left = scheduled.trace
-        if scheduled.num_saves:
-            share.resume(scheduled.trace, scheduled.num_values, scheduled.leaving)
-            self._count_followed(scheduled)
-
-    def _count_followed(self, scheduled: ScheduledForward) -> None:
-        counts, leaving = self.counts, scheduled.leaving
-        for save in (scheduled.trace.seen or ())[: scheduled.num_saves]:
-            counts.seen_bytes += save.seen_bytes
-        for value in range(scheduled.num_values):
-            num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
-            counts.unique_bytes += num_bytes
-            counts.kept_bytes += 0 if value in leaving else num_bytes
-
-
-def follow_schedule(
-    window: OffloadWindow,
-    asked: tuple[Hashable, ...],
-    ratio: float,
-    window_bytes: int | None,
-    counts: Counts,
-    tensor: Tensor,
-    paused: tuple[int, ...],
-    behind: ScheduledForward | None,
-) -> ScheduledForward | None:
-    """Return a forward that goes as an earlier one did, from a save on; None where none is known, or another is going on.
-
-    The caller holds the lock of the window.
-
-    Args:
-        window_bytes: as asked for; None for twice the largest storage.
-        paused: before which saves a region of `no_offload` began, or ended.
-        behind: what the saves before this one have followed, with nothing done yet; None if it is the first one.
-    """
-    window.settle()
-    place = 0 if behind is None else behind.num_saves
-    trace = _trace_with(window, asked, tensor, place, paused, behind)
-    if trace is None or not is_free(window):
-        return None
-    window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
-    schedule = _schedule_of(trace, window, (asked, ratio, window_bytes, len(trace.held)), ratio, window_bytes)
-    if schedule is None or not all(save.is_kept for save in schedule.saves[:place]):
-        return None
-    made = open_scheduled(window, schedule, trace, counts)
-    if made is None:
-        return None
-    made.num_saves = made.began_at = place
-    made.tried = (trace, *(() if behind is None or behind.began_at < place else behind.tried))
-    made.num_pauses = len(paused)
-    return made
-
-
-def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
-    """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
-    window, of which `is_free` has told that nothing is likely to ask for anything."""
-    spans = _spans_for(schedule, window)
-    if spans is None:
-        return None
-    placement = schedule.place(spans, window.device, window.lanes) if any(spans) else None
-    window.scheduled = made = ScheduledForward(window, schedule, placement, spans, trace, counts)
-    return made
-
-
-def _spans_for(schedule: Schedule, window: OffloadWindow) -> list[Span | None] | None:
-    spans, is_short = list[Span | None](), False
-    for num_bytes in schedule.host_bytes:
-        span = None
-        if num_bytes:
-            try:
-                span = window.arena.take(num_bytes)
-            except HostMemoryError:
-                is_short = True
-        spans.append(span)
-    taken = [span for span in spans if span is not None]
-    if is_short:
-        schedule.find_no_room()
-    if is_short or any(span.staging is not None for span in taken):
-        for span in taken:
-            window.arena.give(span)
-        return None
-    for span in taken:
-        for event in span.free_events:
-            window.device.wait_event(window.lanes.out, event)
-    return spans
-
-
-def _trace_with(
-    window: OffloadWindow,
-    asked: tuple[Hashable, ...],
-    tensor: Tensor,
-    place: int,
-    paused: tuple[int, ...],
-    behind: ScheduledForward | None,
-) -> Trace | None:
-    """Return the trace that is likely followed: of those that have begun so, the one that came after the last one when that
-    was followed before, or else the last one. None also where another that may have begun so is yet to be looked at."""
-    found: list[Trace] = []
-    before, tried = (None, ()) if behind is None else (behind.trace, behind.tried)
-    for trace in window.traces:
-        seen = trace.seen
-        if seen is None or trace.requests is None or trace.seen_under != asked:
-            if trace.await_once():
-                return None
-        elif (
-            trace not in tried
-            and len(seen) > place
-            and trace.paused[: len(paused)] == paused
-            and (before is None or before.seen is None or seen[:place] == before.seen[:place])
-            and seen[place].is_like(tensor)
-        ):
-            found.append(trace)
-    expected = window.traces.expected
-    return expected if expected in found else next(iter(found), None)
-
-
-def is_free(window: OffloadWindow) -> bool:
-    ledger, is_used = window.ledger, window.scheduled is not None or window.is_broken or window.is_retired
-    if is_used or window.device.is_capturing():
-        return False
-    for record in ledger.records:
-        if record.num_handles and not (record.owner is not None and record.owner.is_spent):
-            return False
-    while ledger.backlog:  # it was copied, and stays on the host
-        ledger.release_oldest()
-    return True
-
-
-def _schedule_of(
-    trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], ratio: float, window_bytes: int | None
-) -> Schedule | None:
-    found = trace.schedule
-    if found is None or found[0] != key:
-        assert trace.seen is not None
-        assert trace.requests is not None
-        plan = trace.plan(ratio, window_bytes)
-        limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
-        schedule = make_schedule(
-            trace.seen,
-            plan,
-            requests=trace.requests,
-            limit_bytes=limit_bytes,
-            forecast=forecast_of(trace, plan, limit_bytes=limit_bytes),
-            device=window.device,
-            paused=trace.paused,
-        )
-        if not window.has_schedule:
-            window.has_schedule = True
-            window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
-        found = trace.schedule = (key, schedule)
-    schedule = found[1]
-    return None if schedule.pass_once() else schedule
-
-
-_LOGGER = logging.getLogger(__name__)
-
-
-class RatioDecider(RatioSoFar):
-    """Decides for each save of one forward whether it leaves: by the plan of the trace that is followed, or without one so that
-    the share of bytes that left so far comes to the ratio.
-
-    Args:
-        window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
-    """
-
-    def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
-        super().__init__(ratio, window_bytes)
-        self.follower = Follower(traces)
-        self._traces = traces
-        self._held = set[int]()
-        self._is_partial = False
-        """Whether another has seen to the first values."""
-        self._filed: Trace | None = None
-        self._take_plan()
-
-    def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
-        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing."""
-        follower = self.follower
-        index, trace = len(follower.keys), follower.trace
-        place = follower.note_tensor(tensor, storage)
-        if follower.trace is not trace:
-            trace = follower.trace
-            if index and trace is not None:
-                _LOGGER.debug("save %d is not that of the plan: another one is followed", index)
-            self._take_plan()
-        if asked is None and (place is STRANGER or (trace is not None and place in trace.held)):
-            self._held.add(index)
-            return None
-        return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
-
-    def resume(self, trace: Trace, num_values: int, leaving: Collection[int]) -> None:
-        """Continue after the first values of a trace, which followed a schedule: some of them are leaving."""
-        self._is_partial = True
-        for value, key in enumerate(trace.keys[:num_values]):
-            followed = self.follower.trace
-            place = self.follower.note(key)
-            if self.follower.trace is not followed:
-                self._take_plan()
-            if value in trace.held:
-                self._held.add(value)
-            else:
-                self.decide(key.num_bytes, place, Action.OFFLOAD if value in leaving else Action.KEEP)
-
-    def _take_plan(self) -> None:
-        follower = self.follower
-        plan = None if follower.trace is None else follower.trace.plan(self.ratio, self._asked_window_bytes)
-        self.follow(plan, is_late=follower.has_changed)
-
-    @property
-    def most_offload_bytes(self) -> int:
-        return max((trace.plan(self.ratio, self._asked_window_bytes).offload_bytes for trace in self._traces), default=0)
-
-    @property
-    def trace(self) -> Trace | None:
-        return self._filed or self.follower.trace
-
-    def finish(self) -> bool:
-        """File what the forward has saved as a trace. Return whether a report that was followed did not match."""
-        follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
-        if not keys:
-            return False
-        was_misled = not follower.is_whole and self._traces.has_report()
-        if trace is None or not follower.is_whole or trace.is_report:
-            is_same = trace is not None and follower.is_whole and follower.num_strangers == 0 and len(trace.keys) == len(keys)
-            order = trace.order if trace is not None and is_same else None
-            held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
-            trace = self._traces.find(keys) or Trace(keys=tuple(keys), held=held, order=order)
-            _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
-        self._filed = trace
-        self._traces.drop_report()
-        self._traces.follow(trace)
-        return was_misled
-
-    # The backward
-
-    def order(self) -> tuple[int, ...]:
-        trace, num_saves = self.trace, len(self.follower.keys)
-        if trace is None or trace.order is None or len(trace.keys) != num_saves:
-            return tuple(range(num_saves))[::-1]
-        return trace.order
-
-    def forecast(self) -> Forecast | None:
-        trace = self.trace
-        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
-            return None
-        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes)
-
-    def learn(
-        self,
-        order: tuple[int, ...],
-        working_bytes: tuple[int, ...],
-        requests: tuple[tuple[int, ...], ...],
-        *,
-        is_whole: bool,
-    ) -> None:
-        """Learn from a backward: the order of first requests, the bytes that were allocated beside saved values at each, and
-        all requests of this backward and of earlier ones through the forward.
-
-        Args:
-            is_whole: whether no value is left to be requested. Otherwise the order is incomplete.
-        """
-        trace = self.trace
-        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
-            return
-        if is_whole:
-            if trace.order != order:
-                trace.schedule = None
-            trace.order, trace.working_bytes = order, working_bytes
-        if trace.requests != requests:
-            trace.schedule, trace.requests = None, requests
-
-    def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
-        trace, follower = self._filed, self.follower
-        if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
-            return  # a forward that is new is looked at again
-        if seen and seen[-1].num_values == len(follower.keys):
-            if trace.seen != seen or trace.paused != paused:
-                trace.schedule = None
-            trace.seen, trace.paused, trace.seen_under = seen, paused, under
-
-
-def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecast | None:
-    """Return how full the device will be in the backward of a trace; None unless one like it was seen."""
-    if trace.order is None or not trace.working_bytes:
-        return None
-    return Forecast(
-        [trace.keys[index].num_bytes for index in trace.order],
-        trace.working_bytes,
-        [plan is not None and plan.saves[index].action is Action.KEEP for index in trace.order],
-        limit_bytes=limit_bytes,
-    )
-
-
-_MANY_SAVES, _MOST = 9, 0.75
-"""No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
-_MAX_VIEWS = 8
-
-
-class MovingStage(ScheduledStage):
-    """Lets saved tensors leave for host memory: see `ScheduledStage`."""
 
     moves = True
 
@@ -494,16 +65,32 @@ class MovingStage(ScheduledStage):
         ratio: float,
         resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
     ) -> None:
-        super().__init__(state, options, ratio, resident)
+        self.counts = Counts(ratio)
+        self._state, self._options, self._resident = state, options, resident
+        self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
+        self._devices: dict[torch.device, Device | None] = {}
+        self._capture: Capture | None = None if paused.are_any() else Capture()
+        """Notes all that the hooks are given, as long as that may be of use."""
+        self._saves: ScheduledSaves | None = None
+        self._scheduled: ScheduledForward | None = None
+        self._may_follow = True
+        """Whether the next save may be the first of a forward that follows a schedule, or the first that goes another way."""
+        self._left: Trace | None = None
+        """The trace that was followed up to where the forward has gone another way."""
+        self._saw_device = False
+        self._is_alone = True
+        """Whether neither an inner context nor a mark has decided what is done with a tensor."""
         self._saw_shared: Device | None = None
-        """A device without memory of its own: nothing moves there."""
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
         self.is_idle = False
-        """Whether nothing is saved to it: there is nothing to do."""
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
+
+    @property
+    def _asked(self) -> tuple[Hashable, ...]:
+        return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
 
     def _backward_has_begun(self) -> bool:
         for _, forward in self._forwards.values():
@@ -511,23 +98,6 @@ class MovingStage(ScheduledStage):
                 return True
         scheduled = self._scheduled
         return scheduled is not None and scheduled.has_backward and not self._forwards
-
-    @property
-    def take_own(self) -> Callable[[Tensor], KeptHandle]:
-        return self._take_noting
-
-    def _take_noting(self, tensor: Tensor) -> KeptHandle:
-        if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
-            assert self._saves is not None
-            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
-        capture, counts = self._capture, self.counts
-        if capture is None:
-            return self._take_any(tensor)
-        before = counts.seen_bytes
-        packed = self._take_any(tensor)
-        num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
-        capture.note(tensor, packed, num_values, counts.seen_bytes - before)
-        return packed
 
     def begin(self) -> None:
         asked = self._options.device
@@ -586,7 +156,117 @@ class MovingStage(ScheduledStage):
             message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
             self._state.warn_once("small", message)
 
+    # Following a schedule
+
+    def note_pause(self) -> None:
+        if self._capture is not None:
+            self._capture.paused.append(len(self._capture.saves))
+        if self._scheduled is not None and not self._scheduled.note_pause():
+            self._scheduled.stop()
+
+    def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        self._saves = ScheduledSaves(take)
+        return self._saves.pack
+
+    def _follow(self, tensor: Tensor) -> ScheduledForward | None:
+        """Let a forward follow a schedule from this save on, if one is known that begins with it."""
+        self._may_follow, behind = False, self._scheduled
+        if self._backward_has_begun():
+            self._end_part()
+            behind = None
+        if self._forwards or self._saves is None or not self._is_alone:
+            return None
+        capture = self._capture
+        if behind is None and capture is None:
+            return None  # it began in a region of `no_offload`
+        if behind is not None and behind.num_saves == 0:
+            self._capture = Capture()
+            self._capture.paused = [0] * behind.num_pauses
+        if behind is not None and (behind.num_sent or behind.alone or not behind.is_over):
+            return None
+        state, options, windows = self._state, self._options, self._state.windows()
+        if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
+            return None
+        window, asked = windows[0], (self._asked, self.counts.ratio, options.window_bytes)
+        noted = () if capture is None else tuple(capture.paused)
+        if behind is not None:
+            noted = behind.trace.paused[: behind.num_pauses]
+        with state.lock:
+            window.arena.limit_bytes = options.host_limit_bytes
+            forward = follow_schedule(window, self._saves, asked, self.counts, tensor, noted, behind)
+        if forward is not None:
+            self._scheduled, self._capture, self._may_follow = forward, None, True
+            self._devices[window.device.torch_device] = window.device
+        return forward
+
+    def _end_part(self) -> None:
+        if self._scheduled is not None:
+            self._end_scheduled(self._scheduled)
+        self._file_seen()
+        self._forwards.clear()
+        self._saw_device = True
+        self._capture = None if paused.are_any() or not self._is_alone else Capture()
+
+    def _file_seen(self) -> None:
+        """File all saves of a forward that went save by save, so that later ones can be compared with it."""
+        capture, left = self._capture, self._left
+        for _, forward in self._forwards.values():
+            trace = forward.share.trace
+            if left is not None and trace is left:
+                left.seen_under = None  # what it did not have as it was shows the next time
+            elif left is not None and trace is not None:
+                trace.await_whole()
+            if capture is None or not capture.is_whole or len(self._forwards) > 1 or forward.marks or forward.is_broken:
+                continue
+            if {save.value for save in capture.saves} - {NO_VALUE} == set(forward.by_number):
+                forward.share.file_seen(tuple(capture.saves), tuple(capture.paused), self._asked)
+        self._left = None
+
+    def _end_scheduled(self, scheduled: ScheduledForward) -> None:
+        scheduled.end_forward()
+        trace = scheduled.trace
+        if scheduled.is_complete:
+            if scheduled.num_pauses < len(trace.paused):
+                trace.seen_under = None
+            totals, counts = scheduled.schedule.totals, self.counts
+            counts.seen_bytes += totals.seen_bytes
+            counts.unique_bytes += totals.unique_bytes
+            counts.kept_bytes += totals.kept_bytes
+            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
+            window = scheduled.window
+            window.traces.follow(trace)
+            window.ledger.peak_live_bytes = max(window.ledger.peak_live_bytes, window.ledger.live_bytes + totals.peak_bytes)
+        elif scheduled.has_backward and not self._forwards:
+            trace.seen_under = None  # its backward has begun ahead of the last saves
+            self._count_followed(scheduled)
+        self._scheduled = None
+
+    def _count_followed(self, scheduled: ScheduledForward) -> None:
+        counts, leaving = self.counts, scheduled.leaving
+        counts.seen_bytes += sum(save.seen_bytes for save in (scheduled.trace.seen or ())[: scheduled.num_saves])
+        for value in range(scheduled.num_values):
+            num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
+            counts.unique_bytes += num_bytes
+            counts.kept_bytes += 0 if value in leaving else num_bytes
+
     # Saving
+
+    @property
+    def take_own(self) -> Callable[[Tensor], KeptHandle]:
+        return self._take_noting
+
+    def _take_noting(self, tensor: Tensor) -> KeptHandle:
+        if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
+            assert self._saves is not None
+            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
+        capture, counts = self._capture, self.counts
+        if capture is None:
+            return self._take_any(tensor)
+        before = counts.seen_bytes
+        packed = self._take_any(tensor)
+        num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
+        capture.note(tensor, packed, num_values, counts.seen_bytes - before)
+        return packed
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if self._is_alone:
@@ -594,7 +274,6 @@ class MovingStage(ScheduledStage):
         return self._take_any(tensor, action)
 
     def _stop_schedule(self) -> None:
-        """Stop following a schedule, since an inner context or a mark decides what is done with a tensor."""
         self._is_alone, self._capture, self._state.idles_with = False, None, None
         if self._scheduled is not None:
             self._scheduled.stop()
@@ -656,7 +335,6 @@ class MovingStage(ScheduledStage):
         return reference is not None and reference() is storage
 
     def _open(self, torch_device: torch.device) -> Device | None:
-        """Return the device that a tensor is moved from, None if nothing is moved from it."""
         asked = self._options.device
         device: Device | None = None
         if asked is None or torch_device == asked.torch_device:
@@ -667,15 +345,19 @@ class MovingStage(ScheduledStage):
         return device
 
     def _forward_on(self, device: Device) -> tuple[OffloadWindow, Forward]:
-        """Return the forward that saves on a device belong to: a new one if a backward has begun since the last save."""
         found = self._forwards.get(device)
         if found is None or not found[1].is_forward:
             options = self._options
             window = self._state.planned_window(device, options.min_bytes)
             window.arena.limit_bytes = options.host_limit_bytes
             share = RatioDecider(window.traces, self.counts.ratio, options.window_bytes)
-            if found is None and self._scheduled is not None and not self._scheduled.has_backward:
-                self._resume(share, self._scheduled)
+            scheduled = self._scheduled
+            if found is None and scheduled is not None and not scheduled.has_backward:
+                scheduled.stop()
+                self._left = scheduled.trace
+                if scheduled.num_saves:
+                    share.resume(scheduled.trace, scheduled.num_values, scheduled.leaving)
+                    self._count_followed(scheduled)
             elif found is not None:
                 self._capture = None
             forward = Forward(share, self.counts)
@@ -701,6 +383,243 @@ class MovingStage(ScheduledStage):
             record = forward.look_up(storage, tensor)[2]
             if record is not None:
                 window.change(record, storage, action)
+
+
+@mended
+def follow_schedule(
+    window: OffloadWindow,
+    saves: ScheduledSaves,
+    asked: tuple[Hashable, float, int | None],
+    counts: Counts,
+    tensor: Tensor,
+    paused: tuple[int, ...],
+    behind: ScheduledForward | None,
+) -> ScheduledForward | None:
+    """Have saves go as an earlier forward did, from a tensor on; None where no such one is known, or another is going on.
+
+    Args:
+        asked: for what the trace was seen, the ratio, and the bytes of the window.
+        paused: before which saves a region of `no_offload` began, or ended.
+        behind: what the saves before this one have followed, with nothing done yet; None if it is the first one.
+    """
+    window.settle()
+    under, ratio, window_bytes = asked
+    place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
+    before = None if behind is None else behind.trace.seen
+    found: list[Trace] = []
+    for trace in window.traces:
+        seen = trace.seen
+        if seen is None or trace.requests is None or trace.seen_under != under:
+            if trace.await_once():
+                return None
+        elif (
+            trace not in tried
+            and len(seen) > place
+            and trace.paused[: len(paused)] == paused
+            and (before is None or seen[:place] == before[:place])
+            and seen[place].is_like(tensor)
+        ):
+            found.append(trace)
+    if not found or not is_free(window):
+        return None
+    trace = expected if (expected := window.traces.expected) in found else found[0]
+    window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
+    schedule = _schedule_of(trace, window, (asked, len(trace.held)), trace.plan(ratio, window_bytes))
+    if schedule is None or not all(save.is_kept for save in schedule.saves[:place]):
+        return None
+    made = open_scheduled(window, schedule, trace, counts)
+    if made is None:
+        return None
+    made.num_saves = made.began_at = place
+    made.tried = (trace, *(() if behind is None or behind.began_at < place else tried))
+    made.num_pauses = len(paused)
+    saves.follow(made)
+    return made
+
+
+def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
+    """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
+    window, of which `is_free` has told that nothing is likely to ask for anything."""
+    spans, is_short = list[Span | None](), False
+    for num_bytes in schedule.host_bytes:
+        try:
+            spans.append(window.arena.take(num_bytes) if num_bytes else None)
+        except HostMemoryError:
+            is_short = True
+    taken = [span for span in spans if span is not None]
+    if is_short:
+        schedule.find_no_room()
+    if is_short or any(span.staging is not None for span in taken):
+        for span in taken:
+            window.arena.give(span)
+        return None
+    for span in taken:
+        for event in span.free_events:
+            window.device.wait_event(window.lanes.out, event)
+    placement = schedule.place(spans, window.device, window.lanes) if taken else None
+    window.scheduled = made = ScheduledForward(window, schedule, placement, spans, trace, counts)
+    return made
+
+
+def is_free(window: OffloadWindow) -> bool:
+    ledger, is_used = window.ledger, window.scheduled is not None or window.is_broken or window.is_retired
+    if is_used or window.device.is_capturing():
+        return False
+    for record in ledger.records:
+        if record.num_handles and not (record.owner is not None and record.owner.is_spent):
+            return False
+    while ledger.backlog:  # it was copied, and stays on the host
+        ledger.release_oldest()
+    return True
+
+
+def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], plan: Plan) -> Schedule | None:
+    if trace.schedule is None or trace.schedule[0] != key:
+        assert trace.seen is not None
+        assert trace.requests is not None
+        limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
+        schedule = make_schedule(
+            trace.seen,
+            plan,
+            requests=trace.requests,
+            limit_bytes=limit_bytes,
+            forecast=forecast_of(trace, plan, limit_bytes=limit_bytes),
+            device=window.device,
+            paused=trace.paused,
+        )
+        if not window.has_schedule:
+            window.has_schedule = True
+            window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
+        trace.schedule = key, schedule
+    known: Schedule = trace.schedule[1]
+    return None if known.pass_once() else known
+
+
+class RatioDecider(RatioSoFar):
+    """Decides for each save of one forward whether it leaves: by the plan of the trace that is followed, or without one so that
+    the share of bytes that left so far comes to the ratio.
+
+    Args:
+        window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
+    """
+
+    def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
+        super().__init__(ratio, window_bytes)
+        self.follower = Follower(traces)
+        self._traces = traces
+        self._held = set[int]()
+        self._is_partial = False
+        self._filed: Trace | None = None
+        self._take_plan()
+
+    def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
+        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing."""
+        follower = self.follower
+        index, trace = len(follower.keys), follower.trace
+        place = follower.note(key_of(tensor, storage))
+        if follower.trace is not trace:
+            trace = follower.trace
+            if index and trace is not None:
+                _LOGGER.debug("save %d is not that of the plan: another one is followed", index)
+            self._take_plan()
+        if asked is None and (place is STRANGER or (trace is not None and place in trace.held)):
+            self._held.add(index)
+            return None
+        return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
+
+    def resume(self, trace: Trace, num_values: int, leaving: Collection[int]) -> None:
+        self._is_partial = True
+        for value, key in enumerate(trace.keys[:num_values]):
+            followed = self.follower.trace
+            place = self.follower.note(key)
+            if self.follower.trace is not followed:
+                self._take_plan()
+            if value in trace.held:
+                self._held.add(value)
+            else:
+                self.decide(key.num_bytes, place, Action.OFFLOAD if value in leaving else Action.KEEP)
+
+    def _take_plan(self) -> None:
+        follower = self.follower
+        plan = None if follower.trace is None else follower.trace.plan(self.ratio, self._asked_window_bytes)
+        self.follow(plan, is_late=follower.has_changed)
+
+    @property
+    def most_offload_bytes(self) -> int:
+        return max((trace.plan(self.ratio, self._asked_window_bytes).offload_bytes for trace in self._traces), default=0)
+
+    @property
+    def trace(self) -> Trace | None:
+        return self._filed or self.follower.trace
+
+    def finish(self) -> bool:
+        """File what the forward has saved as a trace. Return whether a report that was followed did not match."""
+        follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
+        if not keys:
+            return False
+        was_misled = not follower.is_whole and self._traces.has_report()
+        if trace is None or not follower.is_whole or trace.is_report:
+            is_same = trace is not None and follower.is_whole and follower.num_strangers == 0 and len(trace.keys) == len(keys)
+            order = trace.order if trace is not None and is_same else None
+            held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
+            trace = self._traces.find(keys) or Trace(keys=tuple(keys), held=held, order=order)
+            _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
+        self._filed = trace
+        self._traces.drop_report()
+        self._traces.follow(trace)
+        return was_misled
+
+    # The backward
+
+    def order(self) -> tuple[int, ...]:
+        trace, num_saves = self.trace, len(self.follower.keys)
+        if trace is None or trace.order is None or len(trace.keys) != num_saves:
+            return tuple(range(num_saves))[::-1]
+        return trace.order
+
+    def forecast(self) -> Forecast | None:
+        trace = self.trace
+        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
+            return None
+        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes)
+
+    def learn(
+        self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
+    ) -> None:
+        """Learn from a backward: the order of first requests, the bytes allocated beside saved values at each, and all requests
+        of the backwards so far. With values left to request (not `is_whole`), the order is incomplete."""
+        trace = self.trace
+        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
+            return
+        if is_whole:
+            if trace.order != order:
+                trace.schedule = None
+            trace.order, trace.working_bytes = order, working_bytes
+        if trace.requests != requests:
+            trace.schedule, trace.requests = None, requests
+
+    def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
+        trace, follower = self._filed, self.follower
+        if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
+            return  # a forward that is new is looked at again
+        if seen and seen[-1].num_values == len(follower.keys):
+            if trace.seen != seen or trace.paused != paused:
+                trace.schedule = None
+            trace.seen, trace.paused, trace.seen_under = seen, paused, under
+
+
+def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecast | None:
+    if trace.order is None or not trace.working_bytes:
+        return None
+    return Forecast(
+        [trace.keys[index].num_bytes for index in trace.order],
+        trace.working_bytes,
+        [plan is not None and plan.saves[index].action is Action.KEEP for index in trace.order],
+        limit_bytes=limit_bytes,
+    )
+
+
+_MAX_VIEWS = 8
 
 
 def _leaves_with(wrapper: Tensor, name: str) -> bool:
@@ -752,23 +671,16 @@ def offload_figures(tag: str) -> dict[str, Any] | None:
         state.sweep()
         counts, windows = state.counts, state.windows()
         counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
-        scheduled = [forward for window in windows for forward in window.all_scheduled]
         allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
         reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
         return {
-            "num_iterations": state.num_iterations,
+            **state.figures(),
             "ratios": tuple(state.ratios),
             "window_bytes": counts.window_bytes,
             "seen_bytes": counts.seen_bytes,
             "unique_bytes": counts.unique_bytes,
             "kept_bytes": counts.kept_bytes,
             **counts.figures_of_copies(),
-            "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
-            "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
-            "host_held_bytes": sum(window.arena.held_bytes for window in windows),
-            "num_pins": sum(window.arena.num_pins for window in windows),
-            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_live for each in scheduled),
-            "live_bytes": sum(window.ledger.live_bytes for window in windows) + sum(each.live_bytes for each in scheduled),
             "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,
             "peak_reserved_bytes": sum(reserved) if reserved else None,

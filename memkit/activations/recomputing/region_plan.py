@@ -30,7 +30,6 @@ class RegionPlan:
     """For each module with regions, the numbers of the calls that are regions."""
     num_calls: Mapping[Reference, int]
     learned: Mapping[Reference, LearnedReads]
-    """For each, what its last step has learned."""
     shapes: tuple[tuple[int, ...], ...]
     num_regions: int
     num_ops: int
@@ -40,7 +39,6 @@ class RegionPlan:
     trial: TimedWays
 
     def counts(self, budget: int | float, budget_bytes: float) -> Counts:
-        """Return the counters of a step, without its replays, which are counted as they run."""
         plan = self.plan
         return Counts(
             budget=budget,
@@ -61,11 +59,7 @@ def plan_regions(
     trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device, *, against_ops: bool = True
 ) -> RegionPlan | None:
     """Return the regions of a step; None if none fit the budget, or if single ops certainly take less time, which can be known
-    where the host computes. On other devices a trial decides.
-
-    Args:
-        against_ops: whether to compare with single ops at all.
-    """
+    where the host computes. On other devices a trial decides."""
     calls, references = _candidates(trace)
     if all(call.why_not for call in calls):
         return None
@@ -115,12 +109,8 @@ def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> 
 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
-    """Return the calls of a step, each with the reason why it can't be a region, as far as its module shows it, and the module
-    of each.
-
-    They are in the order in which they begin. Spans that may be regions are among them; each has its Sequential's call, or
-    another span, as its parent.
-    """
+    """Return the calls of a step in the order in which they begin, each with its module and the reason why it can't be a
+    region. Spans that may be are among them, within their Sequential's call or another span."""
     why_not = dict[nn.Module, str]()
 
     def why_not_of(reference: weakref.ref[nn.Module]) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.module_state import LearnedReads
-from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
+from memkit.activations.recomputing.region_calls import RegionSpec
+from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen, Way
@@ -110,11 +111,7 @@ class WatchStage(IdleStage):
 
 
 class RegionStage(IdleStage):
-    """Does nothing with saved tensors, while some module calls are recomputed as regions.
-
-    Args:
-        moving, outer: see `RecordingStage`: they are given the inputs of regions.
-    """
+    """Does nothing with saved tensors, while some module calls are recomputed as regions."""
 
     def __init__(
         self,
@@ -183,11 +180,7 @@ def all_have_hooks() -> bool:
 
 
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
-    """Return the stage of a context that is about to be entered and need not record; None if it must record.
-
-    Args:
-        outer: the innermost hooks, if a context of memkit has set them.
-    """
+    """Return the stage of a context that is about to be entered and need not record; None if it must record."""
     state = remat_states.get(tag)
     if state is not None and state.trial is not None and state.costs.device is not None:
         state.trial.begin_step(state.costs.device)
@@ -236,12 +229,8 @@ _DIGITS = re.compile(r"\d+")
 def open_layers(
     state: RematState, outer: SavedTensorHooks | None, takes_less: Callable[[Trace, RegionNeeds], bool] = lambda *_: True
 ) -> LayerStage | None:
-    """Return the stage of a context that is about to be entered, if plans are given up under its tag; None to record the step.
-
-    Args:
-        outer: the innermost hooks, if a context of memkit has set them.
-        takes_less: tells whether a step takes fewer bytes if its layers are recomputed than by its plan.
-    """
+    """Return the stage of a context that is about to be entered, if plans are given up under its tag, and a step `takes_less`
+    bytes with its layers recomputed than by its plan; None to record the step."""
     if state.layers is None:
         state.layers = _find(state, takes_less)
     if state.counts.has_mismatch:
@@ -300,7 +289,6 @@ def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -
 
 
 def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
-    """Return in words why repeated calls around the chosen ones are not recomputed in their place; empty if there are none."""
     alike = Counter(_DIGITS.sub("*", call.name) for call in calls)
     for call in calls:
         name, (start, stop) = _DIGITS.sub("*", call.name), call.saves

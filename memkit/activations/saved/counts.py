@@ -31,8 +31,6 @@ class EventPairs(deque[tuple[Event, Event]]):
 
 
 class Transfers(deque[Transfer]):
-    """The copies of one direction."""
-
     _done_bytes = _num_done = 0
     _busy_s = 0.0
 
@@ -67,7 +65,6 @@ class Counts:
 
     ratio: float = 0.0
     window_bytes: int = 0
-    """Bytes that the device may hold beside what the ratio keeps."""
     seen_bytes: int = 0
     unique_bytes: int = 0
     kept_bytes: int = 0
@@ -91,7 +88,6 @@ class Counts:
     peak_bytes: int = 0
     largest_bytes: int = 0
     is_to_be_judged: bool = False
-    """Whether the next forward still has to check if this iteration kept to the budget."""
     trial: TimedWays | None = None
     """Notified when the backward begins to recompute anything."""
     has_mismatch: bool = False

@@ -26,11 +26,8 @@ from memkit.plan import Action
 
 
 def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) -> str:
-    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`.
-
-    Args:
-        done: what would have been done with larger ones: "moved", "dropped".
-    """
+    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`, so that none is "moved", or
+    "dropped"."""
     found = (
         "the only saved tensor has"
         if len(sizes_bytes) == 1
@@ -84,8 +81,6 @@ class Unasked:
 
 
 class _Graph:
-    """Dies with all that a graph holds of a forward."""
-
     is_used = False
 
     def __init__(self, among: Unasked) -> None:
@@ -97,8 +92,6 @@ class _Graph:
 
 
 class _HeldGraph:
-    """What a graph holds in place of a tensor."""
-
     __slots__ = ("_graph", "packed")
 
     def __init__(self, packed: Any, graph: _Graph) -> None:
@@ -216,7 +209,6 @@ class Entry:
             raise
 
     def pack(self, tensor: Tensor) -> KeptHandle:
-        """Return what autograd is to keep for a tensor. This is the pack hook: grad mode is off, the tensor is the real one."""
         return KeptHandle(tensor) if torch_private.backward_task() != -1 else self._take(tensor)
 
     def end(self, *, has_failed: bool) -> None:
@@ -290,7 +282,6 @@ def is_within(tag: str) -> bool:
 
 
 def unpack(packed: Any) -> Tensor:
-    """Return the tensor for what `pack` returned. This is the unpack hook of all entries."""
     if torch_private.num_dispatch_modes():
         from memkit.recording.recorder import hide_recorders  # a mode is on, perhaps one: else its base need not be looked up
 

@@ -92,7 +92,6 @@ class SizesSeen:
         """Addresses of storages: what was saved lives on, and so its address is its own."""
         self.made_bytes = 0
         self.other_bytes = 0
-        """Of all else: inputs, and what was made without a graph. The budget may count it or not."""
 
     def note(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         address = torch_private.storage_address(storage)
@@ -120,6 +119,5 @@ class Settled:
     options: RematOptions
     budget_bytes: float
     sizes: SizesSeen | None = None
-    """What was saved, where a larger step is to be noticed."""
     regions: RegionPlan | None = None
     """Which calls of modules are recomputed as a whole; None where nothing is dropped."""
