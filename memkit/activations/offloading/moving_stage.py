@@ -50,11 +50,8 @@ _MANY_SAVES, _MOST = 9, 0.75
 
 
 class MovingStage(Stage):
-    """Lets saved tensors leave for host memory, save by save, or by a schedule where a forward begins like an earlier one.
-
-    Args:
-        resident: storages that the caller holds in any case, by their keys (`core.tensors.storage_key`).
-    """
+    """Lets saved tensors leave for host memory, save by save, or by a schedule where a forward begins like an earlier one. The
+    caller holds the `resident` storages in any case, which are by their keys (`core.tensors.storage_key`)."""
 
     moves = True
 
@@ -228,14 +225,14 @@ class MovingStage(Stage):
         if scheduled.is_complete:
             if scheduled.num_pauses < len(trace.paused):
                 trace.seen_under = None
-            totals, counts = scheduled.schedule.totals, self.counts
-            counts.seen_bytes += totals.seen_bytes
-            counts.unique_bytes += totals.unique_bytes
-            counts.kept_bytes += totals.kept_bytes
-            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
-            window = scheduled.window
+            schedule, counts = scheduled.schedule, self.counts
+            counts.seen_bytes += schedule.seen_bytes
+            counts.unique_bytes += schedule.unique_bytes
+            counts.kept_bytes += schedule.kept_bytes
+            counts.window_bytes = max(counts.window_bytes, schedule.window_bytes)
+            window, ledger = scheduled.window, scheduled.window.ledger
             window.traces.follow(trace)
-            window.ledger.peak_live_bytes = max(window.ledger.peak_live_bytes, window.ledger.live_bytes + totals.peak_bytes)
+            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + schedule.peak_bytes)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward has begun ahead of the last saves
             self._count_followed(scheduled)
@@ -308,8 +305,9 @@ class MovingStage(Stage):
         num_bytes = storage.nbytes()
         counts.seen_bytes += tensor.nbytes
         if num_bytes < self._options.min_bytes or num_bytes == 0 or device.is_capturing():
-            if self._small_bytes is not None:
-                self._note_small(tensor, storage)
+            small_bytes, is_small = self._small_bytes, 0 < num_bytes < self._options.min_bytes
+            if small_bytes is not None and is_small and not (is_from_leaf(tensor) or self._is_resident(storage)):
+                small_bytes[storage_key(storage)] = num_bytes
             return KeptHandle(tensor)
         if is_from_leaf(tensor) or (self._resident and self._is_resident(storage)):
             if self._state.report is not None:
@@ -324,11 +322,6 @@ class MovingStage(Stage):
         if forward.marks and action is None:
             action = forward.marked(storage, tensor)
         return window.pack(forward, tensor, storage, action) or KeptHandle(tensor)
-
-    def _note_small(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        is_small = 0 < storage.nbytes() < self._options.min_bytes
-        if self._small_bytes is not None and is_small and not (is_from_leaf(tensor) or self._is_resident(storage)):
-            self._small_bytes[storage_key(storage)] = storage.nbytes()
 
     def _is_resident(self, storage: torch.UntypedStorage) -> bool:
         reference = self._resident.get(storage_key(storage))
@@ -395,13 +388,8 @@ def follow_schedule(
     paused: tuple[int, ...],
     behind: ScheduledForward | None,
 ) -> ScheduledForward | None:
-    """Have saves go as an earlier forward did, from a tensor on; None where no such one is known, or another is going on.
-
-    Args:
-        asked: for what the trace was seen, the ratio, and the bytes of the window.
-        paused: before which saves a region of `no_offload` began, or ended.
-        behind: what the saves before this one have followed, with nothing done yet; None if it is the first one.
-    """
+    """Have saves go as an earlier forward did, from a tensor on, with the `paused` saves before it, where what they have
+    followed (`behind`) has done nothing yet; None where no such forward is known, or another is going on."""
     window.settle()
     under, ratio, window_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
@@ -497,11 +485,7 @@ def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...],
 
 class RatioDecider(RatioSoFar):
     """Decides for each save of one forward whether it leaves: by the plan of the trace that is followed, or without one so that
-    the share of bytes that left so far comes to the ratio.
-
-    Args:
-        window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
-    """
+    the share of bytes that left so far comes to the ratio."""
 
     def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
         super().__init__(ratio, window_bytes)
@@ -623,10 +607,8 @@ _MAX_VIEWS = 8
 
 
 def _leaves_with(wrapper: Tensor, name: str) -> bool:
-    """Tell whether one of the tensors that a wrapper is made of may leave with it.
-
-    Tensors of the jagged layout have the same shape if they have the very same offsets, so these stay: their values leave.
-    """
+    """Tell whether a part of a wrapper may leave with it. Jagged tensors have the same shape if they have the very same
+    offsets, so these stay."""
     return not wrapper.is_nested or name == torch_private.JAGGED_VALUES
 
 
@@ -647,20 +629,13 @@ def is_from_leaf(tensor: Tensor) -> bool:
         name = type(node).__name__
         if name == torch_private.LEAF_NODE:
             return True
-        if name == torch_private.CAST_NODE:
-            return _is_leaf(_first_input(node))
-        if name not in torch_private.VIEW_NODES:
+        is_cast = name == torch_private.CAST_NODE
+        if node is None or not (is_cast or name in torch_private.VIEW_NODES):
             return False
-        node = _first_input(node)
+        node = node.next_functions[0][0] if node.next_functions else None
+        if is_cast:
+            return type(node).__name__ == torch_private.LEAF_NODE
     return False
-
-
-def _first_input(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
-    return node.next_functions[0][0] if node is not None and node.next_functions else None
-
-
-def _is_leaf(node: torch.autograd.graph.Node | None) -> bool:
-    return type(node).__name__ == torch_private.LEAF_NODE
 
 
 def offload_figures(tag: str) -> dict[str, Any] | None:

@@ -69,22 +69,9 @@ class ScheduledSave:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTotals:
-    seen_bytes: int
-    unique_bytes: int
-    kept_bytes: int
-    window_bytes: int
-    peak_bytes: int
-
-
 class Schedule:
-    """What forwards of one trace do at one ratio. One forward at a time follows it.
-
-    Args:
-        parts: when each copy is due, for each backward through the forward.
-        paused: before which saves a region of `no_offload` began, or ended.
-    """
+    """What forwards of one trace do at one ratio, one at a time: when each copy is due, by a part for each backward through a
+    forward."""
 
     def __init__(
         self,
@@ -121,14 +108,10 @@ class Schedule:
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
         """For each batch that comes back in each backward, the last one of those it left with."""
-        unique_bytes = sum(self.sizes_bytes.values())
-        self.totals = ScheduledTotals(
-            seen_bytes=sum(save.seen_bytes for save in seen),
-            unique_bytes=unique_bytes,
-            kept_bytes=unique_bytes - sum(self.sizes_bytes[value] for value in leaving),
-            window_bytes=plan.window_bytes,
-            peak_bytes=self._peak_bytes(requests),
-        )
+        # what a forward that follows it to its end adds to the counters (see `Counts`)
+        self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
+        self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
+        self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
         self.host_bytes = tuple(
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
             for values in (leaving - self.rest, self.rest)
@@ -243,12 +226,7 @@ def make_schedule(
     device: Device,
     paused: Sequence[int],
 ) -> Schedule:
-    """Return the schedule of a trace.
-
-    Args:
-        forecast: how full the device is in the backward, None if that is not known. It counts where there is one alone.
-        paused: before which saves a region of `no_offload` began, or ended.
-    """
+    """Return the schedule of a trace. The forecast of how full the device is counts where there is one backward alone."""
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD)
     ready = ready_at(seen)

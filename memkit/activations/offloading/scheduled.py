@@ -565,11 +565,8 @@ class _NoForward:
 
 
 class ScheduledSaves:
-    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next.
-
-    Args:
-        take: takes every other tensor. It may call `follow` to have a forward followed from this tensor on.
-    """
+    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next. `take` is given all
+    else, and may call `follow` to have a forward followed from there on."""
 
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
         self.forward: Any = _NoForward

@@ -98,11 +98,8 @@ class OffloadWindow:
     # Saving: the caller holds the lock, and has mended what was broken off
 
     def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
-        """Return the handle of a tensor that may leave; None if it stays, since moving it would free nothing.
-
-        Args:
-            asked: the action that the user, or an inner context, asked for; None to ask the forward's decider.
-        """
+        """Return the handle of a tensor that may leave; None if it stays, since moving it would free nothing. The user, or an
+        inner context, may have asked for an action; else the forward's decider says."""
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
             ledger.sweep()

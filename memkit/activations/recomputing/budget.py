@@ -74,19 +74,9 @@ def least_plan(trace: OpTrace, budget_bytes: int, score: DTRScore) -> Plan:
 
 
 class BudgetDecider(Decider):
-    """Decides for each save of one forward whether it is dropped at once.
-
-    Args:
-        counts: the counters of the iteration: the budget, and how far it was kept, are noted there.
-        last: the counters of the last iteration under the tag.
-        warn: called with the kind of a warning, each of which is given once, and the message.
-        raises: whether to raise if the budget can't be kept.
-        with_regions: returns the bytes that later steps need with regions, for a trace and the plan of single ops with the
-            fewest bytes. If that fits the budget, no warning is given in the meantime. By default there are no regions.
-
-    Raises:
-        BudgetInfeasible: the budget can't be kept, with `raises`.
-    """
+    """Decides for each save of one forward whether it is dropped at once. It notes the budget in the counts of the iteration,
+    and judges the last one. If the budget can't be kept, it raises `BudgetInfeasible`, or warns, unless `with_regions`
+    returns, for a trace and the plan of single ops with the fewest bytes, that later steps fit with regions."""
 
     def __init__(
         self,

@@ -37,10 +37,8 @@ _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
 class CompiledCalls:
-    """Finds the compiled modules that a thread runs, and turns the recorder off while each of them runs.
-
-    They are looked for in each outermost module that is called, by a global hook. The hook is off while that module runs.
-    """
+    """Finds the compiled modules that a thread runs, in each outermost module that is called, and turns the recorder off while
+    each of them runs."""
 
     def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
         self._title = title

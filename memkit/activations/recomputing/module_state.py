@@ -44,10 +44,8 @@ class LearnedReads:
 
 @dataclass(frozen=True, slots=True)
 class ReadOnly:
-    """The state of a module whose forward wrote to no buffer. A forward in the same state is expected to write to none either.
-
-    This can't be known if the forward depends on something else, such as a global or its inputs.
-    """
+    """The state of a module whose forward wrote to no buffer. In the same state it is expected to write to none either, though
+    it may depend on something else, such as a global or its inputs."""
 
     facts: tuple[tuple[Any, ...], ...]
     attributes: tuple[Any, ...]
@@ -408,11 +406,8 @@ Originals = dict[int, tuple[Tensor, int]]
 
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a module and its submodules, each once, in the order of `modules()`. That would make two Python calls for each
-    module, and two more for each that it is in.
-
-    A span is left out: it has nothing of its own, and is a new object in each step.
-    """
+    """Return a module and its submodules, each once, in the order of `modules()`, which makes two Python calls for each and
+    more. A span is left out: it has nothing of its own, and is a new object in each step."""
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [module]
     while waiting:

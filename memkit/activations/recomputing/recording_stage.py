@@ -17,7 +17,7 @@ from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.recomputing.settling import bytes_with_regions, settle
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import Entry, Stage, all_too_small, handing_on, is_within
+from memkit.activations.saved.entry import Stage, all_too_small, handing_on, is_within, moving_in
 from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.state import remat_states
@@ -49,13 +49,9 @@ _get_storage = Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
-    """Records the ops of a forward, and drops what can be recomputed.
-
-    Args:
-        moving: the next stage, of this context or an outer one, which may move what is not dropped.
-        outer: the innermost hooks outside, which are given what is not dropped if there is no such stage.
-        settles: whether later steps need not be recorded once it is known what they do.
-    """
+    """Records the ops of a forward, and drops what can be recomputed. What is not dropped goes to the next stage, which may
+    move it, or to the innermost hooks outside. If it `settles`, later steps need not be recorded once it is known what they
+    do."""
 
     moves = False
 
@@ -216,12 +212,9 @@ class RecordingStage(Stage):
             self.take_off()
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
-        if type(tensor) not in PLAIN_TYPES:
-            return self._take_of_class(tensor)
-        with torch_private.without_python_dispatch():  # what is done here is no part of the forward
-            return self._take_locked(tensor)
-
-    def _take_of_class(self, tensor: Tensor) -> KeptHandle:
+        if type(tensor) in PLAIN_TYPES:
+            with torch_private.without_python_dispatch():  # what is done here is no part of the forward
+                return self._take_locked(tensor)
         if has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
                 return self._hand_on_unchecked(tensor)
@@ -404,8 +397,7 @@ def open_recording(
 ) -> RecordingStage:
     """Return the recording stage for a context that is about to be entered: see there."""
     is_inner = moving is not None or is_within(tag)
-    if moving is None and outer is not None and isinstance(outer.owner, Entry):
-        moving = outer.owner.moving
+    moving = moving or moving_in(outer)
     state = remat_states.open(tag)
     with state.lock:
         stage = RecordingStage(state, options, moving=moving, outer=outer, settles=settles)

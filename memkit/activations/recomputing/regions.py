@@ -85,10 +85,6 @@ def _why_not_sharded(module: nn.Module) -> str:
     return ""
 
 
-def has_other_hooks(module: nn.Module) -> bool:
-    return not all(_are_own(getattr(module, name), _AROUND_SHARDED) for name in torch_private.MODULE_HOOKS)
-
-
 def _is_plain(parameter: nn.Parameter | None) -> bool:
     return parameter is None or type(local_of(parameter)) in (Tensor, nn.Parameter)
 
@@ -137,8 +133,10 @@ class Regions(Exclusive):
 
     @property
     def has_hooks(self) -> bool:
-        return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or any(
-            region.is_sharded and has_other_hooks(region.module) for region in self._regions
+        names = torch_private.MODULE_HOOKS
+        sharded = [region.module for region in self._regions if region.is_sharded]
+        return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or not all(
+            _are_own(getattr(module, name), _AROUND_SHARDED) for module in sharded for name in names
         )
 
     def __enter__(self) -> Regions:

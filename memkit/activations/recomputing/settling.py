@@ -26,12 +26,8 @@ _MOST_DEVIATIONS = 3
 
 
 def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool) -> None:
-    """Decide what the next steps do, after one was recorded to its end: drop nothing, have regions, or be recorded.
-
-    Args:
-        sizes: bytes of all saves, if they were added up.
-        is_timed: whether each op was timed by itself, which takes time.
-    """
+    """Decide what the next steps do, after one was recorded to its end, perhaps with each op timed by itself, which takes time:
+    drop nothing, have regions, or be recorded."""
     state.num_recorded += 1
     state.settled = None
     if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):

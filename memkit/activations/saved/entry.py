@@ -69,13 +69,13 @@ class Unasked:
             return pair
         (pack, unpack), graph = pair, _Graph(self)
 
-        def watched_pack(tensor: Tensor) -> _HeldGraph:
-            return _HeldGraph(pack(tensor), graph)
+        def watched_pack(tensor: Tensor) -> tuple[Any, _Graph]:
+            graph.is_used = True
+            return pack(tensor), graph
 
-        def watched_unpack(held: _HeldGraph) -> Tensor:
+        def watched_unpack(held: tuple[Any, _Graph]) -> Tensor:
             self.is_over = True
-            found: Tensor = unpack(held.packed)
-            return found
+            return unpack(held[0])
 
         return watched_pack, watched_unpack
 
@@ -89,15 +89,6 @@ class _Graph:
     def __del__(self) -> None:
         if self.is_used and not self._among.is_over:  # never, if `__init__` was interrupted
             self._among.num_unasked += 1
-
-
-class _HeldGraph:
-    __slots__ = ("_graph", "packed")
-
-    def __init__(self, packed: Any, graph: _Graph) -> None:
-        self.packed = packed
-        self._graph = graph
-        graph.is_used = True
 
 
 NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
@@ -131,11 +122,8 @@ class Stage(ABC):
 
     @abstractmethod
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
-        """Return what autograd is to hold in place of a tensor that it saves.
-
-        Args:
-            action: what to do with it, as the user or a stage before decided; None to decide here.
-        """
+        """Return what autograd is to hold in place of a tensor that it saves, by the action that the user or a stage before
+        decided."""
 
     @abstractmethod
     def mark(self, tensor: Tensor, action: Action) -> None:
@@ -145,13 +133,8 @@ class Stage(ABC):
 def handing_on(
     moving: Stage | None, outer: SavedTensorHooks | None, *, is_checked: bool = True
 ) -> Callable[[Tensor], KeptHandle]:
-    """Return a function that makes handles for tensors that a stage does nothing with. It gives them to the next stage; without
-    one, to outer hooks; without these, it keeps them.
-
-    Args:
-        outer: the innermost hooks outside.
-        is_checked: whether writes to the tensors are noticed. They are not for classes with `__torch_dispatch__`.
-    """
+    """Return a function that gives tensors to the next stage; without one, to outer hooks; without these, it keeps them. Writes
+    to tensors of classes with `__torch_dispatch__` are not checked."""
     if moving is not None:
         return moving.take
     if outer is None:
@@ -160,12 +143,8 @@ def handing_on(
 
 
 class Entry:
-    """One `with` block of a context.
-
-    Args:
-        is_last: whether no context may be entered inside, since that would hide tensors from this one.
-        block: tells whether the user is still in the context; None if that is not to be asked.
-    """
+    """One `with` block of a context, which tells whether the user is still in it. If it is the last, no context may be entered
+    inside, since that would hide tensors from this one."""
 
     def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
         self.kind = name
@@ -186,12 +165,7 @@ class Entry:
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
     def begin(self, pair: HookPair | None = None) -> None:
-        """Set the hooks.
-
-        Args:
-            pair: the hooks; by default those that give each tensor to the first stage. With `NO_PAIR` there are none, and no
-                tensor comes here.
-        """
+        """Set the hooks, by default those that give each tensor to the first stage. With `NO_PAIR` there are none."""
         try:
             if pair is NO_PAIR:
                 _bare.entries.append((len(stacked_owners()), self))
@@ -259,6 +233,11 @@ def entries_around() -> list[Entry]:
     owners = list(enumerate(stacked_owners(), start=1))
     around = sorted([*owners, *_bare.entries], key=operator.itemgetter(0)) if _bare.entries else owners
     return [owner for _, owner in reversed(around) if isinstance(owner, Entry)]
+
+
+def moving_in(outer: SavedTensorHooks | None) -> Stage | None:
+    """Return the stage that moves tensors in the context that has set these hooks, if there is one."""
+    return outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
 
 
 def refuse_in_budget(title: str) -> None:

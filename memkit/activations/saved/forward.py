@@ -54,14 +54,8 @@ class NumberedSaves:
 
 
 class Forward(NumberedSaves):
-    """What one forward has saved, each value once.
-
-    A value is what was in a storage when it was saved first; its number is that of the save. Where ops are recorded, this has
-    only what leaves: see `RecordedForward.moving`.
-
-    Args:
-        share: decides what leaves, and how much of it may be on the device.
-    """
+    """What one forward has saved, each value once: a value is what was in a storage when it was saved first; its number is that
+    of the save. Where ops are recorded, this has only what leaves: see `RecordedForward.moving`."""
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
         self.share = share

@@ -79,10 +79,8 @@ class Maker(Protocol):
 
 
 class Handle(KeptHandle):
-    """One save of a tensor whose storage has a record.
-
-    Once the record has left the device, the alias is an empty tensor that only shares the version counter.
-    """
+    """One save of a tensor whose storage has a record. Once that has left the device, the alias is an empty tensor that only
+    shares the version counter."""
 
     __slots__ = ("geometry", "node", "record", "reference", "sources", "unpacker")
 
@@ -113,16 +111,15 @@ class Handle(KeptHandle):
         return self.alias.size() if self.geometry is None else self.geometry.size
 
     def in_place(self) -> Tensor | None:
+        """Return the tensor over the storage that it was saved from, if that is still there: writes to it count as writes to
+        the saved tensor."""
         if self.geometry is None:
             return self.alias
         original = self.record.original()
-        return None if original is None else self.over_original(original)
-
-    def over_original(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor over its storage; writes to it count as writes to the saved tensor."""
-        assert self.geometry is not None
+        if original is None:
+            return None
         tensor = self.alias.detach()
-        tensor.data = self.geometry.over(storage)
+        tensor.data = self.geometry.over(original)
         return tensor
 
 

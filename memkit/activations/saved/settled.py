@@ -31,12 +31,8 @@ class Way(Enum):
 
 
 class TimedWays:
-    """Times a few steps of either way with events, from the entry to the end of the backward; the host waits for none of them.
-    The fastest steps are compared, since noise only adds time.
-
-    Args:
-        is_open: whether both ways are possible; otherwise regions are used, and nothing is timed.
-    """
+    """Times a few steps of either way with events, from the entry to the end of the backward, and compares the fastest ones;
+    the host waits for none. Unless both ways are possible, regions are used, and nothing is timed."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._pairs: dict[Way, list[tuple[Event, Event]]] = {way: [] for way in Way}
