@@ -256,10 +256,8 @@ def _device_of(model: nn.Module) -> Device | None:
 def _figures(tag: str) -> dict[str, Any] | None:
     """Return what `MemoryBudget` knows under a tag, by the fields of `SavedTensorStats`."""
     state = budget_states.get(tag)
-    return None if state is None else _figures_of(state)
-
-
-def _figures_of(state: BudgetState) -> dict[str, Any]:
+    if state is None:
+        return None
     with state.lock:
         state.sweep()
         counts, plan = state.counts, state.learning.last
@@ -276,9 +274,8 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
             "num_plans": state.learning.num_plans,
             **(counts if state.regions_tag is None else Counts()).figures_of_copies(),
         }
-    tag = state.regions_tag
-    regions = None if tag is None else remat_figures(tag)
-    if tag is None or regions is None:
+    regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
+    if regions is None:
         return figures
     figures |= {name: regions[name] for name in _OF_REGIONS}
     figures |= _with_regions(state)

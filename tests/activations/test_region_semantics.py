@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -52,6 +52,14 @@ def leaf(*shape: int) -> Tensor:
 
 def sines(x: Tensor) -> Tensor:
     return (x.sin() * x).exp().cos()
+
+
+def assert_same_as_plain(region: nn.Module, gradients: Callable[[], Sequence[Tensor]]) -> None:
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
 
 
 @contextmanager
@@ -241,11 +249,7 @@ def test_double_backward_within_the_context() -> None:
         (once,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
         return [once.detach(), *torch.autograd.grad(once.square().sum(), x)]
 
-    wanted = gradients()
-    with Regions({region: ALL}):
-        found = gradients()
-
-    assert_same_bits(found, wanted)
+    assert_same_as_plain(region, gradients)
 
 
 @pytest.mark.parametrize("kind", ["once", "retained", "double"])
@@ -256,11 +260,7 @@ def test_backward_in_the_forward(kind: str) -> None:
         return x.cos() * grad.square() * (1 if kind == "once" else y.exp())
 
     region, x = Run(computation), leaf()
-    wanted = torch.autograd.grad(region(x).sum(), x)
-    with Regions({region: ALL}):
-        loss = region(x).sum()
-
-    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+    assert_same_as_plain(region, lambda: torch.autograd.grad(region(x).sum(), x))
 
 
 @pytest.mark.parametrize("has_thread", [False, True])
@@ -361,11 +361,7 @@ def test_arguments_of_all_kinds() -> None:
         loss = (out["y"] + out["z"] * z).sum()
         return [loss.detach(), *torch.autograd.grad(loss, (x, y, z))]
 
-    wanted = gradients()
-    with Regions({region: ALL}):
-        found = gradients()
-
-    assert_same_bits(found, wanted)
+    assert_same_as_plain(region, gradients)
     assert region.num_runs == 3
 
 
@@ -486,11 +482,7 @@ def test_autocast(backward_too: bool) -> None:
                 return [loss.detach(), *torch.autograd.grad(loss, (x, linear.weight))]
         return [loss.detach(), *torch.autograd.grad(loss, (x, linear.weight))]
 
-    wanted = gradients()
-    with Regions({region: ALL}):
-        found = gradients()
-
-    assert_same_bits(found, wanted)
+    assert_same_as_plain(region, gradients)
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -505,11 +497,7 @@ def test_autocast_that_is_on_in_the_backward_alone() -> None:
             assert torch.is_autocast_enabled("cpu")
         return [loss.detach(), *found]
 
-    wanted = gradients()
-    with Regions({region: ALL}):
-        found = gradients()
-
-    assert_same_bits(found, wanted)
+    assert_same_as_plain(region, gradients)
 
 
 def test_random_state_is_that_of_the_forward_and_then_of_the_backward() -> None:
@@ -521,11 +509,7 @@ def test_random_state_is_that_of_the_forward_and_then_of_the_backward() -> None:
         torch.rand(7)
         return [loss.detach(), *torch.autograd.grad(loss, x), torch.rand(3), torch.get_rng_state()]
 
-    wanted = gradients()
-    with Regions({region: ALL}):
-        found = gradients()
-
-    assert_same_bits(found, wanted)
+    assert_same_as_plain(region, gradients)
 
 
 def test_recompute_trains_as_the_forward_did() -> None:
@@ -542,11 +526,7 @@ def test_recompute_trains_as_the_forward_did() -> None:
         region[2].eval()
         return found
 
-    wanted = gradients()
-    with Regions({region: ALL}):
-        found = gradients()
-
-    assert_same_bits(found, wanted)
+    assert_same_as_plain(region, gradients)
 
 
 def test_settings_of_the_process_are_those_of_the_forward() -> None:

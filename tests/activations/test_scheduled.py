@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from torch.nn import functional
 import memkit
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
-from memkit.device import CudaDevice, Device, ReferenceDevice
+from memkit.device import Device, ReferenceDevice
 from memkit.errors import HostMemoryError
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on
@@ -490,54 +489,6 @@ def test_backward_fails_and_is_run_again(offloads: Offloads, options: dict[str, 
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y, node, handle
         offloads.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-def test_host_memory_of_a_tag_that_was_reset_goes_back_with_the_backward(offloads: Offloads, options: dict[str, Any]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    y = learned(offloads, lambda: chain(x, IN_BATCHES), **options)
-    (window,) = offload_states[TAG].windows()
-    memkit.reset(TAG)
-    assert window.arena.held_bytes > 0
-
-    gradient_of(y, x)
-
-    assert window.scheduled is None
-    assert window.arena.in_use_bytes == 0
-    if isinstance(offloads.device, CudaDevice):  # what its copies may still read goes with the next call
-        offloads.device.synchronize()
-        window.settle()
-    assert window.arena.held_bytes == 0
-
-
-def test_many_steps_leave_what_three_did(offloads: Offloads) -> None:
-    x, left, num_objects = leaf_on(offloads.device.torch_device), [], []
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(60):
-            with offloads(window_units=2):
-                y = chain(x, IN_BATCHES)
-            gradient_of(y, x)
-            del y
-            if number in (9, 59):
-                offloads.assert_nothing_is_left()
-                stats = memkit.stats(TAG)
-                (window,) = offload_states[TAG].windows()
-                left.append(
-                    (
-                        stats.host_held_bytes,
-                        stats.num_pins,
-                        stats.host_peak_bytes,
-                        len(window.traces),
-                        len(window.live()),
-                    )
-                )
-                num_objects.append(len(gc.get_objects()))
-    finally:
-        gc.enable()
-    assert left[0] == left[1]
-    assert num_objects[1] - num_objects[0] < 25  # of fifty steps, each of which would leave one or more
 
 
 # Streams

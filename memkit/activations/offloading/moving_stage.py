@@ -117,7 +117,6 @@ class MovingStage(Stage):
         saw_device = self._saw_device or bool(self._forwards) or self._scheduled is not None
         if self._scheduled is not None:
             scheduled = self._scheduled
-            scheduled.end_forward()
             if not (scheduled.is_complete or scheduled.has_backward or has_failed or self._forwards):
                 self._forward_on(scheduled.device)  # a shorter one
             self._end_scheduled(scheduled)
@@ -436,7 +435,7 @@ def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, coun
             is_short = True
     taken = [span for span in spans if span is not None]
     if is_short:
-        schedule.find_no_room()
+        schedule.note_no_room()
     if is_short or any(span.staging is not None for span in taken):
         for span in taken:
             window.arena.give(span)

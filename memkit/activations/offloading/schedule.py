@@ -152,7 +152,7 @@ class Schedule:
             )
         return made
 
-    def find_no_room(self) -> None:
+    def note_no_room(self) -> None:
         """Note that there is no host memory for it now: some forwards do without it, more each time, up to `_MOST_PASSED`."""
         self._num_refused += 1
         self.num_passed = min(2**self._num_refused, _MOST_PASSED)

@@ -11,11 +11,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
+from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.core import backwards, torch_private
@@ -26,10 +28,6 @@ from memkit.core.torch_state import is_saved_by_compiled_code, label
 from memkit.device.base import CopyBatch
 from memkit.errors import note_no_room
 from memkit.transfer.host_memory import Span
-
-if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
-    from memkit.activations.offloading.window import OffloadWindow
 
 
 def wait_for(batch: CopyBatch) -> None:

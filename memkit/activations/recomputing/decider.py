@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memkit.activations.saved.traces import Follower, OpTrace, SaveKey
-    from memkit.plan import Action
+from memkit.activations.saved.traces import Follower, OpTrace, SaveKey
+from memkit.plan import Action
 
 
 class Decider(ABC):

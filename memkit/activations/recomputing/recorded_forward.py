@@ -6,11 +6,11 @@ import functools
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.sources import Anchors, Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, NumberedSaves, contents_of
@@ -26,9 +26,6 @@ from memkit.errors import ReplayMismatchError, note_on
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
-
-if TYPE_CHECKING:
-    from memkit.activations.offloading.window import OffloadWindow
 
 
 class RecordedForward(NumberedSaves):

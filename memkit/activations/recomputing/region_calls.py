@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from memkit.activations.recomputing.module_state import (
     ModuleState,
     NoRegion,
     Noted,
+    Originals,
     Surroundings,
     current_surroundings,
     drawn_from,
@@ -53,9 +54,6 @@ from memkit.core.sequentials import SpannedForward, kind_of
 from memkit.core.tensors import Geometry, is_range_of_bytes
 from memkit.core.torch_state import is_sharded_by_fsdp2, is_traced, label, leave_untraced
 from memkit.errors import ReplayMismatchError, note_on
-
-if TYPE_CHECKING:
-    from memkit.activations.recomputing.module_state import Originals
 
 
 def take_off(pack: Callable[[Tensor], object]) -> bool:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, least_plan
 from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions, region_choices
-from memkit.activations.saved.settled import Settled, TimedWays, Way
+from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
+from memkit.activations.saved.state import RematState
 from memkit.activations.saved.traces import Trace
 from memkit.errors import BudgetInfeasible
-from memkit.plan import Plan
-
-if TYPE_CHECKING:
-    from memkit.activations.saved.settled import SizesSeen
-    from memkit.activations.saved.state import RematState
-    from memkit.plan import RegionNeeds
+from memkit.plan import Plan, RegionNeeds
 
 _NUM_RECORDED = 3
 """At least this many steps are recorded: the seconds of each op are known from the third."""

@@ -295,7 +295,7 @@ class Traces:
         self, follower: Follower, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> Trace:
         """Return the trace of a recorded forward that is over, which is put first."""
-        trace = follower.ended_as(recording.funcs)
+        trace = self.find(follower.keys, recording.funcs)
         if trace is None:
             marks = {key.value: key.mark for key in follower.keys}  # those given before the save tell one trace from another
             ops = OpTrace(step_of(recording, saves, nodes, marks), names_of(recording, dict.fromkeys(saves)))
@@ -386,12 +386,6 @@ class Follower:
     @property
     def is_whole(self) -> bool:
         return self.trace is not None and self._place == len(self.trace.keys)
-
-    def ended_as(self, funcs: Sequence[Any] = ()) -> Trace | None:
-        trace = self.trace
-        if trace is not None and not trace.is_report and len(trace.keys) == len(self.keys) and trace.funcs == funcs:
-            return trace
-        return self._traces.find(self.keys, funcs)
 
 
 class Capture:

@@ -299,47 +299,6 @@ def test_change_within_the_context_is_heeded(
     assert memkit.stats("change").is_recorded
 
 
-class Fails(nn.GELU):
-    """Raises when it is told to."""
-
-    fails: list[bool]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ValueError("told to")
-        return super().forward(x)
-
-
-@pytest.mark.slow
-def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> None:
-    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
-    fails: list[bool] = []
-    for place, layer in enumerate(model):
-        if type(layer) is nn.GELU:
-            model[place] = Fails()
-            model[place].fails = fails
-    steady(model, x, remat_on, "raises")
-    before = own_attributes(model)
-    fails.append(True)
-    with pytest.raises(ValueError, match="told to"), remat_on(0.5, "raises"):
-        model(x)
-    with remat_on(0.5, "raises"):
-        with pytest.raises(ValueError, match="told to"):
-            model(x)
-        fails.clear()
-        torch.manual_seed(4)
-        loss = model(x).sum()
-    model.zero_grad()
-    loss.backward()
-    found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-    torch.manual_seed(4)
-
-    assert own_attributes(model) == before
-    assert_same_bits(found, train(model, x, nullcontext))
-    for _ in range(3):
-        compare(model, x, remat_on, "raises")
-
-
 class Counts(nn.GELU):
     """Counts its calls, in an attribute."""
 
