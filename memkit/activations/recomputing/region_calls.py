@@ -431,7 +431,7 @@ class RegionSpec:
     learned: LearnedReads = field(default_factory=LearnedReads)
 
 
-class Thread(threading.local):
+class RegionsThread(threading.local):
     def __init__(self) -> None:
         self.is_in = False
         self.outer: object = None
@@ -445,8 +445,8 @@ class Thread(threading.local):
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    thread: Thread
+class RegionsCommon:
+    thread: RegionsThread
     keep: Callable[[Tensor], KeptHandle]
     counts: Counts | None
     not_taken: dict[nn.Module, str]
@@ -455,7 +455,7 @@ class Common:
 class RegionModule:
     """A module whose calls are regions, each recomputed as a whole."""
 
-    def __init__(self, module: nn.Module, spec: RegionSpec, common: Common, forward: SpannedForward | None) -> None:
+    def __init__(self, module: nn.Module, spec: RegionSpec, common: RegionsCommon, forward: SpannedForward | None) -> None:
         self.module, self.forward = module, forward
         self.code = code_of(module)
         """The compiled code, if the module is compiled: it saves other tensors than the module's forward."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
-from memkit.activations.recomputing.region_calls import Common, RegionModule, RegionSpec, Thread, end_after, watch
+from memkit.activations.recomputing.region_calls import RegionModule, RegionsCommon, RegionSpec, RegionsThread, end_after, watch
 from memkit.activations.saved.counts import Counts
 from memkit.core import torch_private
 from memkit.core.compiled import is_compiled
@@ -118,7 +118,7 @@ class Regions(Exclusive):
         counts: Counts | None = None,
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
-        self._common = Common(Thread(), keep, counts, {})
+        self._common = RegionsCommon(RegionsThread(), keep, counts, {})
         forwards = spanned_forwards(chosen)
         self._regions = [RegionModule(module, spec, self._common, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()

@@ -70,8 +70,9 @@ class Unasked:
         (pack, unpack), graph = pair, _Graph(self)
 
         def watched_pack(tensor: Tensor) -> tuple[Any, _Graph]:
+            packed = pack(tensor)
             graph.is_used = True
-            return pack(tensor), graph
+            return packed, graph
 
         def watched_unpack(held: tuple[Any, _Graph]) -> Tensor:
             self.is_over = True
