@@ -21,7 +21,7 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.chains import Context
 from tests.activations.conftest import Offload
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.compiling import WITH_COMPILED, frames_of_memkit
+from tests.compiling import WITH_COMPILED
 
 pytestmark = WITH_COMPILED
 
@@ -167,7 +167,6 @@ def test_offload_inside_a_compiled_function(device: Device, offloading: Offload)
     torch.compile(model.forward, backend="aot_eager")(x).sum().backward()
 
     assert_same_bits(found, [param.grad for param in model.parameters()])
-    assert frames_of_memkit() == []
     assert memkit.stats("inside").moved_out_bytes > 0
 
 

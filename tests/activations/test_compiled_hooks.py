@@ -104,3 +104,19 @@ def test_hooks_called_by_code_that_dynamo_may_still_compile(device: Device) -> N
     assert run.__code__ in seen
     assert were_compiling == [False, False, False][: len(were_compiling)]
     assert seen.isdisjoint({Hooks.pack.__code__, Hooks.unpack.__code__, _leaf.__code__})
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_context_that_is_entered_in_a_compiled_function(device: Device, offloading: Offload) -> None:
+    model = nn.Sequential(*[Block(breaks=False) for _ in range(2)]).to(device.torch_device)
+    context = offloading(1.0, "inside", window_bytes=0)
+
+    def forward(x: Tensor) -> Tensor:
+        with context:
+            return model(x)
+
+    x = torch.randn(16, 32, device=device.torch_device)
+    torch.compile(forward, backend="aot_eager")(x).sum().backward()
+
+    assert frames_of_memkit() == []
+    assert memkit.stats("inside").moved_out_bytes > 0

@@ -36,10 +36,8 @@ _MOST_CLONED_BYTES = 2**16
 class LearnedReads:
     """What the last step has learned of a module's buffers, for the next one."""
 
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: ReadOnly | None = None
+    last: ReadOnly | None = None
+    """The state in which its forward only read its buffers; None if it wrote to one."""
 
 
 @dataclass(frozen=True, slots=True)
