@@ -26,17 +26,9 @@ _MOST_NAMES = 3
 
 
 class Unused:
-    """Warns once, when an optimizer is about to step a module's parameters though its forward has not been called yet.
-
-    As with a LightningModule, whose `training_step` calls the modules in it. Until `end()` this costs a look at each optimizer
-    step, and nothing from then on. The parts of a module may be called ahead of its forward: only the step tells.
-
-    The hook is never removed within a step: torch goes through all hooks of its kind there, and fails if one goes meanwhile.
-
-    Args:
-        module: held weakly.
-        what: what was attached, for the warning. That points at the line outside of memkit from where this is made.
-    """
+    """Warns once, when an optimizer is about to step a module's parameters though its forward has not been called yet, at the
+    line outside of memkit from where this is made. The parts of a module may be called ahead of its forward: only the step
+    tells. The hook is never removed within a step: torch goes through all hooks of its kind there, and fails if one goes."""
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self._module = weakref.ref(module)
@@ -46,14 +38,13 @@ class Unused:
         """Whether there are gradients of an earlier forward, which the next step is about."""
         self._has_warned = False
         self._hooks = HookSet()
-        self._hooks.before_any_step(functools.partial(_note_step, weakref.ref(self)))  # so that it goes at once
+        note = weakref.WeakMethod(self.note_step)  # so that this goes at once
+        self._hooks.before_any_step(lambda optimizer: None if (alive := note()) is None else alive(optimizer))
 
     def end(self) -> None:
-        """Warn of nothing any more: the forward was called with grad mode on, or nothing is attached any more."""
         self._hooks.remove()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if an optimizer is about to step parameters of the module, and its forward was never called."""
         module = self._module()
         if module is None or self._has_warned:
             return
@@ -79,18 +70,9 @@ class Unused:
         )
 
 
-def _note_step(reference: weakref.ref[Unused], optimizer: torch.optim.Optimizer) -> None:
-    unused = reference()
-    if unused is not None:
-        unused.note_step(optimizer)
-
-
 def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
-    """Leave a context as the call has ended that it was around.
-
-    Args:
-        note: what to tell of it should it have raised because of tensors without data.
-    """
+    """Leave a context as the call has ended that it was around; `note` is for one that raised because of tensors without
+    data."""
     error: BaseException | None = None
     if ending is not Ending.RETURNED:
         error = sys.exc_info()[1] if ending is Ending.RAISED else KeyboardInterrupt()

@@ -83,10 +83,7 @@ class ForwardContext(Exclusive):
 
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """A module is about to be called for the first time, with gradients: look ahead at what that does, where it helps.
-
-        Returns:
-            What to tell of that should the call raise.
-        """
+        Return what to tell of that should the call raise."""
         return ""
 
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:

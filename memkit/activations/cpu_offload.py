@@ -10,7 +10,7 @@ from torch import nn
 
 from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions, offload_figures, paused
-from memkit.activations.recomputing.budget import marks_alone
+from memkit.activations.recomputing.budget import recorded_alone
 from memkit.activations.recomputing.recording_stage import open_recording
 from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, refuse_in_budget, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
@@ -27,6 +27,7 @@ from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak
 from memkit.profile import MemoryReport, find_report, timed_saves
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
+from memkit.recording.ops import op_kinds
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -159,7 +160,9 @@ class CPUOffload(ForwardContext):
                 return NO_PAIR
             state.counts = moving.counts
         if state.is_recorded and not in_dual_level():
-            entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=moving)
+            no_plan = "dtr"  # a plan would also drop what others bring along, as that takes no time
+            marks_alone = recorded_alone(self.min_bytes, self.device, op_kinds(), policy=no_plan)
+            entry.recording = open_recording(self.tag, marks_alone, moving=moving)
             return None
         return moving.follow_schedules(entry.pack), unpack
 

@@ -256,41 +256,15 @@ def _device_of(model: nn.Module) -> Device | None:
 def _figures(tag: str) -> dict[str, Any] | None:
     """Return what `MemoryBudget` knows under a tag, by the fields of `SavedTensorStats`."""
     state = budget_states.get(tag)
-    return None if state is None else _figures_of(state)
-
-
-def _figures_of(state: BudgetState) -> dict[str, Any]:
+    if state is None:
+        return None
     with state.lock:
         state.sweep()
-        counts, windows = state.counts, state.windows()
-        ledgers = [window.ledger for window in windows]
-        scheduled = [forward for window in windows for forward in window.all_scheduled]
-        counter, plan = state.counter, state.learning.last
+        counts, plan = state.counts, state.learning.last
         figures = {
-            "num_iterations": state.num_iterations,
-            "live_records": sum(ledger.num_records for ledger in ledgers) + sum(each.num_live for each in scheduled),
-            "live_bytes": sum(ledger.live_bytes for ledger in ledgers) + sum(each.live_bytes for each in scheduled),
-            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
-            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
-            "num_deviations": state.num_deviations,
+            **state.figures(),
             "budget_bytes": state.budget_bytes,
-            "follows_plan": counts.follows_plan,
-            "is_recorded": state.is_recorded,
-            "num_ops": counts.num_ops,
-            "num_saved": counts.num_saved,
-            "saved_bytes": counts.saved_bytes,
             "num_kept": max(0, counts.num_saved - counts.num_dropped - counts.moved_out.num_copies),
-            "num_dropped": counts.num_dropped,
-            "dropped_bytes": counts.dropped_bytes,
-            "ledger_peak_bytes": counts.peak_bytes,
-            "num_replays": counts.num_replays,
-            "num_replayed_ops": counts.num_replayed_ops,
-            "estimated_replay_s": counts.replayed_s,
-            "measured_replay_s": counts.replayed.total_s(),
-            "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
-            "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
-            "host_held_bytes": sum(window.arena.held_bytes for window in windows),
-            "num_pins": sum(window.arena.num_pins for window in windows),
             "predicted_peak_bytes": None if plan is None else plan.predicted_peak_bytes,
             "step_peak_bytes": state.learning.last_peak_bytes,
             "predicted_s": None if plan is None else plan.predicted_s,
@@ -300,9 +274,8 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
             "num_plans": state.learning.num_plans,
             **(counts if state.regions_tag is None else Counts()).figures_of_copies(),
         }
-    tag = state.regions_tag
-    regions = None if tag is None else remat_figures(tag)
-    if tag is None or regions is None:
+    regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
+    if regions is None:
         return figures
     figures |= {name: regions[name] for name in _OF_REGIONS}
     figures |= _with_regions(state)

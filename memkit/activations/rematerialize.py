@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage, open_recording, remat_figures
-from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.unrecorded import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, refuse_in_budget, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
@@ -151,7 +150,7 @@ class Rematerialize(RecordedContext):
 
                 steady = open_layers_again(state, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settling=NEXT_STEPS)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settles=True)
             entry.recording.model = None if self._model is None else self._model()
             entry.unasked = remat_states[self.tag].unasked
             entry.begin(None if steady is None else steady.pair)

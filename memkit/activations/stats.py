@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields
@@ -14,21 +15,14 @@ from memkit.core.sizes import format_bytes
 _USED_BY = "used by"
 
 
-def _of(context: str, default: Any) -> Any:
+def _of(context: str, default: Any = 0) -> Any:
     """Return a field that only contexts of one kind fill in."""
     return field(default=default, metadata={_USED_BY: context})
 
 
-def _of_offload(default: Any = 0) -> Any:
-    return _of("CPUOffload", default)
-
-
-def _of_remat(default: Any = 0) -> Any:
-    return _of("Rematerialize", default)
-
-
-def _of_budget(default: Any = 0) -> Any:
-    return _of("MemoryBudget", default)
+_of_offload = functools.partial(_of, "CPUOffload")
+_of_remat = functools.partial(_of, "Rematerialize")
+_of_budget = functools.partial(_of, "MemoryBudget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +177,8 @@ class SavedTensorStats:
 
 def _row(name: str, value: Any) -> tuple[str, str]:
     """Return a figure as a person reads it; its name says its unit."""
-    for unit in ("_bytes_per_s", "_bytes", "_s"):
-        if name.endswith(unit):
-            label = name.removesuffix(unit)
-            break
-    else:
-        unit, label = "", name
-    label = label.replace("num_", "#").replace("_", " ")
+    unit = next((unit for unit in ("_bytes_per_s", "_bytes", "_s") if name.endswith(unit)), "")
+    label = name.removesuffix(unit).replace("num_", "#").replace("_", " ")
     if unit == "_bytes_per_s":
         label = label.upper()
     if value is None:
@@ -201,26 +190,15 @@ def _row(name: str, value: Any) -> tuple[str, str]:
     return label, f"{1e3 * value:.2f} ms" if unit == "_s" else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A kind of context that knows figures."""
-
-    tags: Callable[[], Iterable[str]]
-    figures: Callable[[str], dict[str, Any] | None]
+_Tags = Callable[[], Iterable[str]]
+_Figures = Callable[[str], dict[str, Any] | None]
+_sources: dict[str, tuple[_Tags, _Figures]] = {}
 
 
-_sources: dict[str, _Source] = {}
-
-
-def report_from(context: str, *, tags: Callable[[], Iterable[str]], figures: Callable[[str], dict[str, Any] | None]) -> None:
-    """Have `stats` ask contexts of one kind.
-
-    Args:
-        context: the name of the kind.
-        tags: returns the tags under which one was entered.
-        figures: returns the fields of `SavedTensorStats` that it fills in for a tag, None if none was entered under that.
-    """
-    _sources[context] = _Source(tags, figures)
+def report_from(context: str, *, tags: _Tags, figures: _Figures) -> None:
+    """Have `stats` ask contexts of one kind, by its name: `tags` returns those under which one was entered, and `figures` the
+    fields of `SavedTensorStats` that it fills in for a tag, None if none was entered under that."""
+    _sources[context] = tags, figures
 
 
 def stats(tag: str = "default") -> SavedTensorStats:
@@ -229,10 +207,10 @@ def stats(tag: str = "default") -> SavedTensorStats:
     Raises:
         ValueError: no context with that tag was entered with grad mode on, since it was reset.
     """
-    asked = {context: source.figures(tag) for context, source in _sources.items()}
+    asked = {context: figures(tag) for context, (_, figures) in _sources.items()}
     found = {context: figures for context, figures in asked.items() if figures is not None}
     if not found:
-        known = sorted({known for source in _sources.values() for known in source.tags()})
+        known = sorted({known for tags, _ in _sources.values() for known in tags()})
         do = f"Pass one of {', '.join(map(repr, known))}, or run" if known else "Run"
         raise ValueError(
             f'memkit.stats needs a tag under which a context was entered with grad mode on; found none under "{tag}". {do} a '

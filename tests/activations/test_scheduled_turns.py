@@ -98,29 +98,6 @@ def test_copies_go_one_after_the_other_where_the_forward_ends_before_them() -> N
     offloads.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_batch_waits_for_the_one_ahead(waits: bool) -> None:
-    device = ReferenceDevice()
-    first, second = device.new_stream("first"), device.new_stream("second")
-    storage, made, host = device.allocate(4), device.allocate(4), torch.empty(4, dtype=torch.uint8)
-    storage.fill_(7)
-    device.pin(host)
-    piece = Piece(0, 0, host, host.data_ptr(), 4)
-    out = device.copy_batch(first, [piece], is_out=True)
-    back = device.copy_batch(second, [piece], is_out=False, ahead=out if waits else None)
-
-    out.start([storage])
-    if waits:
-        back.start([made])
-        back.wait()
-        out.wait()
-        assert list(made) == [7] * 4
-        device.synchronize()
-    else:
-        with pytest.raises(RaceError):
-            back.start([made])
-
-
 def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, PlacedCopies]:
     """Return the schedule of the last step, and its copies."""
     x = leaf_on(offloads.device.torch_device)

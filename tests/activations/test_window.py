@@ -42,7 +42,7 @@ def _coming(tag: str) -> set[int]:
 
 def _records(tag: str) -> list[Record]:
     (window,) = offload_states[tag].windows()
-    return [record for run in window.forwards.live() for record in run.records()]
+    return [record for run in window.live() for record in run.records()]
 
 
 @pytest.mark.core(1)

@@ -246,7 +246,7 @@ def test_step_on_a_gpu(name: str) -> None:
 
 
 EDGES = ("enter_with", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "end_left")
-COPIES = ("_pack", "keep_up", "start", "_release_next", "_unpack", "_fetch_next", "_serve_last", "settle_scheduled", "close")
+COPIES = ("_pack", "keep_up", "start", "_release_next", "_unpack", "_fetch_next", "_serve_last", "settle", "close")
 
 
 @pytest.mark.parametrize("is_made_once", [True, False])

@@ -1,12 +1,9 @@
-"""`MovingStage`: moves saved tensors to host memory, as many as a ratio asks for (`RatioDecider`); `ScheduledStage`: where a
-forward begins like an earlier one, it follows a schedule.
-"""
+"""`MovingStage`: moves saved tensors to host memory, as many as a ratio asks for (`RatioDecider`), or by a schedule."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,10 +19,10 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small
 from memkit.activations.saved.forward import Forward
 from memkit.activations.saved.state import OffloadState, offload_states
-from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SeenSave, Trace, Traces
+from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SeenSave, Trace, Traces, key_of
 from memkit.activations.stats import fragmentation_hint
 from memkit.core import torch_private
-from memkit.core.interrupts import Blocks
+from memkit.core.interrupts import Blocks, mended
 from memkit.core.kept import FlattenedHandle, KeptHandle
 from memkit.core.tensors import is_range_of_bytes, storage_key
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
@@ -34,6 +31,7 @@ from memkit.errors import HostMemoryError
 from memkit.plan import Action, Forecast, Plan, RatioSoFar
 from memkit.transfer.host_memory import Span
 
+_LOGGER = logging.getLogger(__name__)
 paused = Blocks()
 
 
@@ -47,12 +45,15 @@ class OffloadOptions:
     device: Device | None
 
 
-class ScheduledStage(Stage):
-    """The half of a `MovingStage` that has forwards follow schedules: while one does, tensors come to `ScheduledSaves`.
+_MANY_SAVES, _MOST = 9, 0.75
+"""No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
 
-    Args:
-        resident: storages that the caller holds in any case, by their keys (`core.tensors.storage_key`).
-    """
+
+class MovingStage(Stage):
+    """Lets saved tensors leave for host memory, save by save, or by a schedule where a forward begins like an earlier one. The
+    caller holds the `resident` storages in any case, which are by their keys (`core.tensors.storage_key`)."""
+
+    moves = True
 
     def __init__(
         self,
@@ -62,31 +63,96 @@ class ScheduledStage(Stage):
         resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
     ) -> None:
         self.counts = Counts(ratio)
-        self._state = state
-        self._options = options
-        self._resident = resident
+        self._state, self._options, self._resident = state, options, resident
         self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._capture: Capture | None = None if paused.are_any() else Capture()
         """Notes all that the hooks are given, as long as that may be of use."""
         self._saves: ScheduledSaves | None = None
-        """Takes what follows a schedule, if anything may."""
         self._scheduled: ScheduledForward | None = None
         self._may_follow = True
         """Whether the next save may be the first of a forward that follows a schedule, or the first that goes another way."""
         self._left: Trace | None = None
-        """What was followed up to where the forward has gone another way."""
+        """The trace that was followed up to where the forward has gone another way."""
         self._saw_device = False
         self._is_alone = True
-        """Whether no one but autograd has said what is saved, and what is to become of it."""
-
-    @abstractmethod
-    def _backward_has_begun(self) -> bool:
-        """Tell whether a backward has requested anything since the last save: the next save begins another forward then."""
+        """Whether neither an inner context nor a mark has decided what is done with a tensor."""
+        self._saw_shared: Device | None = None
+        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
+        """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
+        self._may_be_compiled = dynamo_is_loaded()
+        self.is_idle = False
+        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
+        """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
 
     @property
     def _asked(self) -> tuple[Hashable, ...]:
         return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
+
+    def _backward_has_begun(self) -> bool:
+        for _, forward in self._forwards.values():
+            if not forward.is_forward:
+                return True
+        scheduled = self._scheduled
+        return scheduled is not None and scheduled.has_backward and not self._forwards
+
+    def begin(self) -> None:
+        asked = self._options.device
+        if self.is_idle:
+            return
+        windows = self._state.windows()
+        if self._saves is not None and any(trace.seen is not None for window in windows for trace in window.traces):
+            self._saw_device = True  # in an earlier step
+            return  # the first save tells whether a schedule is followed
+        if asked is None:
+            for window in windows:
+                self._forward_on(window.device)
+        elif asked.has_own_memory:  # pin ahead of the first save
+            self._forward_on(asked)
+
+    def take_off(self) -> None:
+        self._saves = None
+
+    def end(self, *, has_failed: bool) -> None:
+        saw_device = self._saw_device or bool(self._forwards) or self._scheduled is not None
+        if self._scheduled is not None:
+            scheduled = self._scheduled
+            if not (scheduled.is_complete or scheduled.has_backward or has_failed or self._forwards):
+                self._forward_on(scheduled.device)  # a shorter one
+            self._end_scheduled(scheduled)
+        if not has_failed and saw_device:
+            self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
+        for window, forward in self._forwards.values():
+            window.end_forward(forward, learn=not has_failed)
+        if not has_failed:
+            self._file_seen()
+        self._warn_of_whole_model()
+        if not has_failed:
+            self._warn_of_small()
+        self._forwards.clear()  # the graph alone keeps a forward alive from here on: it counts in the limit until it dies
+        if self._saw_shared is not None and not saw_device:
+            self._state.warn_once("shared", f"nothing moves: {why_nothing_is_freed(self._saw_shared)}")
+
+    def _warn_of_whole_model(self) -> None:
+        sizes_bytes = max(self._saves_of_nodes.values(), key=sum, default=[])
+        share = sum(sizes_bytes) / max(1, sum(map(sum, self._saves_of_nodes.values())))
+        if len(sizes_bytes) >= _MANY_SAVES and share >= _MOST and self.counts.ratio != 0:
+            self._state.warn_once(
+                "whole model",
+                f"one node of the graph saved {len(sizes_bytes)} tensors at once, {share:.0%} of all bytes, as it is when a "
+                "model is compiled as a whole. Nothing can leave before its end, so that the peak of the forward is that of no "
+                "offload. Compile each block of the model by itself (block.compile()).",
+            )
+
+    def _warn_of_small(self) -> None:
+        if self._small_bytes is None or not (self._small_bytes or self.counts.unique_bytes):
+            return
+        self._state.looks_for_large = False
+        if not self.counts.unique_bytes:
+            message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
+            self._state.warn_once("small", message)
+
+    # Following a schedule
 
     def note_pause(self) -> None:
         if self._capture is not None:
@@ -95,7 +161,6 @@ class ScheduledStage(Stage):
             self._scheduled.stop()
 
     def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a pack hook for forwards that go like earlier ones."""
         self._saves = ScheduledSaves(take)
         return self._saves.pack
 
@@ -113,26 +178,18 @@ class ScheduledStage(Stage):
         if behind is not None and behind.num_saves == 0:
             self._capture = Capture()
             self._capture.paused = [0] * behind.num_pauses
-        if behind is not None and not behind.is_untouched:
+        if behind is not None and (behind.num_sent or behind.alone or not behind.is_over):
             return None
         state, options, windows = self._state, self._options, self._state.windows()
         if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
             return None
-        (window,), asked = windows, (self._asked, self.counts.ratio, options.window_bytes)
+        window, asked = windows[0], (self._asked, self.counts.ratio, options.window_bytes)
         noted = () if capture is None else tuple(capture.paused)
         if behind is not None:
             noted = behind.trace.paused[: behind.num_pauses]
         with state.lock:
-            if window.is_broken:
-                window.mend()
-            try:
-                window.arena.limit_bytes = options.host_limit_bytes
-                forward = follow_schedule(window, *asked, self.counts, tensor, noted, behind)
-                if forward is not None:
-                    self._saves.follow(forward)
-            except BaseException:  # as `mended` does
-                window.is_broken = True
-                raise
+            window.arena.limit_bytes = options.host_limit_bytes
+            forward = follow_schedule(window, self._saves, asked, self.counts, tensor, noted, behind)
         if forward is not None:
             self._scheduled, self._capture, self._may_follow = forward, None, True
             self._devices[window.device.torch_device] = window.device
@@ -146,11 +203,6 @@ class ScheduledStage(Stage):
         self._saw_device = True
         self._capture = None if paused.are_any() or not self._is_alone else Capture()
 
-    def _is_captured(self, capture: Capture, forward: Forward) -> bool:
-        values = {save.value for save in capture.saves}
-        is_all = values - {NO_VALUE} == set(forward.by_number)
-        return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
-
     def _file_seen(self) -> None:
         """File all saves of a forward that went save by save, so that later ones can be compared with it."""
         capture, left = self._capture, self._left
@@ -160,7 +212,9 @@ class ScheduledStage(Stage):
                 left.seen_under = None  # what it did not have as it was shows the next time
             elif left is not None and trace is not None:
                 trace.await_whole()
-            if capture is not None and self._is_captured(capture, forward):
+            if capture is None or not capture.is_whole or len(self._forwards) > 1 or forward.marks or forward.is_broken:
+                continue
+            if {save.value for save in capture.saves} - {NO_VALUE} == set(forward.by_number):
                 forward.share.file_seen(tuple(capture.saves), tuple(capture.paused), self._asked)
         self._left = None
 
@@ -170,97 +224,218 @@ class ScheduledStage(Stage):
         if scheduled.is_complete:
             if scheduled.num_pauses < len(trace.paused):
                 trace.seen_under = None
-            totals, counts = scheduled.schedule.totals, self.counts
-            counts.seen_bytes += totals.seen_bytes
-            counts.unique_bytes += totals.unique_bytes
-            counts.kept_bytes += totals.kept_bytes
-            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
-            window = scheduled.window
+            schedule, counts = scheduled.schedule, self.counts
+            counts.seen_bytes += schedule.seen_bytes
+            counts.unique_bytes += schedule.unique_bytes
+            counts.kept_bytes += schedule.kept_bytes
+            counts.window_bytes = max(counts.window_bytes, schedule.window_bytes)
+            window, ledger = scheduled.window, scheduled.window.ledger
             window.traces.follow(trace)
-            window.ledger.peak_live_bytes = max(window.ledger.peak_live_bytes, window.ledger.live_bytes + totals.peak_bytes)
+            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + schedule.peak_bytes)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward has begun ahead of the last saves
             self._count_followed(scheduled)
         self._scheduled = None
 
-    def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
-        scheduled.stop()
-        self._left = scheduled.trace
-        if scheduled.num_saves:
-            share.resume(scheduled.trace, scheduled.num_values, scheduled.leaving)
-            self._count_followed(scheduled)
-
     def _count_followed(self, scheduled: ScheduledForward) -> None:
         counts, leaving = self.counts, scheduled.leaving
-        for save in (scheduled.trace.seen or ())[: scheduled.num_saves]:
-            counts.seen_bytes += save.seen_bytes
+        counts.seen_bytes += sum(save.seen_bytes for save in (scheduled.trace.seen or ())[: scheduled.num_saves])
         for value in range(scheduled.num_values):
             num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
             counts.unique_bytes += num_bytes
             counts.kept_bytes += 0 if value in leaving else num_bytes
 
+    # Saving
 
+    @property
+    def take_own(self) -> Callable[[Tensor], KeptHandle]:
+        return self._take_noting
+
+    def _take_noting(self, tensor: Tensor) -> KeptHandle:
+        if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
+            assert self._saves is not None
+            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
+        capture, counts = self._capture, self.counts
+        if capture is None:
+            return self._take_any(tensor)
+        before = counts.seen_bytes
+        packed = self._take_any(tensor)
+        num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
+        capture.note(tensor, packed, num_values, counts.seen_bytes - before)
+        return packed
+
+    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        if self._is_alone:
+            self._stop_schedule()
+        return self._take_any(tensor, action)
+
+    def _stop_schedule(self) -> None:
+        self._is_alone, self._capture, self._state.idles_with = False, None, None
+        if self._scheduled is not None:
+            self._scheduled.stop()
+
+    def _take_any(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        kind = type(tensor)
+        if isinstance(tensor, nn.Parameter) or (paused.blocks and paused.are_any()):
+            return KeptHandle(tensor)
+        if kind is not Tensor and has_own_dispatch(tensor):
+            if torch_private.is_wrapper(tensor) and not is_from_leaf(tensor):
+                return FlattenedHandle(tensor, self._take_any, _leaves_with)
+            return KeptHandle(tensor)
+        state = self._state
+        with state.lock:
+            try:
+                if kind is Tensor:
+                    return self._take(tensor, action)
+                with torch_private.without_subclass_functions():
+                    return self._take(tensor, action)
+            except BaseException:  # as `mended` does, at less cost
+                state.is_broken = True
+                raise
+
+    def _take(self, tensor: Tensor, action: Action | None) -> KeptHandle:
+        if not is_range_of_bytes(tensor):
+            return KeptHandle(tensor)
+        torch_device = tensor.device
+        device = self._devices[torch_device] if torch_device in self._devices else self._open(torch_device)
+        if device is None:
+            return KeptHandle(tensor)
+        counts, storage = self.counts, tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        counts.seen_bytes += tensor.nbytes
+        if num_bytes < self._options.min_bytes or num_bytes == 0 or device.is_capturing():
+            small_bytes, is_small = self._small_bytes, 0 < num_bytes < self._options.min_bytes
+            if small_bytes is not None and is_small and not (is_from_leaf(tensor) or self._is_resident(storage)):
+                small_bytes[storage_key(storage)] = num_bytes
+            return KeptHandle(tensor)
+        if is_from_leaf(tensor) or (self._resident and self._is_resident(storage)):
+            if self._state.report is not None:
+                self._forward_on(device)[1].share.follower.pass_over(tensor, storage)
+            return KeptHandle(tensor)
+        if self._may_be_compiled:
+            self._saves_of_nodes[torch_private.node_number()].append(num_bytes)
+        found = self._forwards.get(device)
+        window, forward = found if found is not None and found[1].is_forward else self._forward_on(device)
+        if window.is_broken:
+            window.mend()
+        if forward.marks and action is None:
+            action = forward.marked(storage, tensor)
+        return window.pack(forward, tensor, storage, action) or KeptHandle(tensor)
+
+    def _is_resident(self, storage: torch.UntypedStorage) -> bool:
+        reference = self._resident.get(storage_key(storage))
+        return reference is not None and reference() is storage
+
+    def _open(self, torch_device: torch.device) -> Device | None:
+        asked = self._options.device
+        device: Device | None = None
+        if asked is None or torch_device == asked.torch_device:
+            device = asked or (open_device(torch_device) if torch_device.type in ("cpu", "cuda") else None)
+        if device is not None and not device.has_own_memory:
+            device, self._saw_shared = None, device
+        self._devices[torch_device] = device
+        return device
+
+    def _forward_on(self, device: Device) -> tuple[OffloadWindow, Forward]:
+        found = self._forwards.get(device)
+        if found is None or not found[1].is_forward:
+            options = self._options
+            window = self._state.planned_window(device, options.min_bytes)
+            window.arena.limit_bytes = options.host_limit_bytes
+            share = RatioDecider(window.traces, self.counts.ratio, options.window_bytes)
+            scheduled = self._scheduled
+            if found is None and scheduled is not None and not scheduled.has_backward:
+                scheduled.stop()
+                self._left = scheduled.trace
+                if scheduled.num_saves:
+                    share.resume(scheduled.trace, scheduled.num_values, scheduled.leaving)
+                    self._count_followed(scheduled)
+            elif found is not None:
+                self._capture = None
+            forward = Forward(share, self.counts)
+            window.open_forward(forward)
+            found = self._forwards[device] = (window, forward)
+        return found
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        """Apply a mark to what is in a tensor now. A mark to recompute counts from the next forward on, which is recorded."""
+        self._stop_schedule()
+        if action is Action.RECOMPUTE:
+            self._state.is_recorded = True
+            return
+        with torch_private.without_python_dispatch(), self._state.lock:
+            if not is_range_of_bytes(tensor):
+                return
+            device = self._devices[tensor.device] if tensor.device in self._devices else self._open(tensor.device)
+            if device is None:
+                return
+            window, forward = self._forward_on(device)
+            storage = tensor.untyped_storage()
+            forward.mark(storage, tensor, action)
+            record = forward.look_up(storage, tensor)[2]
+            if record is not None:
+                window.change(record, storage, action)
+
+
+@mended
 def follow_schedule(
     window: OffloadWindow,
-    asked: tuple[Hashable, ...],
-    ratio: float,
-    window_bytes: int | None,
+    saves: ScheduledSaves,
+    asked: tuple[Hashable, float, int | None],
     counts: Counts,
     tensor: Tensor,
     paused: tuple[int, ...],
     behind: ScheduledForward | None,
 ) -> ScheduledForward | None:
-    """Return a forward that goes as an earlier one did, from a save on; None where none is known, or another is going on.
-
-    The caller holds the lock of the window.
-
-    Args:
-        window_bytes: as asked for; None for twice the largest storage.
-        paused: before which saves a region of `no_offload` began, or ended.
-        behind: what the saves before this one have followed, with nothing done yet; None if it is the first one.
-    """
+    """Have saves go as an earlier forward did, from a tensor on, with the `paused` saves before it, where what they have
+    followed (`behind`) has done nothing yet; None where no such forward is known, or another is going on."""
     window.settle()
-    place = 0 if behind is None else behind.num_saves
-    trace = _trace_with(window, asked, tensor, place, paused, behind)
-    if trace is None or not is_free(window):
+    under, ratio, window_bytes = asked
+    place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
+    before = None if behind is None else behind.trace.seen
+    found: list[Trace] = []
+    for trace in window.traces:
+        seen = trace.seen
+        if seen is None or trace.requests is None or trace.seen_under != under:
+            if trace.await_once():
+                return None
+        elif (
+            trace not in tried
+            and len(seen) > place
+            and trace.paused[: len(paused)] == paused
+            and (before is None or seen[:place] == before[:place])
+            and seen[place].is_like(tensor)
+        ):
+            found.append(trace)
+    if not found or not is_free(window):
         return None
+    trace = expected if (expected := window.traces.expected) in found else found[0]
     window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
-    schedule = _schedule_of(trace, window, (asked, ratio, window_bytes, len(trace.held)), ratio, window_bytes)
+    schedule = _schedule_of(trace, window, (asked, len(trace.held)), trace.plan(ratio, window_bytes))
     if schedule is None or not all(save.is_kept for save in schedule.saves[:place]):
         return None
     made = open_scheduled(window, schedule, trace, counts)
     if made is None:
         return None
     made.num_saves = made.began_at = place
-    made.tried = (trace, *(() if behind is None or behind.began_at < place else behind.tried))
+    made.tried = (trace, *(() if behind is None or behind.began_at < place else tried))
     made.num_pauses = len(paused)
+    saves.follow(made)
     return made
 
 
 def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
     window, of which `is_free` has told that nothing is likely to ask for anything."""
-    spans = _spans_for(schedule, window)
-    if spans is None:
-        return None
-    placement = schedule.place(spans, window.device, window.lanes) if any(spans) else None
-    window.scheduled = made = ScheduledForward(window, schedule, placement, spans, trace, counts)
-    return made
-
-
-def _spans_for(schedule: Schedule, window: OffloadWindow) -> list[Span | None] | None:
     spans, is_short = list[Span | None](), False
     for num_bytes in schedule.host_bytes:
-        span = None
-        if num_bytes:
-            try:
-                span = window.arena.take(num_bytes)
-            except HostMemoryError:
-                is_short = True
-        spans.append(span)
+        try:
+            spans.append(window.arena.take(num_bytes) if num_bytes else None)
+        except HostMemoryError:
+            is_short = True
     taken = [span for span in spans if span is not None]
     if is_short:
-        schedule.find_no_room()
+        schedule.note_no_room()
     if is_short or any(span.staging is not None for span in taken):
         for span in taken:
             window.arena.give(span)
@@ -268,36 +443,9 @@ def _spans_for(schedule: Schedule, window: OffloadWindow) -> list[Span | None] |
     for span in taken:
         for event in span.free_events:
             window.device.wait_event(window.lanes.out, event)
-    return spans
-
-
-def _trace_with(
-    window: OffloadWindow,
-    asked: tuple[Hashable, ...],
-    tensor: Tensor,
-    place: int,
-    paused: tuple[int, ...],
-    behind: ScheduledForward | None,
-) -> Trace | None:
-    """Return the trace that is likely followed: of those that have begun so, the one that came after the last one when that
-    was followed before, or else the last one. None also where another that may have begun so is yet to be looked at."""
-    found: list[Trace] = []
-    before, tried = (None, ()) if behind is None else (behind.trace, behind.tried)
-    for trace in window.traces:
-        seen = trace.seen
-        if seen is None or trace.requests is None or trace.seen_under != asked:
-            if trace.await_once():
-                return None
-        elif (
-            trace not in tried
-            and len(seen) > place
-            and trace.paused[: len(paused)] == paused
-            and (before is None or before.seen is None or seen[:place] == before.seen[:place])
-            and seen[place].is_like(tensor)
-        ):
-            found.append(trace)
-    expected = window.traces.expected
-    return expected if expected in found else next(iter(found), None)
+    placement = schedule.place(spans, window.device, window.lanes) if taken else None
+    window.scheduled = made = ScheduledForward(window, schedule, placement, spans, trace, counts)
+    return made
 
 
 def is_free(window: OffloadWindow) -> bool:
@@ -312,14 +460,10 @@ def is_free(window: OffloadWindow) -> bool:
     return True
 
 
-def _schedule_of(
-    trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], ratio: float, window_bytes: int | None
-) -> Schedule | None:
-    found = trace.schedule
-    if found is None or found[0] != key:
+def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], plan: Plan) -> Schedule | None:
+    if trace.schedule is None or trace.schedule[0] != key:
         assert trace.seen is not None
         assert trace.requests is not None
-        plan = trace.plan(ratio, window_bytes)
         limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
         schedule = make_schedule(
             trace.seen,
@@ -333,21 +477,14 @@ def _schedule_of(
         if not window.has_schedule:
             window.has_schedule = True
             window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
-        found = trace.schedule = (key, schedule)
-    schedule = found[1]
-    return None if schedule.pass_once() else schedule
-
-
-_LOGGER = logging.getLogger(__name__)
+        trace.schedule = key, schedule
+    known: Schedule = trace.schedule[1]
+    return None if known.pass_once() else known
 
 
 class RatioDecider(RatioSoFar):
     """Decides for each save of one forward whether it leaves: by the plan of the trace that is followed, or without one so that
-    the share of bytes that left so far comes to the ratio.
-
-    Args:
-        window_bytes: how many bytes of what leaves the device may hold; None for twice the largest storage.
-    """
+    the share of bytes that left so far comes to the ratio."""
 
     def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
         super().__init__(ratio, window_bytes)
@@ -355,7 +492,6 @@ class RatioDecider(RatioSoFar):
         self._traces = traces
         self._held = set[int]()
         self._is_partial = False
-        """Whether another has seen to the first values."""
         self._filed: Trace | None = None
         self._take_plan()
 
@@ -363,7 +499,7 @@ class RatioDecider(RatioSoFar):
         """Return what to do with the next value that is saved for the first time; None if moving it would free nothing."""
         follower = self.follower
         index, trace = len(follower.keys), follower.trace
-        place = follower.note_tensor(tensor, storage)
+        place = follower.note(key_of(tensor, storage))
         if follower.trace is not trace:
             trace = follower.trace
             if index and trace is not None:
@@ -375,7 +511,6 @@ class RatioDecider(RatioSoFar):
         return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
 
     def resume(self, trace: Trace, num_values: int, leaving: Collection[int]) -> None:
-        """Continue after the first values of a trace, which followed a schedule: some of them are leaving."""
         self._is_partial = True
         for value, key in enumerate(trace.keys[:num_values]):
             followed = self.follower.trace
@@ -432,19 +567,10 @@ class RatioDecider(RatioSoFar):
         return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes)
 
     def learn(
-        self,
-        order: tuple[int, ...],
-        working_bytes: tuple[int, ...],
-        requests: tuple[tuple[int, ...], ...],
-        *,
-        is_whole: bool,
+        self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
-        """Learn from a backward: the order of first requests, the bytes that were allocated beside saved values at each, and
-        all requests of this backward and of earlier ones through the forward.
-
-        Args:
-            is_whole: whether no value is left to be requested. Otherwise the order is incomplete.
-        """
+        """Learn from a backward: the order of first requests, the bytes allocated beside saved values at each, and all requests
+        of the backwards so far. With values left to request (not `is_whole`), the order is incomplete."""
         trace = self.trace
         if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
             return
@@ -466,7 +592,6 @@ class RatioDecider(RatioSoFar):
 
 
 def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecast | None:
-    """Return how full the device will be in the backward of a trace; None unless one like it was seen."""
     if trace.order is None or not trace.working_bytes:
         return None
     return Forecast(
@@ -477,237 +602,12 @@ def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecas
     )
 
 
-_MANY_SAVES, _MOST = 9, 0.75
-"""No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
 _MAX_VIEWS = 8
 
 
-class MovingStage(ScheduledStage):
-    """Lets saved tensors leave for host memory: see `ScheduledStage`."""
-
-    moves = True
-
-    def __init__(
-        self,
-        state: OffloadState,
-        options: OffloadOptions,
-        ratio: float,
-        resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
-    ) -> None:
-        super().__init__(state, options, ratio, resident)
-        self._saw_shared: Device | None = None
-        """A device without memory of its own: nothing moves there."""
-        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
-        """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
-        self._may_be_compiled = dynamo_is_loaded()
-        self.is_idle = False
-        """Whether nothing is saved to it: there is nothing to do."""
-        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
-        """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
-
-    def _backward_has_begun(self) -> bool:
-        for _, forward in self._forwards.values():
-            if not forward.is_forward:
-                return True
-        scheduled = self._scheduled
-        return scheduled is not None and scheduled.has_backward and not self._forwards
-
-    @property
-    def take_own(self) -> Callable[[Tensor], KeptHandle]:
-        return self._take_noting
-
-    def _take_noting(self, tensor: Tensor) -> KeptHandle:
-        if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
-            assert self._saves is not None
-            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
-        capture, counts = self._capture, self.counts
-        if capture is None:
-            return self._take_any(tensor)
-        before = counts.seen_bytes
-        packed = self._take_any(tensor)
-        num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
-        capture.note(tensor, packed, num_values, counts.seen_bytes - before)
-        return packed
-
-    def begin(self) -> None:
-        asked = self._options.device
-        if self.is_idle:
-            return
-        windows = self._state.windows()
-        if self._saves is not None and any(trace.seen is not None for window in windows for trace in window.traces):
-            self._saw_device = True  # in an earlier step
-            return  # the first save tells whether a schedule is followed
-        if asked is None:
-            for window in windows:
-                self._forward_on(window.device)
-        elif asked.has_own_memory:  # pin ahead of the first save
-            self._forward_on(asked)
-
-    def take_off(self) -> None:
-        self._saves = None
-
-    def end(self, *, has_failed: bool) -> None:
-        saw_device = self._saw_device or bool(self._forwards) or self._scheduled is not None
-        if self._scheduled is not None:
-            scheduled = self._scheduled
-            scheduled.end_forward()
-            if not (scheduled.is_complete or scheduled.has_backward or has_failed or self._forwards):
-                self._forward_on(scheduled.device)  # a shorter one
-            self._end_scheduled(scheduled)
-        if not has_failed and saw_device:
-            self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
-        for window, forward in self._forwards.values():
-            window.end_forward(forward, learn=not has_failed)
-        if not has_failed:
-            self._file_seen()
-        self._warn_of_whole_model()
-        if not has_failed:
-            self._warn_of_small()
-        self._forwards.clear()  # the graph alone keeps a forward alive from here on: it counts in the limit until it dies
-        if self._saw_shared is not None and not saw_device:
-            self._state.warn_once("shared", f"nothing moves: {why_nothing_is_freed(self._saw_shared)}")
-
-    def _warn_of_whole_model(self) -> None:
-        sizes_bytes = max(self._saves_of_nodes.values(), key=sum, default=[])
-        share = sum(sizes_bytes) / max(1, sum(map(sum, self._saves_of_nodes.values())))
-        if len(sizes_bytes) >= _MANY_SAVES and share >= _MOST and self.counts.ratio != 0:
-            self._state.warn_once(
-                "whole model",
-                f"one node of the graph saved {len(sizes_bytes)} tensors at once, {share:.0%} of all bytes, as it is when a "
-                "model is compiled as a whole. Nothing can leave before its end, so that the peak of the forward is that of no "
-                "offload. Compile each block of the model by itself (block.compile()).",
-            )
-
-    def _warn_of_small(self) -> None:
-        if self._small_bytes is None or not (self._small_bytes or self.counts.unique_bytes):
-            return
-        self._state.looks_for_large = False
-        if not self.counts.unique_bytes:
-            message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
-            self._state.warn_once("small", message)
-
-    # Saving
-
-    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
-        if self._is_alone:
-            self._stop_schedule()
-        return self._take_any(tensor, action)
-
-    def _stop_schedule(self) -> None:
-        """Stop following a schedule, since an inner context or a mark decides what is done with a tensor."""
-        self._is_alone, self._capture, self._state.idles_with = False, None, None
-        if self._scheduled is not None:
-            self._scheduled.stop()
-
-    def _take_any(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
-        kind = type(tensor)
-        if isinstance(tensor, nn.Parameter) or (paused.blocks and paused.are_any()):
-            return KeptHandle(tensor)
-        if kind is not Tensor and has_own_dispatch(tensor):
-            if torch_private.is_wrapper(tensor) and not is_from_leaf(tensor):
-                return FlattenedHandle(tensor, self._take_any, _leaves_with)
-            return KeptHandle(tensor)
-        state = self._state
-        with state.lock:
-            try:
-                if kind is Tensor:
-                    return self._take(tensor, action)
-                with torch_private.without_subclass_functions():
-                    return self._take(tensor, action)
-            except BaseException:  # as `mended` does, at less cost
-                state.is_broken = True
-                raise
-
-    def _take(self, tensor: Tensor, action: Action | None) -> KeptHandle:
-        if not is_range_of_bytes(tensor):
-            return KeptHandle(tensor)
-        torch_device = tensor.device
-        device = self._devices[torch_device] if torch_device in self._devices else self._open(torch_device)
-        if device is None:
-            return KeptHandle(tensor)
-        counts, storage = self.counts, tensor.untyped_storage()
-        num_bytes = storage.nbytes()
-        counts.seen_bytes += tensor.nbytes
-        if num_bytes < self._options.min_bytes or num_bytes == 0 or device.is_capturing():
-            if self._small_bytes is not None:
-                self._note_small(tensor, storage)
-            return KeptHandle(tensor)
-        if is_from_leaf(tensor) or (self._resident and self._is_resident(storage)):
-            if self._state.report is not None:
-                self._forward_on(device)[1].share.follower.pass_over(tensor, storage)
-            return KeptHandle(tensor)
-        if self._may_be_compiled:
-            self._saves_of_nodes[torch_private.node_number()].append(num_bytes)
-        found = self._forwards.get(device)
-        window, forward = found if found is not None and found[1].is_forward else self._forward_on(device)
-        if window.is_broken:
-            window.mend()
-        if forward.marks and action is None:
-            action = forward.marked(storage, tensor)
-        return window.pack(forward, tensor, storage, action) or KeptHandle(tensor)
-
-    def _note_small(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        is_small = 0 < storage.nbytes() < self._options.min_bytes
-        if self._small_bytes is not None and is_small and not (is_from_leaf(tensor) or self._is_resident(storage)):
-            self._small_bytes[storage_key(storage)] = storage.nbytes()
-
-    def _is_resident(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._resident.get(storage_key(storage))
-        return reference is not None and reference() is storage
-
-    def _open(self, torch_device: torch.device) -> Device | None:
-        """Return the device that a tensor is moved from, None if nothing is moved from it."""
-        asked = self._options.device
-        device: Device | None = None
-        if asked is None or torch_device == asked.torch_device:
-            device = asked or (open_device(torch_device) if torch_device.type in ("cpu", "cuda") else None)
-        if device is not None and not device.has_own_memory:
-            device, self._saw_shared = None, device
-        self._devices[torch_device] = device
-        return device
-
-    def _forward_on(self, device: Device) -> tuple[OffloadWindow, Forward]:
-        """Return the forward that saves on a device belong to: a new one if a backward has begun since the last save."""
-        found = self._forwards.get(device)
-        if found is None or not found[1].is_forward:
-            options = self._options
-            window = self._state.planned_window(device, options.min_bytes)
-            window.arena.limit_bytes = options.host_limit_bytes
-            share = RatioDecider(window.traces, self.counts.ratio, options.window_bytes)
-            if found is None and self._scheduled is not None and not self._scheduled.has_backward:
-                self._resume(share, self._scheduled)
-            elif found is not None:
-                self._capture = None
-            forward = Forward(share, self.counts)
-            window.open_forward(forward)
-            found = self._forwards[device] = (window, forward)
-        return found
-
-    def mark(self, tensor: Tensor, action: Action) -> None:
-        """Apply a mark to what is in a tensor now. A mark to recompute counts from the next forward on, which is recorded."""
-        self._stop_schedule()
-        if action is Action.RECOMPUTE:
-            self._state.is_recorded = True
-            return
-        with torch_private.without_python_dispatch(), self._state.lock:
-            if not is_range_of_bytes(tensor):
-                return
-            device = self._devices[tensor.device] if tensor.device in self._devices else self._open(tensor.device)
-            if device is None:
-                return
-            window, forward = self._forward_on(device)
-            storage = tensor.untyped_storage()
-            forward.mark(storage, tensor, action)
-            record = forward.look_up(storage, tensor)[2]
-            if record is not None:
-                window.change(record, storage, action)
-
-
 def _leaves_with(wrapper: Tensor, name: str) -> bool:
-    """Tell whether one of the tensors that a wrapper is made of may leave with it.
-
-    Tensors of the jagged layout have the same shape if they have the very same offsets, so these stay: their values leave.
-    """
+    """Tell whether a part of a wrapper may leave with it. Jagged tensors have the same shape if they have the very same
+    offsets, so these stay."""
     return not wrapper.is_nested or name == torch_private.JAGGED_VALUES
 
 
@@ -728,20 +628,13 @@ def is_from_leaf(tensor: Tensor) -> bool:
         name = type(node).__name__
         if name == torch_private.LEAF_NODE:
             return True
-        if name == torch_private.CAST_NODE:
-            return _is_leaf(_first_input(node))
-        if name not in torch_private.VIEW_NODES:
+        is_cast = name == torch_private.CAST_NODE
+        if node is None or not (is_cast or name in torch_private.VIEW_NODES):
             return False
-        node = _first_input(node)
+        node = node.next_functions[0][0] if node.next_functions else None
+        if is_cast:
+            return type(node).__name__ == torch_private.LEAF_NODE
     return False
-
-
-def _first_input(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
-    return node.next_functions[0][0] if node is not None and node.next_functions else None
-
-
-def _is_leaf(node: torch.autograd.graph.Node | None) -> bool:
-    return type(node).__name__ == torch_private.LEAF_NODE
 
 
 def offload_figures(tag: str) -> dict[str, Any] | None:
@@ -752,23 +645,16 @@ def offload_figures(tag: str) -> dict[str, Any] | None:
         state.sweep()
         counts, windows = state.counts, state.windows()
         counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
-        scheduled = [forward for window in windows for forward in window.all_scheduled]
         allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
         reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
         return {
-            "num_iterations": state.num_iterations,
+            **state.figures(),
             "ratios": tuple(state.ratios),
             "window_bytes": counts.window_bytes,
             "seen_bytes": counts.seen_bytes,
             "unique_bytes": counts.unique_bytes,
             "kept_bytes": counts.kept_bytes,
             **counts.figures_of_copies(),
-            "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
-            "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
-            "host_held_bytes": sum(window.arena.held_bytes for window in windows),
-            "num_pins": sum(window.arena.num_pins for window in windows),
-            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_live for each in scheduled),
-            "live_bytes": sum(window.ledger.live_bytes for window in windows) + sum(each.live_bytes for each in scheduled),
             "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,
             "peak_reserved_bytes": sum(reserved) if reserved else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,85 +25,53 @@ _MOST_PASSED = 64
 _MOST_LOOKS = 3
 """So many backwards are looked at for whether they wait for copies."""
 _MAX_PLACES = 4
-"""For so many places in host memory the copies are kept."""
+_MOST_STALL = 1 / 20
+"""A backward has hardly waited for its copies if it was for no more than this share of the time that they took."""
 
 
+@dataclass(eq=False, slots=True)
 class ScheduledSave:
-    """What is done with one save."""
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    value: int
+    num_bytes: int
+    num_values: int
+    is_written: bool
+    is_moved: bool
+    is_rest: bool
+    is_first: bool
+    is_kept: bool
+    """Whether nothing is done with it, at its request neither."""
+    before: int | None
+    """The value that leaves as well, and that the same storage was saved as before; None if there is none."""
+    num_pauses: int
+    """How many times a region of `no_offload` has begun or ended, if one did so since the save before; else -1."""
+    num_sent: int
+    num_released: int
+    geometry: Geometry | None
+    nothing: Tensor | None
+    stays: bool = False
+    """Whether nothing is done with it, or asked; what is due with the save may be much."""
+    stride: tuple[int, ...] | None = None
+    offset: int | torch.SymInt | None = None
+    is_conj: bool = False
+    is_neg: bool = False
 
-    __slots__ = (
-        "before",
-        "dtype",
-        "geometry",
-        "is_conj",
-        "is_first",
-        "is_kept",
-        "is_moved",
-        "is_neg",
-        "is_rest",
-        "is_written",
-        "nothing",
-        "num_bytes",
-        "num_pauses",
-        "num_released",
-        "num_sent",
-        "num_values",
-        "offset",
-        "shape",
-        "stays",
-        "stride",
-        "value",
-    )
-
-    def __init__(
-        self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool, num_pauses: int
-    ) -> None:
-        self.shape, self.dtype, self.value, self.num_bytes = seen.shape, seen.dtype, seen.value, seen.num_bytes
-        self.num_values = seen.num_values
-        self.is_moved = is_moved
-        """Whether it leaves. Else it stays, and its request may be a moment at which something is fetched."""
-        self.is_rest = False
-        """Whether it leaves, and no backward asks for it."""
-        self.is_first = is_first
-        """Whether it is the first of its value."""
-        self.is_written = seen.is_written
-        self.before: int | None = None
-        """The value that leaves as well, and that the same storage was saved as before; None if there is none."""
-        self.is_kept = not (is_moved or is_asked)
-        """Whether nothing is done with it, at its request neither."""
-        self.num_pauses = num_pauses
-        """How many times a region of `no_offload` has begun or ended, if one did so since the save before; else -1."""
-        self.stays = self.is_kept and num_pauses < 0
-        """Whether nothing is done with it, or asked; what is due with the save may be much."""
-        self.geometry: Geometry | None = seen.geometry
-        self.stride: tuple[int, ...] | None = None if seen.geometry is None else seen.geometry.stride
-        self.offset: int | torch.SymInt | None = None if seen.geometry is None else seen.geometry.offset
-        self.is_conj = seen.geometry is not None and seen.geometry.is_conj
-        self.is_neg = seen.geometry is not None and seen.geometry.is_neg
-        self.nothing: Tensor | None = None
-        if is_moved and seen.dtype is not None:
-            self.nothing = nothing(seen.dtype, torch_device)
-        self.num_sent = self.num_released = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledTotals:
-    """What a forward that follows the schedule adds to the counters (see `Counts`)."""
-
-    seen_bytes: int
-    unique_bytes: int
-    kept_bytes: int
-    window_bytes: int
-    peak_bytes: int
+    def __post_init__(self) -> None:
+        self.stays = self.is_kept and self.num_pauses < 0
+        geometry = self.geometry
+        if geometry is not None:
+            self.stride, self.offset, self.is_conj, self.is_neg = (
+                geometry.stride,
+                geometry.offset,
+                geometry.is_conj,
+                geometry.is_neg,
+            )
 
 
 class Schedule:
-    """What forwards of one trace do at one ratio. One forward at a time follows it.
-
-    Args:
-        parts: when each copy is due, for each backward through the forward.
-        paused: before which saves a region of `no_offload` began, or ended.
-    """
+    """What forwards of one trace do at one ratio, one at a time: when each copy is due, by a part for each backward through a
+    forward."""
 
     def __init__(
         self,
@@ -115,87 +84,80 @@ class Schedule:
         paused: Sequence[int],
     ) -> None:
         copies = self.copies = parts[0]
-        self.parts = parts
-        self.num_values = num_values
+        self.parts, self.num_values = parts, num_values
         self.num_passed = self._num_refused = 0
         """How many forwards are yet to go without it, since host memory is short: some of what leaves may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         leaving = {value for value in self.sizes_bytes if plan.saves[value].action is Action.OFFLOAD}
-        asked, known = {value for part in parts for value in part.requests}, set[int]()
         self.rest = leaving.difference(*requests)
         """What leaves, and no backward asks for: it may live on when they are over."""
-        self.saves: list[ScheduledSave] = []
-        self.num_handles = [0] * num_values
-        """For each value, how many saves it is of."""
+        self.saves = self._saves(seen, leaving, device.torch_device, paused)
         self.num_requests = [[0] * num_values for _ in parts]
         """In each backward, for each value, how often that asks for it."""
         for counted, asking in zip(self.num_requests, requests, strict=True):
             for value in asking:
                 counted[value] += 1
-        pauses = {place: number for number, place in enumerate(paused, start=1)}
-        befores: dict[int, int] = {}
-        for place, save in enumerate(seen):
-            made = ScheduledSave(
-                save,
-                device.torch_device,
-                is_moved=save.value in leaving,
-                is_asked=save.value in asked,
-                is_first=save.value not in known,
-                num_pauses=pauses.get(place, -1),
-            )
-            if made.is_moved and made.is_first:
-                before = save.before
-                while before != NO_VALUE and before not in leaving:
-                    before = befores[before]
-                made.before = None if before == NO_VALUE else before
-            if made.is_first:
-                befores[save.value] = save.before
-            if save.value != NO_VALUE:
-                known.add(save.value)
-                self.num_handles[save.value] += 1
-            made.is_rest = made.value in self.rest
-            made.num_sent, made.num_released = copies.num_sent[place], copies.num_released[place]
-            self.saves.append(made)
+        num_handles = Counter(save.value for save in self.saves)
         self.whole: list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = [None] * num_values
         """For each value that a backward asks for once, as all of its storage, how it lies in that."""
-        for made in self.saves:
-            geometry = made.geometry
-            is_alone = made.is_moved and self.num_handles[made.value] == 1
-            is_alone = is_alone and max(counted[made.value] for counted in self.num_requests) == 1
-            if is_alone and geometry is not None and is_all_of(geometry, made.num_bytes):
-                self.whole[made.value] = geometry.size, geometry.stride, geometry.dtype
+        for save in self.saves:
+            is_alone = save.is_moved and num_handles[save.value] == 1
+            is_alone = is_alone and max(counted[save.value] for counted in self.num_requests) == 1
+            if is_alone and save.geometry is not None and is_all_of(save.geometry, save.num_bytes):
+                self.whole[save.value] = save.geometry.size, save.geometry.stride, save.geometry.dtype
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
-        """For each value that leaves, the batch it leaves with."""
         self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
         """For each batch that comes back in each backward, the last one of those it left with."""
-        moved_bytes = sum(self.sizes_bytes[value] for value in leaving)
-        unique_bytes = sum(self.sizes_bytes.values())
-        self.totals = ScheduledTotals(
-            seen_bytes=sum(save.seen_bytes for save in seen),
-            unique_bytes=unique_bytes,
-            kept_bytes=unique_bytes - moved_bytes,
-            window_bytes=plan.window_bytes,
-            peak_bytes=self._peak_bytes(requests),
-        )
+        # what a forward that follows it to its end adds to the counters (see `Counts`)
+        self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
+        self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
+        self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
         self.host_bytes = tuple(
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
             for values in (leaving - self.rest, self.rest)
         )
         """What it takes of the arena, in one span for what backwards ask for, and one for the rest; 0 for none."""
-        self.takes_turns = False
-        """Whether copies to the host are on two streams."""
-        self.takes_turns_back = False
-        """Whether those to the device are."""
+        self.takes_turns = self.takes_turns_back = False
+        """Whether copies to the host, and those to the device, are on two streams."""
         self._num_looks = 0
         self._placed: dict[object, PlacedCopies] = {}
 
-    def find_no_room(self) -> None:
+    def _saves(
+        self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device, paused: Sequence[int]
+    ) -> list[ScheduledSave]:
+        asked = {value for part in self.parts for value in part.requests}
+        pauses = {place: number for number, place in enumerate(paused, start=1)}
+        befores, made = dict[int, int](), list[ScheduledSave]()
+        for place, save in enumerate(seen):
+            value, is_moved, is_first = save.value, save.value in leaving, save.value not in befores
+            before = save.before if is_moved and is_first else NO_VALUE
+            while before != NO_VALUE and before not in leaving:
+                before = befores[before]
+            if value != NO_VALUE:
+                befores.setdefault(value, save.before)
+            made.append(
+                ScheduledSave(
+                    *(save.shape, save.dtype, value, save.num_bytes, save.num_values, save.is_written),
+                    is_moved=is_moved,
+                    is_rest=value in self.rest,
+                    is_first=is_first,
+                    is_kept=not (is_moved or value in asked),
+                    before=None if before == NO_VALUE else before,
+                    num_pauses=pauses.get(place, -1),
+                    num_sent=self.copies.num_sent[place],
+                    num_released=self.copies.num_released[place],
+                    geometry=save.geometry,
+                    nothing=nothing(save.dtype, torch_device) if is_moved and save.dtype is not None else None,
+                )
+            )
+        return made
+
+    def note_no_room(self) -> None:
         """Note that there is no host memory for it now: some forwards do without it, more each time, up to `_MOST_PASSED`."""
         self._num_refused += 1
         self.num_passed = min(2**self._num_refused, _MOST_PASSED)
 
     def pass_once(self) -> bool:
-        """Count a forward that may do without it; return whether it does."""
         if self.num_passed:
             self.num_passed -= 1
             return True
@@ -224,11 +186,7 @@ class Schedule:
 
     def see_to_turns(self, placement: PlacedCopies) -> None:
         """Have copies to the host, or to the device, take turns from the next forward on, if a step need not wait for them: see
-        [Note: copies by turns] in `transfer.lanes`. Nothing is known where the host is ahead of all copies.
-
-        Args:
-            placement: the copies of the forward that ends now, and of the backwards before it.
-        """
+        [Note: copies by turns] in `transfer.lanes`. Nothing is known where the host is ahead of all copies."""
         before = self.takes_turns, self.takes_turns_back
         if not self.takes_turns and placement.out and placement.out[-1].done.is_reached():
             self.takes_turns = True
@@ -239,8 +197,6 @@ class Schedule:
             self._placed.clear()
 
     def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> PlacedCopies:
-        """Return the prepared copies from and to spans of `host_bytes`; those of the last forward if its spans were the
-        same."""
         key = tuple(
             None if span is None else (span.offset, span.ranges, tuple(piece.data_ptr() for piece in span.pieces))
             for span in spans
@@ -254,7 +210,6 @@ class Schedule:
 
 
 def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
-    """Tell whether a tensor covers its whole storage of so many bytes, and is neither conjugated nor negated lazily."""
     if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
         return False
     last = sum((length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True))
@@ -271,12 +226,7 @@ def make_schedule(
     device: Device,
     paused: Sequence[int],
 ) -> Schedule:
-    """Return the schedule of a trace.
-
-    Args:
-        forecast: how full the device is in the backward, None if that is not known. It counts where there is one alone.
-        paused: before which saves a region of `no_offload` began, or ended.
-    """
+    """Return the schedule of a trace. The forecast of how full the device is counts where there is one backward alone."""
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD)
     ready = ready_at(seen)
@@ -326,12 +276,8 @@ def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
     return ready
 
 
-_MOST_STALL = 1 / 20
-"""A backward has hardly waited for its copies if it was for no more than this share of the time that they took."""
-
-
 class PlacedCopies:
-    """The prepared copies of a schedule from and to given spans. Forwards that are alive at once never share one."""
+    """The prepared copies of a schedule. Forwards that are alive at once never share one."""
 
     def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
         self._device, self._lanes = device, lanes
@@ -366,16 +312,12 @@ class PlacedCopies:
         return made
 
     def has_come_back(self) -> bool:
-        """Tell whether backwards have waited for copies to the device, and all of these are done.
-
-        The last one may be of an earlier step than others, if a backward has ended before it came to that.
-        """
+        """Tell whether backwards have waited for copies to the device, and all of these are done: the last one may be of an
+        earlier step than others."""
         came = self._came()
         return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
 
     def has_come_early(self) -> bool:
-        """Tell whether backwards have hardly waited for copies to the device, of which `has_come_back` has told that they are
-        done."""
         came = self._came()
         return sum(batch.stall_s() for batch in came) <= _MOST_STALL * busy_s_of(came)
 
@@ -390,7 +332,6 @@ class PlacedCopies:
         ]
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        """Return the copy of a single value, for a step that deviates."""
         found = self._alone.get((value, is_out))
         if found is None:
             lane = self._lanes.out if is_out else self._lanes.back

@@ -6,15 +6,18 @@ A deviation ends that: what was copied is freed, and the rest goes save by save.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
+from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.core import backwards, torch_private
@@ -26,10 +29,6 @@ from memkit.device.base import CopyBatch
 from memkit.errors import note_no_room
 from memkit.transfer.host_memory import Span
 
-if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
-    from memkit.activations.offloading.window import OffloadWindow
-
 
 def wait_for(batch: CopyBatch) -> None:
     if torch_private.profiler_is_on():
@@ -37,19 +36,6 @@ def wait_for(batch: CopyBatch) -> None:
             batch.wait()
     else:
         batch.wait()
-
-
-def settle_scheduled(window: OffloadWindow) -> None:
-    """Close the forwards that are over; see `ScheduledForward.put_by` for one that is spent. The caller holds the lock."""
-    over = [scheduled for scheduled in window.all_scheduled if scheduled.is_over]
-    for scheduled in over:
-        scheduled.close()
-    if over:
-        window.scheduled = None if window.scheduled in over else window.scheduled
-        window.put_by = [scheduled for scheduled in window.put_by if scheduled not in over]
-    if window.scheduled is not None and window.scheduled.is_spent:
-        window.scheduled.put_by()
-        window.put_by, window.scheduled = [*window.put_by, window.scheduled], None
 
 
 _NO_BACKWARD = -1
@@ -66,11 +52,8 @@ class Life:
 
 
 class ScheduledForward:
-    """One forward that follows a schedule, and its backwards.
-
-    Args:
-        spans: the host memory: for what leaves and is requested by backwards, and for the rest; None where none is needed.
-    """
+    """One forward that follows a schedule, and its backwards. The spans of host memory are for what backwards ask for, and for
+    the rest."""
 
     def __init__(
         self,
@@ -81,24 +64,18 @@ class ScheduledForward:
         trace: Trace,
         counts: Counts,
     ) -> None:
-        self.schedule = schedule
-        self.trace = trace
-        self.window = window
+        self.schedule, self.trace, self.counts = schedule, trace, counts
+        self.window, self.lock = window, window.lock
         self.device = device = window.device
-        self.lock = window.lock
-        self.out: list[CopyBatch] = [] if placement is None else placement.out
         self.placement = placement
-        self.counts = counts
+        self.out: list[CopyBatch] = [] if placement is None else placement.out
         self.is_broken = False
         self.is_forward = True
-        """Whether it takes saves."""
         self.life: Callable[[], Life | None] = lambda: None
         """Returns what the handles hold, for as long as any is alive or may be made: but for what no backward asks for."""
         self.rest: Callable[[], Life | None] = lambda: None
-        """Returns what the handles of that hold."""
         self.saves: Callable[[], ScheduledSaves | None] = lambda: None
         self.was_stopped = False
-        """Whether a save, or another, has said that it goes another way."""
         self.num_saves = 0
         self.began_at = 0
         """How many of these another schedule has seen to, which begins like this one."""
@@ -110,7 +87,6 @@ class ScheduledForward:
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
         """For each value what is held of it on the device: what it was saved in, or what was fetched."""
         self.originals: list[Any] = [None] * num_values
-        """For each value that leaves a weak reference to what it was saved in."""
         self.counters: list[Any] = [None] * num_values
         """For each of them a weak reference to what counts the writes to it, and the count."""
         self.use_orders: list[int] | None = None
@@ -120,11 +96,8 @@ class ScheduledForward:
         self.nodes: dict[int, int] = {}
         """For values that were saved before they are written, the node."""
         self.alone: dict[int, CopyBatch] = {}
-        """Values that have left by themselves, with their copies."""
         self.stream, self.home = device.stream_number(), device.current_stream()
-        """What all that is held belongs to."""
-        self._has_left = False
-        self._is_asking = False
+        self._has_left = self._is_asking = False
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
@@ -145,8 +118,8 @@ class ScheduledForward:
     # The forward: what leaves
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Return a context in which the stream that the held storages belong to is current: copies wait for its work, and freed
-        memory goes back to it."""
+        """Return a context in which copies wait for the work of the stream that what is held belongs to, and freed memory goes
+        back to it."""
         return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
@@ -154,8 +127,8 @@ class ScheduledForward:
         schedule = self.schedule
         while self.num_sent < num_sent:
             values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
-            if self.nodes and not self._are_written(values):
-                break
+            if self.nodes and torch_private.node_number() in map(self.nodes.get, values):
+                break  # it may not have written them yet
             held: list[Any] = [self.held[value] for value in values]
             if torch_private.profiler_is_on():
                 with label("evict"):
@@ -166,10 +139,6 @@ class ScheduledForward:
             self.counts.moved_out.batches.append(batch)
         while self.num_released < min(num_released, self.num_sent):
             self._release_next()
-
-    def _are_written(self, values: tuple[int, ...]) -> bool:
-        node, nodes = torch_private.node_number(), self.nodes
-        return node not in map(nodes.get, values)
 
     def _release_next(self) -> None:
         schedule, number = self.schedule, self.num_released
@@ -217,7 +186,6 @@ class ScheduledForward:
                 self._release_next()
 
     def note_pause(self) -> bool:
-        """Note that a region of `no_offload` begins or ends. Return whether the schedule has that here as well."""
         paused, number = self.trace.paused, self.num_pauses
         self.num_pauses = number + 1
         return number < len(paused) and paused[number] == self.num_saves
@@ -228,16 +196,10 @@ class ScheduledForward:
 
     @property
     def is_over(self) -> bool:
-        """Whether no graph can request anything any more."""
         return self.life() is None and self.rest() is None
 
     @property
-    def is_untouched(self) -> bool:
-        return self.is_over and not (self.num_sent or self.alone)
-
-    @property
     def leaving(self) -> set[int]:
-        """The values that have left, or are about to."""
         return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self.alone)
 
     @property
@@ -277,11 +239,8 @@ class ScheduledForward:
         """The request that comes next, and how many of the batches that come back are on the lane."""
         self._asked = bytearray(schedule.num_values)
         self._awaiting = list(schedule.num_requests[number])
-        """For each value how often the backward is yet to ask for it."""
 
     def _leave(self) -> None:
-        """Stop fetching ahead since a backward deviates: the next forward goes save by save, and its backwards are learned
-        anew."""
         self._has_left, self.trace.requests = True, None
 
     def _note_request(self, value: int) -> None:
@@ -296,16 +255,12 @@ class ScheduledForward:
         while self._num_fetched < copies.num_fetched[cursor]:
             if (
                 self.use_orders is not None
-                and self._can_wait(value)
+                and (self.held[value] is not None or value not in self.schedule.batch_of)
                 and not self.window.bring_sooner(self._next_use_order(self.use_orders))
             ):
                 return  # what is left of it comes at a later request
             if not self._fetch_next():
                 return
-
-    def _can_wait(self, value: int) -> bool:
-        """Tell whether what is fetched next is not needed for the value that is requested now."""
-        return self.held[value] is not None or value not in self.schedule.batch_of
 
     def _next_use_order(self, use_orders: list[int]) -> int:
         return max(use_orders[value] for value in self._copies.back[self._num_fetched])
@@ -364,7 +319,6 @@ class ScheduledForward:
         return True
 
     def _await(self, number: int) -> None:
-        """Let the current stream wait for a batch of copies to the device, once for all of it."""
         wait_for(self._back[number])
         self.counts.stall_in.batches.append(self._back[number])
         for value in self._copies.back[number]:
@@ -439,7 +393,10 @@ class ScheduledForward:
         number, num_known = self._num_backwards, len(self.schedule.parts)
         if number == 0:
             self.end_forward()
-            self._release_late()
+            late = self.schedule.copies.num_released_at_request
+            if late > self.num_released and not self.was_stopped:
+                with self.at_home():
+                    self.keep_up(self.num_sent, late)
         else:
             self._has_left = self._has_left or self._is_asking
             self._give_up_fetched()
@@ -448,16 +405,14 @@ class ScheduledForward:
             self._leave()
         self.task, self._num_backwards, self._is_asking = task, number + 1, True
         me = weakref.ref(self)
-        backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
 
-    def _release_late(self) -> None:
-        late = self.schedule.copies.num_released_at_request
-        if late > self.num_released and not self.was_stopped:
-            with self.at_home():
-                self.keep_up(self.num_sent, late)
+        def end(has_failed: bool) -> None:
+            if (forward := me()) is not None:
+                forward.end_backward(task, has_failed=has_failed)
+
+        backwards.on_end(end)
 
     def _storage_of(self, value: int) -> torch.UntypedStorage:
-        """Return the storage with the bytes of a value, for work on the current stream."""
         storage = self.held[value]
         if storage is not None and self._fetched[value]:
             if self.device.stream_number() != self.stream:
@@ -554,7 +509,6 @@ class ScheduledForward:
 
     @mended
     def close(self) -> None:
-        """Free the host memory. No graph may request anything any more."""
         self._give_back(self._spans)
 
     @property
@@ -564,7 +518,6 @@ class ScheduledForward:
 
     @mended
     def put_by(self) -> None:
-        """Keep only the host memory of values that no backward requests, since another forward begins."""
         self._give_back(self._spans[:1])
 
     def _give_back(self, spans: Sequence[Span | None]) -> None:
@@ -581,36 +534,22 @@ class ScheduledForward:
             self.window.arena.give(span, last)
         self._spans = [None if span in spans else span for span in self._spans]
 
-    @mended
-    def push_out(self) -> None:
-        self.let_go_of_sent()
-
     def mend(self) -> list[Span]:
-        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`). Return the host memory that it
+        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return the host memory that it
         holds."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
         self.take_no_more()
         self._has_left = True
-        for value in self.leaving:
+        for value in (*self.leaving, *itertools.compress(range(len(self._fetched)), self._fetched)):
             self.held[value] = None
         self.num_released = self.num_sent
-        for value, is_fetched in enumerate(self._fetched):
-            if is_fetched:
-                self.held[value] = None
-        self._ready = [None] * len(self._ready)
-        self._fetched = bytearray(len(self._fetched))
+        self._ready, self._fetched = [None] * len(self._ready), bytearray(len(self._fetched))
         self._coming.clear()
         self._lent.clear()
         self._leaving.clear()
         self.is_broken = False
         return [span for span in self._spans if span is not None]
-
-
-def _end_backward(forward: weakref.ref[ScheduledForward], task: int, *, has_failed: bool) -> None:
-    found = forward()
-    if found is not None:
-        found.end_backward(task, has_failed=has_failed)
 
 
 _Parameter = nn.Parameter
@@ -624,17 +563,13 @@ class _NoForward:
 
 
 class ScheduledSaves:
-    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next.
-
-    Args:
-        take: takes every other tensor. It may call `follow` to have a forward followed from this tensor on.
-    """
+    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next. `take` is given all
+    else, and may call `follow` to have a forward followed from there on."""
 
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
         self.forward: Any = _NoForward
         self.life: Life | None = None
         self.rest: Life | None = None
-        """What its handles hold, and those of what no backward asks for."""
         self._num_saves = 0
         self._take = take
 
@@ -647,7 +582,6 @@ class ScheduledSaves:
         self._stream = forward.device.stream_number()
         self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
         self._addresses: dict[int, int] = {}
-        """For the address of a storage, the last value that it was held for."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd is to keep for a tensor. This is the pack hook."""
@@ -684,7 +618,7 @@ class ScheduledSaves:
         return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
-        """Return the handle of a save for which, or at which, something is due; None if it is not the save that is due."""
+        """Return the handle of a save at which something is due; None if another save is due."""
         forward = self.forward
         with forward.lock:
             if forward.is_broken:
@@ -717,7 +651,6 @@ class ScheduledSaves:
                 raise
 
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
-        """Hold the storage of a value that leaves. Return whether it is the one that is due."""
         if tensor.device != self._torch_device or tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()

@@ -7,6 +7,7 @@ becomes free is filled with what is needed next. A steady step does the same by 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit.activations.offloading.scheduled import settle_scheduled
-from memkit.activations.saved.forward import Forward, LiveForwards
+from memkit.activations.saved.forward import Forward
 from memkit.activations.saved.ledger import Ledger, mend
 from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.activations.saved.traces import Traces
@@ -31,28 +31,6 @@ from memkit.transfer.lanes import lanes_of
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.scheduled import ScheduledForward
-
-
-def change(window: OffloadWindow, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-    ledger, forward = window.ledger, record.owner
-    ledger.sweep()
-    if action is Action.RECOMPUTE:
-        ledger.drop(record)
-        return
-    if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
-        ledger.restore(record, storage)
-    if forward is None:
-        return
-    is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
-    if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
-        forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
-        forward.share.stays_after_all(record.num_bytes)
-        if record.residency is SavedResidency.LEAVING:
-            ledger.stay(record)
-    elif action is Action.OFFLOAD and record.left is None and not is_waiting:
-        forward.share.stays_after_all(-record.num_bytes)
-        window.leave(forward, record, storage)
-        window.make_room(forward)
 
 
 _PASSED_OVER = 8
@@ -72,22 +50,19 @@ class OffloadWindow:
         self.tag, self.lock, self._warn = tag, lock, warn
         self.lanes = lanes_of(device)
         self.ledger = Ledger(device, self.lanes, self.arena)
-        self.forwards = LiveForwards()
+        self._forwards: list[weakref.ref[Forward]] = []
         self.scheduled: ScheduledForward | None = None
-        """The forward that follows a schedule, if there is one that a graph may still ask for."""
         self.put_by: list[ScheduledForward] = []
         """Those of which no more is left than backwards have not asked for."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
-        """Host memory that the plans needed when the arena was made to fit last."""
         self.is_retired = self.has_schedule = False
         self.is_broken = False
         self._is_asking = False
-        """Whether others are asked to bring what is theirs."""
 
     def mend(self) -> None:
-        for forward in self.forwards.live():
+        for forward in self.live():
             forward.break_off()
         mend(self.ledger, [span for scheduled in self.all_scheduled for span in scheduled.mend()])
         self._is_asking = self.is_broken = False
@@ -101,16 +76,16 @@ class OffloadWindow:
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
         if self.scheduled is not None:
-            self.scheduled.push_out()
+            self.scheduled.let_go_of_sent()
         self.lanes.join(self)
-        self.forwards.add(forward)
-        self._most_forwards = max(self._most_forwards, len(self.forwards.live()))
+        self._forwards.append(weakref.ref(forward))
+        self._most_forwards = max(self._most_forwards, len(self.live()))
         needed_bytes = forward.share.most_offload_bytes
         if needed_bytes or forward.share.ratio == 0:  # else nothing is known yet
             self.fit_arena(needed_bytes)
 
     def fit_arena(self, needed_bytes: int) -> None:
-        """Pin the host memory that plans need, and free what no plan needs. The caller holds the lock."""
+        """Pin the host memory that plans need, and free the rest. The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
@@ -123,11 +98,8 @@ class OffloadWindow:
     # Saving: the caller holds the lock, and has mended what was broken off
 
     def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
-        """Return the handle of a tensor that may leave; None if it stays, since moving it would free nothing.
-
-        Args:
-            asked: the action that the user, or an inner context, asked for; None to ask the forward's decider.
-        """
+        """Return the handle of a tensor that may leave; None if it stays, since moving it would free nothing. The user, or an
+        inner context, may have asked for an action; else the forward's decider says."""
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
             ledger.sweep()
@@ -160,12 +132,31 @@ class OffloadWindow:
         if record.owner is None:
             contents, root, _ = forward.look_up(storage, tensor)
             forward.share.action(tensor, storage, Action.OFFLOAD)
-            self.ledger.adopt(record, forward, len(forward.share.follower.keys) - 1)
+            record.owner, record.index = forward, len(forward.share.follower.keys) - 1
+            self.ledger.count_moves(record, forward.counts)
             forward.note_record(record, contents, root, self.lanes.next_use())
 
     @mended
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-        change(self, record, storage, action)
+        ledger, forward = self.ledger, record.owner
+        ledger.sweep()
+        if action is Action.RECOMPUTE:
+            ledger.drop(record)
+            return
+        if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
+            ledger.restore(record, storage)
+        if forward is None:
+            return
+        is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
+        if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
+            forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
+            forward.share.stays_after_all(record.num_bytes)
+            if record.residency is SavedResidency.LEAVING:
+                ledger.stay(record)
+        elif action is Action.OFFLOAD and record.left is None and not is_waiting:
+            forward.share.stays_after_all(-record.num_bytes)
+            self.leave(forward, record, storage)
+            self.make_room(forward)
 
     def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
         """Start copies that waited for the op that saved them, except for what the node `but_for` saves.
@@ -197,9 +188,18 @@ class OffloadWindow:
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
             ledger.release_oldest()
 
+    def live(self) -> list[Forward]:
+        forwards = [forward for reference in self._forwards if (forward := reference()) is not None]
+        if len(forwards) < len(self._forwards):
+            self._forwards = [weakref.ref(forward) for forward in forwards]
+        return forwards
+
     def _limit_with(self, forward: Forward) -> int:
         """Return the bytes of records that the device may hold, of a forward that lives and of all others."""
-        return forward.share.limit_bytes if len(self.forwards.references) == 1 else self.forwards.limit_bytes()
+        shares = [forward.share] if len(self._forwards) == 1 else [live.share for live in self.live()]
+        if len(shares) == 1:
+            return shares[0].limit_bytes
+        return sum(share.kept_bytes for share in shares) + max((share.window_bytes for share in shares), default=0)
 
     @mended
     def end_forward(self, forward: Forward, *, learn: bool) -> None:
@@ -264,7 +264,6 @@ class OffloadWindow:
         return storage
 
     def _bring(self, record: Record) -> None:
-        """Bring the bytes of a record to the device, or start to, for work on the current stream."""
         ledger = self.ledger
         if record.residency is SavedResidency.LEAVING:
             ledger.release(record)  # it was recomputed before it left
@@ -312,7 +311,7 @@ class OffloadWindow:
         try:
             ledger.fetch(record)
         except torch.OutOfMemoryError:
-            for forward in self.forwards.live():  # what was fetched ahead makes room for what cannot wait
+            for forward in self.live():  # what was fetched ahead makes room for what cannot wait
                 self._take_back(forward, until=None)
             self.settle(wait=True)
             try:
@@ -322,7 +321,6 @@ class OffloadWindow:
                 raise
 
     def _take_back(self, forward: Forward, *, until: int | None) -> None:
-        """Free what was fetched for places before `until` (None: all) and not requested."""
         for record in list(self.ledger.coming):
             if record.owner is forward:
                 if until is not None and forward.place_of(record) >= until:
@@ -330,16 +328,17 @@ class OffloadWindow:
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
-        """Fetch what the backward needs next, while there is room for it until its use. Return whether all of it is fetched.
-
-        Args:
-            use_order: fetch only what is needed sooner, since another prefetcher asks. None: ask the others first.
-        """
+        """Fetch what the backward needs next, while there is room; with `use_order`, only what is needed sooner, for another
+        prefetcher that asks. Return whether all of it is fetched."""
         while (record := forward.next_record()) is not None:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
                     return True
-                if not self._make_room_for(forward, record) or (use_order is None and not self.bring_sooner(record.use_order)):
+                if not self._has_room(forward, record):
+                    self.ledger.release_dead(wait=True)
+                    if not self._has_room(forward, record):
+                        return False
+                if use_order is None and not self.bring_sooner(record.use_order):
                     return False
                 try:
                     self.ledger.fetch(record)
@@ -356,29 +355,19 @@ class OffloadWindow:
 
     def bring_until(self, use_order: int) -> bool:
         """Fetch what is needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
-        if self._is_asking or self.is_broken:
-            return True  # another thread is at it, and perhaps waits for the one that asks
-        return self._bring_until(use_order)
+        # unless another thread is at it, and perhaps waits for the one that asks
+        return self._is_asking or self.is_broken or self._bring_until(use_order)
 
     @mended
     def _bring_until(self, use_order: int) -> bool:
         is_done = self.scheduled is None or self.scheduled.bring_until(use_order)
-        return is_done and all(self._fetch_ahead(forward, use_order) for forward in self.forwards.live() if forward.task != -1)
-
-    def _make_room_for(self, forward: Forward, record: Record) -> bool:
-        """Tell whether a record may be fetched ahead of its use, after freeing dead records if there is no room otherwise."""
-        if not self._has_room(forward, record):
-            self.ledger.release_dead(wait=True)
-        return self._has_room(forward, record)
+        return is_done and all(self._fetch_ahead(forward, use_order) for forward in self.live() if forward.task != -1)
 
     def _has_room(self, forward: Forward, record: Record) -> bool:
-        """Tell whether a record may be fetched ahead of its use.
-
-        There must be room for it now; and where the levels of the backward are known, until then, so that it does not raise the
-        step's peak.
-        """
+        """Tell whether there is room for a record now; and where the levels of the backward are known, until its use, so that
+        it does not raise the step's peak."""
         live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self._limit_with(forward)
-        forecast = forward.forecast if self._counter is not None and len(self.forwards.references) == 1 else None
+        forecast = forward.forecast if self._counter is not None and len(self._forwards) == 1 else None
         if live_bytes > limit_bytes or forecast is None:
             return live_bytes <= limit_bytes
         return forecast.level_bytes(len(forward.used) - 1, forward.place_of(record), live_bytes) <= forecast.peak_bytes
@@ -395,7 +384,15 @@ class OffloadWindow:
     @mended
     def settle(self, *, wait: bool = False) -> None:
         self.ledger.sweep()
-        settle_scheduled(self)
+        over = [scheduled for scheduled in self.all_scheduled if scheduled.is_over]
+        for scheduled in over:
+            scheduled.close()
+        if over:
+            self.scheduled = None if self.scheduled in over else self.scheduled
+            self.put_by = [scheduled for scheduled in self.put_by if scheduled not in over]
+        if self.scheduled is not None and self.scheduled.is_spent:
+            self.scheduled.put_by()
+            self.put_by, self.scheduled = [*self.put_by, self.scheduled], None
         self.ledger.release_dead(wait=wait)
         if wait:
             self.ledger.settle(wait=True)
@@ -403,6 +400,5 @@ class OffloadWindow:
             self.arena.close()
 
     def retire(self) -> None:
-        """Free the host memory, now or once the last graph and the last copy that need it are gone."""
         self.is_retired = True
         self.settle(wait=True)

@@ -14,7 +14,7 @@ Regions: calls of modules that are recomputed as a whole, nothing recorded:
 - `settling`: when a step need not be recorded any more
 - `unrecorded`: what is done in a step that is not recorded
 - `region_plan`: which calls become regions
-- `regions`: hooks on their modules, and why a module cannot be one
-- `region_calls`: one call, of which autograd keeps no saved tensors, and its recompute
+- `regions`: the context in which they are regions, and why a module cannot be one
+- `region_calls`: a module with hooks, one call, of which autograd keeps no saved tensors, and its recompute
 - `module_state`: what must be as it was: parameters, buffers, generators, autocast
 """

@@ -6,20 +6,15 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import Follower, Trace, Traces
+from memkit.activations.saved.traces import Follower, OpTrace, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.device import Device
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
-from memkit.recording.ops import OpKinds, op_kinds
-
-if TYPE_CHECKING:
-    from memkit.activations.saved.settled import SizesSeen
-    from memkit.activations.saved.state import RematState
+from memkit.recording.ops import OpKinds
 
 NO_BUDGET = sys.maxsize
 """Stands for no budget: only values that the user marks are dropped."""
@@ -57,14 +52,8 @@ class RematOptions:
         return not self.keeps_all and self.budget != NO_BUDGET
 
 
-def marks_alone(min_bytes: int, device: Device | None) -> RematOptions:
-    """Return options by which only values that the user marks are dropped."""
-    no_plan = "dtr"  # a plan would also drop what others bring along, as that takes no time
-    return recorded_alone(min_bytes, device, op_kinds(), policy=no_plan)
-
-
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    """Return options by which all steps are recorded, without a budget."""
+    """Return options by which all steps are recorded, without a budget: only values that the user marks are dropped."""
     return RematOptions(
         budget=NO_BUDGET,
         policy=policy,
@@ -78,23 +67,16 @@ def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, pol
     )
 
 
+def least_plan(trace: OpTrace, budget_bytes: int, score: DTRScore) -> Plan:
+    """Return the plan of single ops with the fewest bytes, for a budget that none keeps to."""
+    planner = trace.planner(score)
+    return planner.plan(budget_bytes, planner.least_found())
+
+
 class BudgetDecider(Decider):
-    """Decides for each save of one forward whether it is dropped at once.
-
-    Args:
-        options: the user's arguments.
-        traces: the traces of the tag.
-        counts: the counters of the iteration: the budget, and how far it was kept, are noted there.
-        last: the counters of the last iteration under the tag.
-        warn: warns the user once for each kind: called with the kind and the message.
-        raises: whether to raise if the budget can't be kept.
-        with_regions: returns the bytes that later steps need with regions, for a trace and the plan of single ops with the
-            fewest bytes: see `Settling`. If that fits the budget, no warning is given in the meantime. By default there are no
-            regions.
-
-    Raises:
-        BudgetInfeasible: the budget can't be kept, with `raises`.
-    """
+    """Decides for each save of one forward whether it is dropped at once. It notes the budget in the counts of the iteration,
+    and judges the last one. If the budget can't be kept, it raises `BudgetInfeasible`, or warns, unless `with_regions`
+    returns, for a trace and the plan of single ops with the fewest bytes, that later steps fit with regions."""
 
     def __init__(
         self,
@@ -108,12 +90,7 @@ class BudgetDecider(Decider):
         with_regions: Callable[[Trace, Plan], int | None] | None = None,
     ) -> None:
         super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
-        self.plan: Plan | None = None
-        self._actions: dict[int, Action] = {}
-        self._options = options
-        self._counts = counts
-        self._warn = warn
-        self._with_regions = with_regions
+        self._options, self._counts, self._warn, self._with_regions = options, counts, warn, with_regions
         trace = self.follower.trace
         plan = self._plan_of(trace, raises=raises, is_entry=True)
         if trace is None or trace is not traces.latest:
@@ -177,12 +154,10 @@ class BudgetDecider(Decider):
         try:
             return trace.ops.plan(budget_bytes, options.score)
         except BudgetInfeasible as error:
-            planner = trace.ops.planner(options.score)
-            least = planner.plan(budget_bytes, planner.least_found())
+            least = least_plan(trace.ops, budget_bytes, options.score)
             if self._with_regions is not None:
-                if not is_entry:
-                    return least  # the next entry follows the same trace, and tells
-                smallest = self._with_regions(trace, least)
+                # where it is no entry, the next one follows the same trace, and tells
+                smallest = self._with_regions(trace, least) if is_entry else 0
                 if smallest is not None and smallest <= budget_bytes:
                     return least
                 if smallest is not None and smallest < error.smallest_bytes:
@@ -209,27 +184,3 @@ class BudgetDecider(Decider):
 
     def _warn_of_budget(self, message: str) -> None:
         self._warn(f"budget {self._options.budget}", f"{message}. It is exceeded by as little as can be.")
-
-
-class Settling(Protocol):
-    """Decides when steps need not be recorded any more."""
-
-    def settle(
-        self, state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool
-    ) -> None:
-        """Decide what the next steps do, after one was recorded to its end.
-
-        Args:
-            state: the state of the tag; its counts are those of the step.
-            options: the user's arguments.
-            decider: the decider of the step.
-            sizes: bytes of all saves, if they were added up.
-            is_timed: whether each op was timed by itself, which takes time.
-        """
-
-    def with_regions(self, state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
-        """Return the bytes of steps like a trace with regions, as far as they are known; None if there are to be no regions.
-
-        Args:
-            least: the plan of single ops with the fewest bytes.
-        """

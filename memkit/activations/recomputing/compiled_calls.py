@@ -37,10 +37,8 @@ _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
 class CompiledCalls:
-    """Finds the compiled modules that a thread runs, and turns the recorder off while each of them runs.
-
-    They are looked for in each outermost module that is called, by a global hook. The hook is off while that module runs.
-    """
+    """Finds the compiled modules that a thread runs, in each outermost module that is called, and turns the recorder off while
+    each of them runs."""
 
     def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
         self._title = title
@@ -49,28 +47,19 @@ class CompiledCalls:
         self._finding, self._outermost, self._around = HookSet(), HookSet(), HookSet()
         self._found = set[nn.Module]()
         self._given: set[int] | None = None
-        """While a compiled module runs: the keys of the storages that existed before."""
         self.setting: Callable[[nn.Module, Any, Any, Collection[nn.Module]], AbstractContextManager[object]] | None = None
-        """Returns a context for the call of a module with these arguments, given all compiled modules that were found; None for
-        no context."""
+        """Returns a context for the call of a module with these arguments, given all compiled modules that were found."""
         self.is_on = False
 
     def begin(self, model: nn.Module | None) -> None:
-        """Look for compiled modules, if there may be any.
-
-        Raises:
-            RuntimeError: the model is compiled as a whole.
-        """
+        """Look for compiled modules, if there may be any. `RuntimeError`: the model is compiled as a whole."""
         if not dynamo_is_loaded():
             return
         self.is_on = True
         if model is None:
-            self._find()
+            self._finding.around_all_forwards(before=self._before, after=_nothing)
         else:
             self._stand_around(model)
-
-    def _find(self) -> None:
-        self._finding.around_all_forwards(before=self._before, after=_nothing)
 
     def end(self) -> None:
         self.is_on, self.setting = False, None
@@ -78,8 +67,6 @@ class CompiledCalls:
         self._outermost.remove()
         self._around.remove()
         self._found.clear()
-
-    # Which there are
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if threading.get_ident() != self._thread or isinstance(module, torch.jit.ScriptModule):
@@ -104,7 +91,7 @@ class CompiledCalls:
             return
         self._outermost.remove()
         self._trail.go_on(module)
-        self._find()
+        self._finding.around_all_forwards(before=self._before, after=_nothing)
 
     # One call
 
@@ -122,7 +109,7 @@ class CompiledCalls:
         try:
             leave_mode(self._recorder)
             trail.pause()
-            with self._set_for(module, args, kwargs):
+            with nullcontext() if self.setting is None else self.setting(module, args, kwargs, self._found):
                 results = self._timed(trail.place, code, args, kwargs)
         finally:
             self._given = None
@@ -130,17 +117,11 @@ class CompiledCalls:
                 trail.go_on()
             if self.is_on and self._recorder not in torch_private.dispatch_modes():  # an interrupt may have left it on
                 self._recorder.__enter__()
-        self._note(
-            [given[key] for key, version in versions.items() if torch_private.version_of(given[key]) != version], results
-        )
+        written = [given[key] for key, version in versions.items() if torch_private.version_of(given[key]) != version]
+        self._note(written, results)
         if not trail_sees:
             trail.note_end(module, args, kwargs, results)
         return results
-
-    def _set_for(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
-        if self.setting is None:
-            return nullcontext()
-        return self.setting(module, args, kwargs, self._found)
 
     def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the code of a compiled module, and note the seconds that it takes if ops are timed, unless it is compiled in
@@ -181,11 +162,7 @@ class CompiledCalls:
         return value
 
     def check_save(self) -> None:
-        """Check, in a pack hook, that the tensor isn't saved by compiled code that was not found.
-
-        Raises:
-            RuntimeError: it is.
-        """
+        """Raise `RuntimeError` in a pack hook if the tensor is saved by compiled code that was not found."""
         if self._given is None and (runs_as_it_is() or is_saved_by_compiled_code()):
             raise RuntimeError(self._refusal("a compiled function was called"))
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memkit.activations.saved.traces import Follower, SaveKey
-    from memkit.plan import Action
+from memkit.activations.saved.traces import Follower, OpTrace, SaveKey
+from memkit.plan import Action
 
 
 class Decider(ABC):
-    """Decides for each save of one forward what is done with it at once.
-
-    Args:
-        follower: tells which known forwards this one is like so far.
-    """
+    """Decides for each save of one forward what is done with it at once, by the known forwards that it is like so far."""
 
     limit_bytes: float = math.inf
 
@@ -35,20 +29,13 @@ class Decider(ABC):
         """Values that autograd does not save, and that the plan holds."""
 
     @property
+    def ops(self) -> OpTrace | None:
+        trace = self.follower.trace
+        return None if trace is None else trace.ops
+
+    @property
     def known_s(self) -> Sequence[float]:
-        trace = self.follower.trace
-        return () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
-
-    @property
-    def rewritten(self) -> Collection[int]:
-        """Roots that were written to before the backward of that forward had ended."""
-        trace = self.follower.trace
-        return () if trace is None or trace.ops is None else trace.ops.rewritten
-
-    @property
-    def num_seen(self) -> int:
-        trace = self.follower.trace
-        return 0 if trace is None or trace.ops is None else trace.ops.num_seen
+        return () if self.ops is None else self.ops.step.lineage.seconds
 
     def note(self, key: SaveKey, funcs: list[object]) -> bool:
         """Note a save; return whether that has changed the plan."""
@@ -65,11 +52,8 @@ class Decider(ABC):
 
     @abstractmethod
     def action(self, value: int, held_bytes: int) -> Action | None:
-        """Return what is done with a value as soon as it is saved; None to keep it until the limit is exceeded.
-
-        Args:
-            held_bytes: bytes that would be held with it, if a context outside takes what is not dropped.
-        """
+        """Return what is done with a value that is just saved; None to keep it until `held_bytes`, with what a context outside
+        takes, exceed the limit."""
 
     @abstractmethod
     def grow(self) -> None:

@@ -26,7 +26,7 @@ from memkit.recording.recording import change_settings, setting_getters
 
 
 class NoRegion(Exception):  # noqa: N818  # it is no error
-    """Raised if a call can't be recomputed. Its message says why."""
+    pass
 
 
 _MOST_CLONED_BYTES = 2**16
@@ -36,40 +36,20 @@ _MOST_CLONED_BYTES = 2**16
 class LearnedReads:
     """What the last step has learned of a module's buffers, for the next one."""
 
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: ReadOnly | None = None
-        """The state in which the forward only read its buffers; None if it wrote to one."""
+    last: ReadOnly | None = None
+    """The state in which its forward only read its buffers; None if it wrote to one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReadOnly:
-    """The state of a module whose forward wrote to no buffer. A forward in the same state is expected to write to none either.
+    """The state of a module whose forward wrote to no buffer. In the same state it is expected to write to none either, though
+    it may depend on something else, such as a global or its inputs."""
 
-    This can't be known if the forward depends on something else, such as a global or its inputs.
-    """
-
-    flags: tuple[bool, ...]
+    facts: tuple[tuple[Any, ...], ...]
     attributes: tuple[Any, ...]
-    names: tuple[str, ...]
-    nums_attributes: tuple[int, ...]
-    parts: tuple[weakref.ref[nn.Module], ...]
-    buffers: tuple[weakref.ref[Tensor] | None, ...]
-    versions: tuple[int, ...]
+    objects: tuple[weakref.ref[Any] | None, ...]
     small: tuple[int, ...]
-
-    def is_of(self, parts: Sequence[nn.Module], buffers: Sequence[Tensor | None]) -> bool:
-        return (
-            len(parts) == len(self.parts)
-            and len(buffers) == len(self.buffers)
-            and all(map(is_, map(weakref.ref.__call__, self.parts), parts))
-            and all(map(is_, [known and known() for known in self.buffers], buffers))
-        )
-
-
-def small_of(clones: dict[int, Tensor]) -> tuple[int, ...]:
-    return tuple(place for place, clone in clones.items() if clone.untyped_storage().nbytes() <= _MOST_CLONED_BYTES)
+    """Which buffers have no more than `_MOST_CLONED_BYTES`."""
 
 
 Surroundings = tuple[Any, ...]
@@ -77,7 +57,6 @@ Surroundings = tuple[Any, ...]
 
 _NUM_AUTOCAST = 5
 _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
-"""Both are called from C, so that no interrupt comes in between: the depth can only be read by changing it."""
 
 
 @functools.cache
@@ -108,15 +87,9 @@ GeneratorState = tuple[torch.Generator, Any]
 
 
 _of_device: dict[torch.device, torch.Generator] = {}
-"""The default generators, which stay the same objects."""
 
 
 def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
-    """Return the states of the default generators of CUDA devices.
-
-    Raises:
-        RuntimeError: they can't be read, since the work is being captured into a CUDA graph.
-    """
     states: list[GeneratorState] = []
     for device in devices:
         generator = _of_device.get(device)
@@ -175,26 +148,10 @@ _OF_ALL = frozenset(vars(nn.Module()))
 
 
 Statistics = list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor]]
-"""The buffers of batch norms in evaluation mode: the dict that each is in, its name, the buffer, its version, and a clone."""
 
 
 class Noted:
     """What was found at one forward, and what it wrote."""
-
-    __slots__ = (
-        "attributes",
-        "buffers",
-        "clones",
-        "flags",
-        "is_known",
-        "lost",
-        "parameters",
-        "small",
-        "statistics",
-        "storages",
-        "versions",
-        "written",
-    )
 
     attributes: tuple[Any, ...]
     """The plain attributes of the submodules; `NOT_PLAIN` for one that has another type by now."""
@@ -208,7 +165,6 @@ class Noted:
     clones: dict[int, Tensor]
     """Clones of the buffers that the forward may write to, from before it."""
     is_known: bool
-    """Whether it was known which buffers these are."""
     small: dict[int, Tensor]
     """Clones of small buffers that the forward is expected only to read, for the recompute in case it writes to them."""
     written: frozenset[int]
@@ -217,13 +173,8 @@ class Noted:
 
 
 class ModuleState:
-    """A module's submodules, parameters and buffers, as they are when this is made.
-
-    Args:
-        module: the module. Submodules that are added later are not seen. Parameters that FSDP2 gathers are not there yet: see
-            `look_again`.
-        learned: what the last step has learned of its buffers; what this one learns is stored there.
-    """
+    """A module's submodules, parameters and buffers, as they are now. Parameters that FSDP2 gathers are not there yet: see
+    `look_again`."""
 
     def __init__(self, module: nn.Module, learned: LearnedReads) -> None:
         self.parts = parts_of(module)
@@ -250,7 +201,6 @@ class ModuleState:
                 if index not in unread
             ]
         )
-        """The other submodules that update buffers in training mode, each with the indices of these."""
         self.attributes: list[tuple[dict[str, Any], str]] = []
         self.attribute_dicts: list[dict[str, Any]] = []
         self.attribute_getters: list[itemgetter[Any]] = []
@@ -302,11 +252,8 @@ class ModuleState:
     # Around the forward
 
     def statistics(self, flags: tuple[bool, ...]) -> Statistics:
-        """Return the statistics that a forward is about to read, since updates of them raise no version counter.
-
-        Raises:
-            NoRegion: they are of a kind that is not supported.
-        """
+        """Return the statistics that a forward is about to read, since updates of them raise no version counter; raise
+        `NoRegion` for kinds that are not supported."""
         found: Statistics = []
         for index in self._unseen:
             if not flags[index]:
@@ -320,14 +267,12 @@ class ModuleState:
 
     def note_buffers(self, noted: Noted) -> None:
         noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
-        noted.versions = _versions_of(noted.buffers)
-        noted.is_known, noted.clones = noted.flags in self._written, {}
-        noted.written, noted.lost = frozenset(), -1
-        noted.is_known = noted.is_known or self._is_as_learned(noted)
+        noted.versions, noted.written, noted.lost = _versions_of(noted.buffers), frozenset(), -1
+        noted.is_known = noted.flags in self._written or self._is_as_learned(noted)
         last = self._learned.last
         small = last.small if noted.is_known and last is not None else ()
         places = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
-        noted.small = {}
+        noted.clones, noted.small = {}, {}
         if places or small:
             with torch.no_grad(), torch_private.without_python_dispatch():
                 noted.clones = self._clones(noted, places)
@@ -338,35 +283,24 @@ class ModuleState:
         found = ((place, noted.buffers[place]) for place in places)
         return {place: buffer.clone() for place, buffer in found if buffer is not None}
 
+    def _facts(self, noted: Noted) -> tuple[tuple[Any, ...], ...]:
+        return noted.flags, noted.versions, tuple(map(_name_in, self.attributes)), tuple(map(len, map(vars, self.parts)))
+
     def _is_as_learned(self, noted: Noted) -> bool:
-        known = self._learned.last
+        known, objects = self._learned.last, (*self.parts, *noted.buffers)
         return (
             known is not None
-            and known.flags == noted.flags
-            and known.versions == noted.versions
-            and known.names == self._names()
+            and known.facts == self._facts(noted)
             and all(map(is_, known.attributes, noted.attributes))
-            and known.nums_attributes == self._nums_attributes()
-            and known.is_of(self.parts, noted.buffers)
+            and len(known.objects) == len(objects)
+            and all(map(is_, [reference and reference() for reference in known.objects], objects))
         )
 
     def _learn(self, noted: Noted) -> ReadOnly:
-        return ReadOnly(
-            flags=noted.flags,
-            attributes=noted.attributes,
-            names=self._names(),
-            nums_attributes=self._nums_attributes(),
-            parts=tuple(map(weakref.ref, self.parts)),
-            buffers=tuple([None if buffer is None else weakref.ref(buffer) for buffer in noted.buffers]),
-            versions=noted.versions,
-            small=small_of(noted.clones),
-        )
-
-    def _names(self) -> tuple[str, ...]:
-        return tuple(map(_name_in, self.attributes))
-
-    def _nums_attributes(self) -> tuple[int, ...]:
-        return tuple(map(len, map(vars, self.parts)))
+        objects = [None if found is None else weakref.ref(found) for found in (*self.parts, *noted.buffers)]
+        sizes_bytes = {place: clone.untyped_storage().nbytes() for place, clone in noted.clones.items()}
+        small = tuple(place for place, num_bytes in sizes_bytes.items() if num_bytes <= _MOST_CLONED_BYTES)
+        return ReadOnly(self._facts(noted), noted.attributes, tuple(objects), small)
 
     def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
         return self._written.get(flags, frozenset()).union(*[places for part, places in self._norms if flags[part]])
@@ -408,8 +342,7 @@ class ModuleState:
         return "a parameter that was replaced by another"
 
     def what_has_changed(self, noted: Noted) -> str:
-        """Return in words which buffer differs from what the forward found, so that a recompute can't be exact; empty if
-        none."""
+        """Return which buffer differs from what the forward found, so that a recompute can't be exact; empty if none."""
         if noted.lost >= 0:
             return f'the buffer "{self.places[noted.lost][1]}", which it writes to and did not before'
         for place, ((buffers, name), buffer, version) in enumerate(
@@ -424,31 +357,24 @@ class ModuleState:
         """Return the buffers to replace for a recompute: the dict that each is in, its name, the buffer, and the tensor to put
         there. Those of `Noted.statistics` come first."""
         found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
-        if noted.statistics:
-            with torch.no_grad():
-                found += [(buffers, name, buffers.get(name), clone.clone()) for buffers, name, _, _, clone in noted.statistics]
-        for index, buffers in self._updated:
-            if noted.flags[index]:
-                found += [(buffers, name, buffer, self._scratch_for(buffers, name, buffer)) for name, buffer in buffers.items()]
-        if self.places and noted.written:
-            with torch.no_grad():
-                for place in noted.written:
+        with torch.no_grad():
+            for buffers, name, _, _, clone in noted.statistics:
+                found.append((buffers, name, buffers.get(name), clone.clone()))
+            for index, buffers in self._updated:
+                if noted.flags[index]:
+                    found += [(buffers, name, own, self._scratch_for(buffers, name, own)) for name, own in buffers.items()]
+            if self.places:
+                read = noted.small.keys() - noted.written
+                for place in (*noted.written, *read):
                     buffers, name = self.places[place]
-                    clone = noted.clones.get(place)
-                    before = noted.buffers[place] if clone is None else clone.clone()
+                    copy = noted.small[place] if place in read else noted.clones.get(place)
+                    before = noted.buffers[place] if copy is None else copy.clone()
                     found.append((buffers, name, buffers.get(name), before))
-        if self.places and noted.small:
-            with torch.no_grad():
-                for place, clone in noted.small.items():
-                    if place not in noted.written:
-                        buffers, name = self.places[place]
-                        found.append((buffers, name, buffers.get(name), clone.clone()))
         return found
 
     @staticmethod
     def originals(noted: Noted, others: Sequence[tuple[Any, str, Any, Tensor | None]]) -> Originals:
-        """Return the buffers that the statistics of a recompute stand for: a backward reads the buffers themselves, updated or
-        not."""
+        """Return the buffers that statistics of a recompute stand for: a backward reads these, updated or not."""
         return {
             torch_private.storage_address(other.untyped_storage()): (buffer, version)
             for (_, _, _, other), (_, _, buffer, version, _) in zip(others, noted.statistics, strict=False)
@@ -475,15 +401,11 @@ class ModuleState:
 
 
 Originals = dict[int, tuple[Tensor, int]]
-"""Buffers with their versions, by the addresses of the storages that stand for them."""
 
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a module and its submodules, each once, in the order of `modules()`. That would make two Python calls for each
-    module, and two more for each that it is in.
-
-    A span is left out: it has nothing of its own, and is a new object in each step.
-    """
+    """Return a module and its submodules, each once, in the order of `modules()`, which makes two Python calls for each and
+    more. A span is left out: it has nothing of its own, and is a new object in each step."""
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [module]
     while waiting:
@@ -496,7 +418,6 @@ def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _has_data(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter can be identified by its data's address; not if it is a wrapper of other tensors."""
     return not hasattr(parameter, "__tensor_flatten__")
 
 

@@ -6,11 +6,11 @@ import functools
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.sources import Anchors, Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, NumberedSaves, contents_of
@@ -27,19 +27,11 @@ from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
 
-if TYPE_CHECKING:
-    from memkit.activations.offloading.window import OffloadWindow
-
 
 class RecordedForward(NumberedSaves):
-    """The saved values of one forward.
-
-    `moves` tells whether the same records move to host memory; otherwise, `moving` has records for what moves.
-
-    Args:
-        score: the score that chooses what to evict when the limit is exceeded.
-        limit_bytes: the most bytes that saved values and replays may take on the device.
-    """
+    """The saved values of one forward. `moves` tells whether the same records move to host memory; otherwise, `moving` has
+    records for what moves. The score chooses what to evict where saved values and replays would take more than
+    `limit_bytes`."""
 
     moves = False
 
@@ -73,7 +65,6 @@ class RecordedForward(NumberedSaves):
         self._streams: dict[Stream, None] = {}
         self._places: dict[int, list[int]] = {}
         self._awaited: list[int] = []
-        """Saved values, up to the latest that the backward may still request."""
         self._now = 0
 
     @property
@@ -87,7 +78,6 @@ class RecordedForward(NumberedSaves):
     # Forward
 
     def settle_on(self, window: OffloadWindow) -> None:
-        """Have the records in another window, ahead of the first: its device is known now."""
         self.window = self.unpacker = self._anchors.window = window
         self.recording.device = window.device
 
@@ -109,7 +99,7 @@ class RecordedForward(NumberedSaves):
         raise AssertionError("what leaves has records of its own")
 
     def end_save(self, node: int) -> None:
-        """Called when a save by the graph node `node` has been handled."""
+        pass
 
     def is_saved(self, value: int) -> bool:
         return value in self._saved_at
@@ -181,7 +171,7 @@ class RecordedForward(NumberedSaves):
         self._now = self._now + 1 if place is None else place + 1
 
     def end_backward(self) -> None:
-        """Called when a backward has ended without an error."""
+        pass
 
     def learn_order(self) -> None:
         trace = self.trace
@@ -306,13 +296,8 @@ class RecordedForward(NumberedSaves):
         return self.walk.make_room(0)
 
     def make(self, record: Record) -> None:
-        """DROPPED -> BACK: recompute a value, for work on the current stream.
-
-        Raises:
-            RuntimeError: what it is made from was written to.
-            torch.OutOfMemoryError: there is not enough memory, even after dropping all that can be dropped.
-            ReplayMismatchError: with verification, an op made something else than in the forward.
-        """
+        """DROPPED -> BACK: recompute a value, for work on the current stream. It raises if what the value is made from was
+        written to, or if there is no room even after all was dropped that can be."""
         replay, walk, ledger, counts = self._replay, self.walk, self.ledger, self.counts
         if torch_private.backward_task() == -1:
             replay.compare_settings()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions, Settling
+from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
+from memkit.activations.recomputing.settling import bytes_with_regions, settle
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import Entry, Stage, all_too_small, handing_on, is_within
+from memkit.activations.saved.entry import Stage, all_too_small, handing_on, is_within, moving_in
 from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.state import remat_states
@@ -48,13 +49,9 @@ _get_storage = Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
-    """Records the ops of a forward, and drops what can be recomputed.
-
-    Args:
-        moving: the next stage, of this context or an outer one, which may move what is not dropped.
-        outer: the innermost hooks outside, which are given what is not dropped if there is no such stage.
-        settling: decides what the next steps do; by default they are recorded as well.
-    """
+    """Records the ops of a forward, and drops what can be recomputed. What is not dropped goes to the next stage, which may
+    move it, or to the innermost hooks outside. If it `settles`, later steps need not be recorded once it is known what they
+    do."""
 
     moves = False
 
@@ -65,7 +62,7 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
-        settling: Settling | None = None,
+        settles: bool = False,
     ) -> None:
         self._state, self._lock = state, state.lock
         self._options = options
@@ -75,9 +72,8 @@ class RecordingStage(Stage):
         self._moving, self._hand_on = moving, handing_on(moving, outer)
         self._hand_on_unchecked = handing_on(moving, outer, is_checked=False)
         self._has_outer = moving is not None or outer is not None
-        self._settling = settling
+        self._settles = settles
         self._needs_plan = options.may_settle and not options.keeps_all
-        """Whether later steps are not recorded once there is a plan."""
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that are too small to be dropped, until a larger one is found."""
         self.counts = Counts(trial=state.trial)
@@ -125,16 +121,14 @@ class RecordingStage(Stage):
         with self._lock:
             self._end_forward(learn=not has_failed)
             decider = self._decider
-            if not has_failed and self._settling is not None and isinstance(decider, BudgetDecider):
-                is_timed = self._forward.recording.is_timed
-                self._settling.settle(self._state, self._options, decider, self._sizes, is_timed)
+            if not has_failed and self._settles and isinstance(decider, BudgetDecider):
+                settle(self._state, self._options, decider, self._sizes, self._forward.recording.is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
     # One forward
 
     def _open_forward(self, *, raises: bool) -> RecordedForward:
-        """Begin to record a forward: at the entry, or at the first save after a backward."""
         state, options = self._state, self._options
         state.sweep()
         state.read_times()
@@ -145,7 +139,7 @@ class RecordingStage(Stage):
             device,
             known_s=decider.known_s,
             retained=frozenset(decider.retained),
-            rewritten=decider.rewritten,
+            rewritten=() if decider.ops is None else decider.ops.rewritten,
             is_timed=state.num_iterations == 1 if trace is None else not state.are_measured(),
             is_verified=options.verify,
         )
@@ -153,7 +147,7 @@ class RecordingStage(Stage):
 
     def _decide(self, *, raises: bool) -> Decider:
         state, options = self._state, self._options
-        with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
+        with_regions = functools.partial(bytes_with_regions, state, options) if self._settles else None
         return BudgetDecider(
             options, state.traces, self.counts, state.counts, state.warn_once, raises=raises, with_regions=with_regions
         )
@@ -202,7 +196,7 @@ class RecordingStage(Stage):
 
     def _turn(self) -> RecordedForward:
         self._end_forward(learn=True)
-        self._settling = None if self._needs_plan else self._settling  # a plan is one of a single forward
+        self._settles = self._settles and not self._needs_plan  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -218,12 +212,9 @@ class RecordingStage(Stage):
             self.take_off()
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
-        if type(tensor) not in PLAIN_TYPES:
-            return self._take_of_class(tensor)
-        with torch_private.without_python_dispatch():  # what is done here is no part of the forward
-            return self._take_locked(tensor)
-
-    def _take_of_class(self, tensor: Tensor) -> KeptHandle:
+        if type(tensor) in PLAIN_TYPES:
+            with torch_private.without_python_dispatch():  # what is done here is no part of the forward
+                return self._take_locked(tensor)
         if has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
                 return self._hand_on_unchecked(tensor)
@@ -335,11 +326,7 @@ class RecordingStage(Stage):
             self._note_plan()
 
     def _offer(self, forward: RecordedForward, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
-        """Return the handle of a value that is not dropped, and may move.
-
-        Args:
-            action: the user's mark; None to let the outer context decide.
-        """
+        """Return the handle of a value that is not dropped, and may move: as the mark says, or as the outer context decides."""
         if self._moving is not None:
             handle = self._moving.take(tensor, None if action is Action.RECOMPUTE else action)
         elif action is Action.OFFLOAD:
@@ -358,7 +345,6 @@ class RecordingStage(Stage):
         return window.pack(forward.open_moving(), tensor, _get_storage(tensor), Action.OFFLOAD) or KeptHandle(tensor)
 
     def _is_here(self, torch_device: torch.device) -> bool:
-        """Tell whether tensors on this device are dropped: it is the user's, or that of the first save."""
         device = self._device
         if device is None:
             if torch_device.type not in ("cpu", "cuda"):
@@ -407,19 +393,14 @@ def open_recording(
     *,
     moving: Stage | None = None,
     outer: SavedTensorHooks | None = None,
-    settling: Settling | None = None,
+    settles: bool = False,
 ) -> RecordingStage:
-    """Return the recording stage for a context that is about to be entered.
-
-    Args:
-        outer: the innermost hooks outside, if there is no moving stage.
-    """
+    """Return the recording stage for a context that is about to be entered: see there."""
     is_inner = moving is not None or is_within(tag)
-    if moving is None and outer is not None and isinstance(outer.owner, Entry):
-        moving = outer.owner.moving
+    moving = moving or moving_in(outer)
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer, settling=settling)
+        stage = RecordingStage(state, options, moving=moving, outer=outer, settles=settles)
         state.num_iterations += 1
         state.num_inner += is_inner
         state.counts, state.is_recorded, state.settled = stage.counts, True, None
@@ -432,29 +413,11 @@ def remat_figures(tag: str) -> dict[str, Any] | None:
         return None
     with state.lock:
         state.sweep()
-        counts, ledgers = state.counts, [window.ledger for window in state.windows()]
-        counter = None if state.costs.device is None else state.costs.device.memory_counter()
+        counts = state.counts
         return {
-            "num_iterations": state.num_iterations - state.num_inner,
-            "live_records": sum(ledger.num_records for ledger in ledgers),
-            "live_bytes": sum(ledger.live_bytes for ledger in ledgers),
-            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
-            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
-            "num_deviations": state.num_deviations,
+            **state.figures(),
             "budget_bytes": None if counts.budget_bytes >= NO_BUDGET else math.ceil(counts.budget_bytes),
-            "follows_plan": counts.follows_plan,
-            "num_ops": counts.num_ops,
-            "is_recorded": state.is_recorded,
             "recorder_s": counts.num_ops * recording_cost_s() if state.is_recorded else 0.0,
-            "num_saved": counts.num_saved,
-            "saved_bytes": counts.saved_bytes,
             "num_kept": counts.num_saved - counts.num_dropped,
-            "num_dropped": counts.num_dropped,
-            "dropped_bytes": counts.dropped_bytes,
-            "ledger_peak_bytes": counts.peak_bytes,
-            "num_replays": counts.num_replays,
-            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
-            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
-            "measured_replay_s": counts.replayed.total_s(),
             **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
         }

@@ -13,14 +13,15 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,10 @@ from memkit.activations.recomputing.module_state import (
     ModuleState,
     NoRegion,
     Noted,
+    Originals,
     Surroundings,
     current_surroundings,
+    drawn_from,
     set_generators,
     set_surroundings,
     states_of,
@@ -43,16 +46,14 @@ from memkit.activations.recomputing.module_state import (
 )
 from memkit.activations.saved.counts import Counts
 from memkit.core import torch_private
-from memkit.core.compiled import code_of
+from memkit.core.calls import Code
+from memkit.core.compiled import around_compiled, code_of
 from memkit.core.hooks import HookSet
 from memkit.core.kept import ForwardedHandle, KeptHandle, modified_error
-from memkit.core.sequentials import kind_of
+from memkit.core.sequentials import SpannedForward, kind_of
 from memkit.core.tensors import Geometry, is_range_of_bytes
-from memkit.core.torch_state import label, leave_untraced
+from memkit.core.torch_state import is_sharded_by_fsdp2, is_traced, label, leave_untraced
 from memkit.errors import ReplayMismatchError, note_on
-
-if TYPE_CHECKING:
-    from memkit.activations.recomputing.module_state import Originals
 
 
 def take_off(pack: Callable[[Tensor], object]) -> bool:
@@ -81,11 +82,8 @@ def is_going_on(frame: FrameType) -> bool:
 
 
 class Inputs:
-    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute.
-
-    Raises:
-        NoRegion: an argument is of a kind that a forward may change.
-    """
+    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if an
+    argument is of a kind that a forward may change."""
 
     __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec", "devices")
 
@@ -122,11 +120,7 @@ class Inputs:
         self._leaves = leaves
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the arguments for a recompute.
-
-        Raises:
-            RuntimeError: one of the tensors was written to since.
-        """
+        """Return the arguments for a recompute; `RuntimeError` if one of the tensors was written to since."""
         tensors = []
         for handle, needs_grad in zip(self._handles, self._needs_grad, strict=True):
             tensor = handle.unpack().detach()
@@ -155,7 +149,6 @@ AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
 CHANGE_LATER = "Change it after the backward"
 ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
 _NO_NODE = -1
-_training_flag = attrgetter("training")
 
 
 class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
@@ -164,22 +157,6 @@ class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that
 
 class Recompute:
     """One recompute of a call. It is itself the pack hook of the recompute, and remembers what to restore after it."""
-
-    __slots__ = (
-        "_attributes",
-        "_before",
-        "_buffers",
-        "_call",
-        "_drawn",
-        "_flags",
-        "_grad",
-        "_last",
-        "_nesting",
-        "_originals",
-        "_places",
-        "_unwritten",
-        "num_saved",
-    )
 
     def __init__(self, call: RegionCall) -> None:
         state = call.region.state
@@ -198,14 +175,14 @@ class Recompute:
         self._drawn = states_of(call.drawn) if call.drawn else ()
         self._buffers = state.others(call.noted) if state.has_others else ()
         self._originals = state.originals(call.noted, self._buffers) if call.noted.statistics else None
-        self._flags = tuple(map(_training_flag, state.parts))
+        self._flags = tuple(map(training_flag, state.parts))
         try:
             self._attributes = tuple(
                 chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts))
             )
         except KeyError as error:
             raise call.region.error(AS_IT_WAS, f"that its attribute {error} was deleted", CHANGE_LATER) from None
-        self._nesting = call.region.nesting(call) if call.inner else None
+        self._nesting = _Nesting(call) if call.inner else None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         number = self.num_saved
@@ -326,68 +303,11 @@ class Placeholder:
     version: int
 
 
-class Nesting(ABC):
-    """Makes regions inside a region be regions in its recompute as well."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Called before a recompute."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Called after a recompute; may be called again."""
-
-
-class Recomputed:
-    """A module that is recomputed as a whole, and what is known of it from the last step (`learned`)."""
-
-    def __init__(self, module: nn.Module, counts: Counts | None, learned: LearnedReads) -> None:
-        self.module = module
-        self.code = code_of(module)
-        """The compiled code, if the module is compiled: it saves other tensors than the module's forward."""
-        self.state = ModuleState(module, learned)
-        self.counts = counts
-
-    def watch(self, hooks: HookSet) -> None:
-        """Set hooks on the module that see its calls."""
-
-    def end_left(self, call: RegionCall) -> None:
-        """End a call that an interrupt has left open, and the calls within it."""
-
-    def nesting(self, call: RegionCall) -> Nesting | None:
-        return None
-
-    def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
-        if self.counts is not None:
-            self.counts.has_mismatch = True
-        return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")
-
-
 class RegionCall:
-    """One call of a region. It is itself the pack hook of the forward.
+    """One call of a region. It is itself the pack hook of the forward. It draws from the generators of `devices`, and of those
+    of its inputs."""
 
-    Args:
-        region: the module that is called.
-        devices: CUDA devices whose generators the module draws from, other than those of its inputs.
-    """
-
-    __slots__ = (
-        "before",
-        "below",
-        "device",
-        "drawn",
-        "frame",
-        "inner",
-        "inputs",
-        "is_broken",
-        "lock",
-        "noted",
-        "places",
-        "region",
-        "surroundings",
-    )
-
-    def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
+    def __init__(self, region: RegionModule, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
         self.frame: FrameType | None = frame
         """The caller's frame during the call. If it is no longer on the stack, an interrupt has ended the call."""
@@ -426,7 +346,7 @@ class RegionCall:
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         self.below: object = None
         """The pack hook outside of this one, if that is within the context."""
-        self.inner: dict[Recomputed, int] = {}
+        self.inner: dict[RegionModule, int] = {}
         """Regions that were called within it, each with the number of its first such call."""
 
     def __call__(self, tensor: Tensor) -> Placeholder | KeptHandle:
@@ -449,12 +369,8 @@ class RegionCall:
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
 
     def recompute(self) -> None:
-        """Run the forward again, and give the placeholders their tensors. The lock is held.
-
-        Raises:
-            RuntimeError: an input was written to since.
-            ReplayMismatchError: a parameter or a buffer was changed since, or the forward has saved something else.
-        """
+        """Run the forward again, and give the placeholders their tensors. The lock is held. It raises if an input, a parameter
+        or a buffer was changed since, or if the forward has saved something else."""
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
@@ -503,6 +419,200 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
     if torch_private.version_of(tensor) != place.version:
         raise modified_error(tensor, place.version)
     return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSpec:
+    """Which calls of a module are regions."""
+
+    calls: frozenset[int] | None = None
+    """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
+    `torch.utils.checkpoint`, are not counted."""
+    learned: LearnedReads = field(default_factory=LearnedReads)
+
+
+class RegionsThread(threading.local):
+    def __init__(self) -> None:
+        self.is_in = False
+        self.outer: object = None
+        self.numbers: dict[RegionModule, int] = {}
+        self.calls: list[RegionCall] = []
+        """The running calls, the innermost last, perhaps with some that an interrupt has left."""
+        self.counted: dict[RegionModule, FrameType] = {}
+        """For each region, the frame of its last counted call, until that ends. A region may be hooked twice: by the context,
+        and by a recompute within it, perhaps in another thread."""
+        self.running: set[RegionModule] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class RegionsCommon:
+    thread: RegionsThread
+    keep: Callable[[Tensor], KeptHandle]
+    counts: Counts | None
+    not_taken: dict[nn.Module, str]
+
+
+class RegionModule:
+    """A module whose calls are regions, each recomputed as a whole."""
+
+    def __init__(self, module: nn.Module, spec: RegionSpec, common: RegionsCommon, forward: SpannedForward | None) -> None:
+        self.module, self.forward = module, forward
+        self.code = code_of(module)
+        """The compiled code, if the module is compiled: it saves other tensors than the module's forward."""
+        self.state = ModuleState(module, spec.learned)
+        self.counts, self.thread = common.counts, common.thread
+        self._calls, self._common = spec.calls, common
+        self.is_sharded = is_sharded_by_fsdp2(module)
+        """Whether FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
+        self._look_for_devices()
+
+    def _look_for_devices(self) -> None:
+        self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
+
+    def watch(self, hooks: HookSet) -> None:
+        if self.is_sharded:
+            hooks.within_hooks(self.module, before=self._before, after=self._after)
+        elif self.code is None:
+            hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
+        else:
+            around_compiled(hooks, self.module, self._run)
+
+    def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running = self.thread.running
+        if self in running:
+            return code(*args, **kwargs)  # hooked twice
+        running.add(self)
+        try:
+            self._before(module, args, kwargs)
+            try:
+                return code(*args, **kwargs)
+            finally:
+                self._after(module, args)
+        finally:
+            running.discard(self)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """The forward pre-hook. If another thread has just removed it, torch passes no keyword arguments."""
+        thread = self.thread
+        if not thread.is_in or kwargs is None or not torch.is_grad_enabled():
+            return
+        top = torch_private.top_saved_tensor_hooks(True)
+        is_own = top is not None and type(top[0]) in (RegionCall, Recompute)
+        if not is_own:
+            if top is not None and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
+                return  # it recomputes what is inside
+            if torch_private.backward_task() != -1:
+                return  # this is a recompute of another's
+        frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
+        while calls and not is_on_stack(calls[-1].frame, frame):
+            _end_left(calls)  # which an interrupt has left
+        if thread.counted.get(self) is frame:
+            return  # hooked twice
+        thread.counted[self] = frame
+        number = thread.numbers.get(self, 0)
+        thread.numbers[self] = number + 1
+        for call in calls:
+            call.inner.setdefault(self, number)
+        if self.state.is_gathered and not self.state.is_current():  # they are there as long as the layer runs
+            self.state.look_again()
+            self._look_for_devices()
+        if self._calls is not None and number not in self._calls:
+            return
+        if torch_private.functorch_stack() is not None:
+            return  # what is saved is of no use outside of a transform
+        has_modes = torch_private.num_dispatch_modes() > 0
+        if has_modes and is_traced():
+            return
+        keep = self._common.keep
+        try:
+            if top is None or top[0] is thread.outer:
+                top = None
+            if top is None and keep is KeptHandle and not has_modes:
+                inputs = Inputs(args, kwargs, KeptHandle)
+            else:  # as autograd calls a hook, and as what is no part of the forward
+                with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
+                    if top is not None:  # held by hooks within the context, as these hold saved tensors
+                        keep = partial(ForwardedHandle, pack=top[0], unpack=top[1], is_checked=True)
+                    inputs = Inputs(args, kwargs, keep)
+            call = RegionCall(self, frame, inputs, self._devices)
+        except NoRegion as why:
+            self._common.not_taken[self.module] = str(why)
+            return
+        call.below = None if top is None else top[0]
+        calls.append(call)
+        torch_private.push_saved_tensor_hooks(call, unpack)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        calls = self.thread.calls
+        self.thread.counted.pop(self, None)
+        if not calls or calls[-1].region is not self:
+            return
+        call, frame = calls[-1], sys._getframe(2)
+        if frame is call.frame or frame.f_back is call.frame:
+            call.drawn, call.before = drawn_from(call.before), ()
+            if self.state.places:
+                self.state.note_written(call.noted)
+            top = torch_private.top_saved_tensor_hooks(True)
+            if top is not None and top[0] is call:
+                torch_private.pop_saved_tensor_hooks()
+            else:
+                take_off(call)
+            call.frame = None
+            calls.pop()
+            if self.counts is not None and torch_private.backward_task() == -1:
+                self.counts.num_dropped += len(call.places)
+
+    def end_left(self, call: RegionCall) -> None:
+        calls = self.thread.calls
+        if call in calls:
+            end_after(calls, calls.index(call))
+
+    def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
+        if self.counts is not None:
+            self.counts.has_mismatch = True
+        return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")
+
+
+class _Nesting:
+    """Makes calls in a recompute be regions, as they were in the forward, even after the context was left."""
+
+    def __init__(self, call: RegionCall) -> None:
+        self._thread, self._inner = call.region.thread, call.inner
+        self._hooks = HookSet()
+        self._before = self._thread.is_in, self._thread.numbers, len(self._thread.calls)
+
+    def begin(self) -> None:
+        self._thread.is_in, self._thread.numbers = True, dict(self._inner)
+        watch(self._inner, self._hooks)
+
+    def end(self) -> None:
+        self._hooks.remove()
+        self._thread.is_in, self._thread.numbers, num_calls = self._before
+        end_after(self._thread.calls, num_calls)
+
+
+def watch(regions: Iterable[RegionModule], hooks: HookSet) -> None:
+    for forward in dict.fromkeys(region.forward for region in regions if region.forward is not None):
+        forward.put(hooks)
+    for region in regions:
+        region.watch(hooks)
+
+
+def end_after(calls: list[RegionCall], num_calls: int) -> None:
+    """End the calls after the first `num_calls`, which an interrupt has left open."""
+    while len(calls) > num_calls:
+        _end_left(calls)
+
+
+def _end_left(calls: list[RegionCall]) -> None:
+    """End the innermost call, which an interrupt has left open; may be called again."""
+    call = calls[-1]
+    if not take_off(call) and call.below is not None:
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is call.below:  # whose exit has taken off those of the call, and left its own
+            torch_private.pop_saved_tensor_hooks()
+    call.is_broken, call.frame = True, None
+    calls.pop()
 
 
 leave_untraced(Recompute.__call__)

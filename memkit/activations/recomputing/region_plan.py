@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ class RegionPlan:
     """For each module with regions, the numbers of the calls that are regions."""
     num_calls: Mapping[Reference, int]
     learned: Mapping[Reference, LearnedReads]
-    """For each, what its last step has learned."""
     shapes: tuple[tuple[int, ...], ...]
     num_regions: int
     num_ops: int
@@ -40,7 +40,6 @@ class RegionPlan:
     trial: TimedWays
 
     def counts(self, budget: int | float, budget_bytes: float) -> Counts:
-        """Return the counters of a step, without its replays, which are counted as they run."""
         plan = self.plan
         return Counts(
             budget=budget,
@@ -61,11 +60,7 @@ def plan_regions(
     trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device, *, against_ops: bool = True
 ) -> RegionPlan | None:
     """Return the regions of a step; None if none fit the budget, or if single ops certainly take less time, which can be known
-    where the host computes. On other devices a trial decides.
-
-    Args:
-        against_ops: whether to compare with single ops at all.
-    """
+    where the host computes. On other devices a trial decides."""
     calls, references = _candidates(trace)
     if all(call.why_not for call in calls):
         return None
@@ -82,10 +77,9 @@ def plan_regions(
     is_open = against_ops and of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes)  # else ops need more
     if is_open and costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
         return None
-    chosen: dict[Reference, frozenset[int]] = {}
+    chosen = dict[Reference, frozenset[int]]()
     for index in choice.chosen:
-        reference = references[index]
-        chosen[reference] = chosen.get(reference, frozenset()) | {calls[index].number}
+        chosen[references[index]] = chosen.get(references[index], frozenset()) | {calls[index].number}
     num_calls = dict.fromkeys(chosen, 0)
     for call, reference in zip(calls, references, strict=True):
         if reference() is not None and reference in num_calls:
@@ -115,27 +109,18 @@ def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> 
 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
-    """Return the calls of a step, each with the reason why it can't be a region, as far as its module shows it, and the module
-    of each.
+    """Return the calls of a step in the order in which they begin, each with its module and the reason why it can't be a
+    region. Spans that may be are among them, within their Sequential's call or another span."""
 
-    They are in the order in which they begin. Spans that may be regions are among them; each has its Sequential's call, or
-    another span, as its parent.
-    """
-    why_not = dict[nn.Module, str]()
-
-    def why_not_of(reference: weakref.ref[nn.Module]) -> str:
-        module = reference()
-        if module is None:
-            return "it is gone"
-        if module not in why_not:
-            why_not[module] = why_not_region(module)
-        return why_not[module]
+    @functools.cache
+    def why_not_of(module: nn.Module | None) -> str:
+        return "it is gone" if module is None else why_not_region(module)
 
     calls, references = list[ModuleCall](), list[Reference]()
     places = list[int]()
     around: list[list[tuple[int, int]]] = [[] for _ in (*trace.calls, None)]  # of those in each call, and of the outermost
     may_be = (span for span in reversed(trace.spans) if span.reference.find() is not None)
-    waiting = [span for span in may_be if not any(map(why_not_of, span.children))]
+    waiting = [span for span in may_be if not any(why_not_of(child()) for child in span.children)]
 
     def add(call: ModuleCall, reference: Reference, place: int, why: str) -> int:
         open_spans = around[call.parent]  # where each ends, and its place among all
@@ -150,7 +135,7 @@ def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
         while waiting and waiting[-1].calls[0] == place:
             span = waiting.pop()
             around[span.call.parent].append((span.calls[1], add(span.call, span.reference, place, "")))
-        places.append(add(call, reference, place, call.why_not or why_not_of(reference)))
+        places.append(add(call, reference, place, call.why_not or why_not_of(reference())))
     return calls, references
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
+from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, least_plan
 from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions, region_choices
-from memkit.activations.saved.settled import Settled, TimedWays, Way
+from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
+from memkit.activations.saved.state import RematState
 from memkit.activations.saved.traces import Trace
 from memkit.errors import BudgetInfeasible
-from memkit.plan import Plan
-
-if TYPE_CHECKING:
-    from memkit.activations.saved.settled import SizesSeen
-    from memkit.activations.saved.state import RematState
-    from memkit.plan import RegionNeeds
+from memkit.plan import Plan, RegionNeeds
 
 _NUM_RECORDED = 3
 """At least this many steps are recorded: the seconds of each op are known from the third."""
@@ -25,42 +20,37 @@ _MOST_DEVIATIONS = 3
 """If this many steps had other regions than planned, all later steps of the model are recorded."""
 
 
-class NextSteps(Settling):
-    """Decides whether the next steps drop nothing, or have regions."""
-
-    def settle(
-        self, state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool
-    ) -> None:
-        state.num_recorded += 1
-        state.settled = None
-        if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
-            return
-        budget_bytes = state.counts.budget_bytes
-        if options.keeps_all:
-            state.settled = Settled(options=options, budget_bytes=budget_bytes)
-            return
-        trace, plan = decider.follower.trace, decider.plan
-        if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
-            return
-        keeps = plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
-        if options.strict and keeps:
-            return  # what is only noticed once it is over comes too late
-        if not state.counts.num_dropped and keeps:
-            if sizes is not None:  # else another plan was followed at first: the next step tells
-                state.settled = Settled(options=options, budget_bytes=budget_bytes, sizes=sizes)
-        elif trace.ops.is_measured:
-            regions = _regions_of(state, trace, plan)
-            if regions is not None and not _lacks_ops(state, regions.trial, is_timed=is_timed):
-                state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)
-
-    def with_regions(self, state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
-        if not options.may_settle or _has_wishes(state):
-            return None
-        regions = _regions_of(state, trace, least)
-        return None if regions is None else regions.plan.predicted_peak_bytes
+def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool) -> None:
+    """Decide what the next steps do, after one was recorded to its end, perhaps with each op timed by itself, which takes time:
+    drop nothing, have regions, or be recorded."""
+    state.num_recorded += 1
+    state.settled = None
+    if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
+        return
+    settled = functools.partial(Settled, options=options, budget_bytes=state.counts.budget_bytes)
+    if options.keeps_all:
+        state.settled = settled()
+        return
+    trace, plan = decider.follower.trace, decider.plan
+    if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
+        return
+    keeps = plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
+    if options.strict and keeps:
+        return  # what is only noticed once it is over comes too late
+    if not state.counts.num_dropped and keeps:
+        if sizes is not None:  # else another plan was followed at first: the next step tells
+            state.settled = settled(sizes=sizes)
+    elif trace.ops.is_measured:
+        regions = _regions_of(state, trace, plan)
+        if regions is not None and not _lacks_ops(state, regions.trial, is_timed=is_timed):
+            state.settled = settled(regions=regions)
 
 
-NEXT_STEPS = NextSteps()
+def bytes_with_regions(state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
+    """Return the bytes of steps like a trace with regions, as far as they are known, beside the plan of single ops with the
+    fewest bytes; None if there are to be no regions."""
+    regions = None if not options.may_settle or _has_wishes(state) else _regions_of(state, trace, least)
+    return None if regions is None else regions.plan.predicted_peak_bytes
 
 
 def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
@@ -72,13 +62,7 @@ def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]
 
 def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:
     """Have the next steps recompute regions, by a step that was recorded under another tag; return whether there are regions
-    that keep to the budget, or come closest to it.
-
-    Args:
-        state: the state of the tag.
-        options: with a budget in bytes.
-        trace: the trace of the recorded step, with its module calls and measured ops.
-    """
+    that keep to the budget, which is one in bytes, or come closest to it."""
     budget_bytes = options.budget
     assert isinstance(budget_bytes, int)
     if trace.ops is None or not trace.ops.is_measured:
@@ -86,8 +70,7 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
     try:
         of_ops = trace.ops.plan(budget_bytes, options.score)
     except BudgetInfeasible:
-        planner = trace.ops.planner(options.score)
-        of_ops = planner.plan(budget_bytes, planner.least_found())
+        of_ops = least_plan(trace.ops, budget_bytes, options.score)
     regions = _regions_of(state, trace, of_ops, against_ops=False)
     if regions is not None:
         state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)

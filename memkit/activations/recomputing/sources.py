@@ -61,7 +61,6 @@ class Anchors:
         return handle if handle is not None and (handle.version is None or handle.is_unchanged()) else None
 
     def find(self, value: int) -> torch.UntypedStorage | None:
-        """Return a storage with the bytes of a held value, for reads by work on the current stream; None if there is none."""
         handle = self.handle(value)
         if handle is None:
             return None
@@ -169,10 +168,6 @@ class Sources:
             return True
         return (source in recording.roots and recording.hold(source)) or self._pin(source)
 
-    def _is_anchor(self, value: int) -> bool:
-        anchor = self._anchors.handle(value)
-        return anchor is not None and anchor.version == 0
-
     def _handle(self, value: int) -> KeptHandle | None:
         if value in self._recording.overwritten:
             return None
@@ -183,7 +178,8 @@ class Sources:
         recording, forward = self._recording, self._forward
         if value in recording.pinned:
             return True
-        if self._is_anchor(value):  # what an op has just made: no write to it goes unseen
+        anchor = self._anchors.handle(value)
+        if anchor is not None and anchor.version == 0:  # what an op has just made: no write to it goes unseen
             self.only_held.add(value)
             return True
         handle = forward.other(value)

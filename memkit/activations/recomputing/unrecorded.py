@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.module_state import LearnedReads
-from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
+from memkit.activations.recomputing.region_calls import RegionSpec
+from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, unpack
+from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, moving_in, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen, Way
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.core import torch_private
@@ -71,10 +72,8 @@ class IdleStage(Stage):
 
 
 class WatchStage(IdleStage):
-    """Does nothing but add up saved bytes: if a step saves more than the budget, the next one is recorded.
-
-    This costs one call of a Python function for each save and each request.
-    """
+    """Does nothing but add up saved bytes: if a step saves more than the budget, the next one is recorded. This costs one call
+    of a Python function for each save and each request."""
 
     def __init__(
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
@@ -109,12 +108,25 @@ class WatchStage(IdleStage):
             self._state.unsettle()
 
 
-class RegionStage(IdleStage):
-    """Does nothing with saved tensors, while some module calls are recomputed as regions.
+class _StageWithRegions(IdleStage):
+    """Does nothing with saved tensors, while some module calls are recomputed as regions."""
 
-    Args:
-        moving, outer: see `RecordingStage`: they are given the inputs of regions.
-    """
+    regions: Regions
+
+    def begin(self) -> None:
+        self.regions.__enter__()
+
+    def take_off(self) -> None:
+        self.regions.__exit__(None, None, None)
+
+    def _warn_of_others(self, told: str) -> None:
+        for module, why in self.regions.not_taken.items():
+            name = kind_of(module)
+            self._state.warn_once(f"region {name} {why}", told.format(name=name, why=why))
+
+
+class RegionStage(_StageWithRegions):
+    """Recomputes the calls that were planned."""
 
     def __init__(
         self,
@@ -131,19 +143,12 @@ class RegionStage(IdleStage):
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
         self.counts.trial = settled.regions.trial
-        self._regions = Regions(specs, keep=self._keep, counts=self.counts)
+        self.regions = Regions(specs, keep=self._keep, counts=self.counts)
         self._num_calls: dict[nn.Module, int] = {}
 
-    @property
-    def has_hooks(self) -> bool:
-        return self._regions.has_hooks
-
-    def begin(self) -> None:
-        self._regions.__enter__()
-
     def take_off(self) -> None:
-        self._num_calls = self._num_calls or self._regions.num_calls
-        self._regions.__exit__(None, None, None)
+        self._num_calls = self._num_calls or self.regions.num_calls
+        self.regions.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
         assert self._settled.regions is not None
@@ -152,17 +157,16 @@ class RegionStage(IdleStage):
         num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
         are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
         self._num_calls = {}
-        not_taken = self._regions.not_taken
+        not_taken = self.regions.not_taken
         if not_taken:
             self._state.choose_again()
         elif self._is_other or (not has_failed and not are_planned):
             self._state.unsettle()
         elif not has_failed:
             planned.trial.end_forward(Way.REGIONS)
-        for module, why in () if has_failed else not_taken.items():
-            name = kind_of(module)
-            message = f"a {name} was to be recomputed as a whole, and was not: {why}. What it saved has stayed on the device."
-            self._state.warn_once(f"region {name} {why}", message)
+        if not_taken and not has_failed:
+            told = "a {name} was to be recomputed as a whole, and was not: {why}. What it saved has stayed on the device."
+            self._warn_of_others(told)
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._moving is not None and action is not Action.RECOMPUTE:
@@ -183,11 +187,7 @@ def all_have_hooks() -> bool:
 
 
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
-    """Return the stage of a context that is about to be entered and need not record; None if it must record.
-
-    Args:
-        outer: the innermost hooks, if a context of memkit has set them.
-    """
+    """Return the stage of a context that is about to be entered and need not record; None if it must record."""
     state = remat_states.get(tag)
     if state is not None and state.trial is not None and state.costs.device is not None:
         state.trial.begin_step(state.costs.device)
@@ -211,7 +211,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
             return None
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
     stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
-    if stage is not None and (all_have_hooks() or stage.has_hooks):  # which may have been set since it was planned
+    if stage is not None and (all_have_hooks() or stage.regions.has_hooks):  # which may have been set since it was planned
         state.unsettle()
         return None
     with state.lock:
@@ -236,12 +236,8 @@ _DIGITS = re.compile(r"\d+")
 def open_layers(
     state: RematState, outer: SavedTensorHooks | None, takes_less: Callable[[Trace, RegionNeeds], bool] = lambda *_: True
 ) -> LayerStage | None:
-    """Return the stage of a context that is about to be entered, if plans are given up under its tag; None to record the step.
-
-    Args:
-        outer: the innermost hooks, if a context of memkit has set them.
-        takes_less: tells whether a step takes fewer bytes if its layers are recomputed than by its plan.
-    """
+    """Return the stage of a context that is about to be entered, if plans are given up under its tag, and a step `takes_less`
+    bytes with its layers recomputed than by its plan; None to record the step."""
     if state.layers is None:
         state.layers = _find(state, takes_less)
     if state.counts.has_mismatch:
@@ -300,7 +296,6 @@ def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -
 
 
 def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
-    """Return in words why repeated calls around the chosen ones are not recomputed in their place; empty if there are none."""
     alike = Counter(_DIGITS.sub("*", call.name) for call in calls)
     for call in calls:
         name, (start, stop) = _DIGITS.sub("*", call.name), call.saves
@@ -309,25 +304,18 @@ def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
     return ""
 
 
-class LayerStage(IdleStage):
-    """Does nothing with saved tensors, while all calls of some modules are recomputed as regions."""
+class LayerStage(_StageWithRegions):
+    """Recomputes all calls of some modules."""
 
     def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
-        super().__init__(state, outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None)
+        super().__init__(state, moving_in(outer))
         self.counts = Counts()
         self.regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
 
-    def begin(self) -> None:
-        self.regions.__enter__()
-
-    def take_off(self) -> None:
-        self.regions.__exit__(None, None, None)
-
     def end(self, *, has_failed: bool) -> None:
         self.counts.num_saved = self.counts.num_dropped  # what is saved outside of the layers is not counted
-        for module, why in () if has_failed else self.regions.not_taken.items():
-            name = kind_of(module)
-            self._state.warn_once(f"region {name} {why}", f"a {name} was not recomputed as a whole, and stays: {why}.")
+        if not has_failed:
+            self._warn_of_others("a {name} was not recomputed as a whole, and stays: {why}.")
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         super().mark(tensor, action)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,27 +13,20 @@ if TYPE_CHECKING:
     from memkit.activations.saved.settled import TimedWays
 
 
-class EventPairs(deque[tuple[Event, Event]]):
-    """Seconds between pairs of timed events, added up once both are reached."""
-
-    _total_s = 0.0
+class EventPairs(list[tuple[Event, Event]]):
+    """Seconds between pairs of timed events, as far as they are reached."""
 
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[CopyBatch] = []
 
     def total_s(self) -> float:
-        while self and self[0][1].is_reached():
-            start, end = self.popleft()
-            self._total_s += start.elapsed_s(end)
-        return self._total_s + sum(batch.stall_s() for batch in self.batches)
+        reached_s = (start.elapsed_s(end) for start, end in self if end.is_reached())
+        return sum(reached_s) + sum(batch.stall_s() for batch in self.batches)
 
 
-class Transfers(deque[Transfer]):
+class Transfers(list[Transfer]):
     """The copies of one direction."""
-
-    _done_bytes = _num_done = 0
-    _busy_s = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,22 +34,17 @@ class Transfers(deque[Transfer]):
 
     @property
     def num_bytes(self) -> int:
-        return self._done_bytes + sum(transfer.num_bytes for transfer in self) + sum(batch.num_bytes for batch in self.batches)
+        return sum(copy.num_bytes for copy in (*self, *self.batches))
 
     @property
     def num_copies(self) -> int:
-        return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
+        return len(self) + sum(batch.num_storages for batch in self.batches)
 
     def rate(self) -> float | None:
         """Return bytes per second over the copies, None unless all of them are done and took any time."""
-        while self and self[0].done.is_reached():
-            transfer = self.popleft()
-            self._num_done += 1
-            self._done_bytes += transfer.num_bytes
-            self._busy_s += transfer.started.elapsed_s(transfer.done)
-        if self or not all(batch.done.is_reached() for batch in self.batches):
+        if not all(copy.done.is_reached() for copy in (*self, *self.batches)):
             return None
-        busy_s = self._busy_s + busy_s_of(self.batches)
+        busy_s = sum(copy.started.elapsed_s(copy.done) for copy in self) + busy_s_of(self.batches)
         return self.num_bytes / busy_s if busy_s > 0 else None
 
 
@@ -67,7 +54,6 @@ class Counts:
 
     ratio: float = 0.0
     window_bytes: int = 0
-    """Bytes that the device may hold beside what the ratio keeps."""
     seen_bytes: int = 0
     unique_bytes: int = 0
     kept_bytes: int = 0
@@ -91,7 +77,6 @@ class Counts:
     peak_bytes: int = 0
     largest_bytes: int = 0
     is_to_be_judged: bool = False
-    """Whether the next forward still has to check if this iteration kept to the budget."""
     trial: TimedWays | None = None
     """Notified when the backward begins to recompute anything."""
     has_mismatch: bool = False

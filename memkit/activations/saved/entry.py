@@ -26,11 +26,8 @@ from memkit.plan import Action
 
 
 def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) -> str:
-    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`.
-
-    Args:
-        done: what would have been done with larger ones: "moved", "dropped".
-    """
+    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`, so that none is "moved", or
+    "dropped"."""
     found = (
         "the only saved tensor has"
         if len(sizes_bytes) == 1
@@ -72,20 +69,19 @@ class Unasked:
             return pair
         (pack, unpack), graph = pair, _Graph(self)
 
-        def watched_pack(tensor: Tensor) -> _HeldGraph:
-            return _HeldGraph(pack(tensor), graph)
+        def watched_pack(tensor: Tensor) -> tuple[Any, _Graph]:
+            packed = pack(tensor)
+            graph.is_used = True
+            return packed, graph
 
-        def watched_unpack(held: _HeldGraph) -> Tensor:
+        def watched_unpack(held: tuple[Any, _Graph]) -> Tensor:
             self.is_over = True
-            found: Tensor = unpack(held.packed)
-            return found
+            return unpack(held[0])
 
         return watched_pack, watched_unpack
 
 
 class _Graph:
-    """Dies with all that a graph holds of a forward."""
-
     is_used = False
 
     def __init__(self, among: Unasked) -> None:
@@ -94,17 +90,6 @@ class _Graph:
     def __del__(self) -> None:
         if self.is_used and not self._among.is_over:  # never, if `__init__` was interrupted
             self._among.num_unasked += 1
-
-
-class _HeldGraph:
-    """What a graph holds in place of a tensor."""
-
-    __slots__ = ("_graph", "packed")
-
-    def __init__(self, packed: Any, graph: _Graph) -> None:
-        self.packed = packed
-        self._graph = graph
-        graph.is_used = True
 
 
 NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
@@ -138,11 +123,8 @@ class Stage(ABC):
 
     @abstractmethod
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
-        """Return what autograd is to hold in place of a tensor that it saves.
-
-        Args:
-            action: what to do with it, as the user or a stage before decided; None to decide here.
-        """
+        """Return what autograd is to hold in place of a tensor that it saves, by the action that the user or a stage before
+        decided."""
 
     @abstractmethod
     def mark(self, tensor: Tensor, action: Action) -> None:
@@ -152,13 +134,8 @@ class Stage(ABC):
 def handing_on(
     moving: Stage | None, outer: SavedTensorHooks | None, *, is_checked: bool = True
 ) -> Callable[[Tensor], KeptHandle]:
-    """Return a function that makes handles for tensors that a stage does nothing with. It gives them to the next stage; without
-    one, to outer hooks; without these, it keeps them.
-
-    Args:
-        outer: the innermost hooks outside.
-        is_checked: whether writes to the tensors are noticed. They are not for classes with `__torch_dispatch__`.
-    """
+    """Return a function that gives tensors to the next stage; without one, to outer hooks; without these, it keeps them. Writes
+    to tensors of classes with `__torch_dispatch__` are not checked."""
     if moving is not None:
         return moving.take
     if outer is None:
@@ -167,12 +144,8 @@ def handing_on(
 
 
 class Entry:
-    """One `with` block of a context.
-
-    Args:
-        is_last: whether no context may be entered inside, since that would hide tensors from this one.
-        block: tells whether the user is still in the context; None if that is not to be asked.
-    """
+    """One `with` block of a context, which tells whether the user is still in it. If it is the last, no context may be entered
+    inside, since that would hide tensors from this one."""
 
     def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
         self.kind = name
@@ -193,12 +166,7 @@ class Entry:
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
     def begin(self, pair: HookPair | None = None) -> None:
-        """Set the hooks.
-
-        Args:
-            pair: the hooks; by default those that give each tensor to the first stage. With `NO_PAIR` there are none, and no
-                tensor comes here.
-        """
+        """Set the hooks, by default those that give each tensor to the first stage. With `NO_PAIR` there are none."""
         try:
             if pair is NO_PAIR:
                 _bare.entries.append((len(stacked_owners()), self))
@@ -216,7 +184,6 @@ class Entry:
             raise
 
     def pack(self, tensor: Tensor) -> KeptHandle:
-        """Return what autograd is to keep for a tensor. This is the pack hook: grad mode is off, the tensor is the real one."""
         return KeptHandle(tensor) if torch_private.backward_task() != -1 else self._take(tensor)
 
     def end(self, *, has_failed: bool) -> None:
@@ -269,6 +236,11 @@ def entries_around() -> list[Entry]:
     return [owner for _, owner in reversed(around) if isinstance(owner, Entry)]
 
 
+def moving_in(outer: SavedTensorHooks | None) -> Stage | None:
+    """Return the stage that moves tensors in the context that has set these hooks, if there is one."""
+    return outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
+
+
 def refuse_in_budget(title: str) -> None:
     """Raise `ValueError` if this thread is inside a `MemoryBudget`. `title` names the context that is being entered."""
     for entry in entries_around():
@@ -290,7 +262,6 @@ def is_within(tag: str) -> bool:
 
 
 def unpack(packed: Any) -> Tensor:
-    """Return the tensor for what `pack` returned. This is the unpack hook of all entries."""
     if torch_private.num_dispatch_modes():
         from memkit.recording.recorder import hide_recorders  # a mode is on, perhaps one: else its base need not be looked up
 

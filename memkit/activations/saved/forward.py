@@ -29,15 +29,11 @@ def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
 
 
 class NumberedSaves:
-    """The values that one forward has saved, by their numbers, and the backward that requests them."""
-
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
         self.is_forward = True
-        """Whether there may be more of them."""
         self.task = -1
         self.by_number: dict[int, weakref.ref[Record]] = {}
-        """For each value its record, unless the save was left alone."""
 
     def record_of(self, value: int) -> Record | None:
         reference = self.by_number.get(value)
@@ -58,14 +54,8 @@ class NumberedSaves:
 
 
 class Forward(NumberedSaves):
-    """What one forward has saved, each value once.
-
-    A value is what was in a storage when it was saved first; its number is that of the save. Where ops are recorded, this has
-    only what leaves: see `RecordedForward.moving`.
-
-    Args:
-        share: decides what leaves, and how much of it may be on the device.
-    """
+    """What one forward has saved, each value once: a value is what was in a storage when it was saved first; its number is that
+    of the save. Where ops are recorded, this has only what leaves: see `RecordedForward.moving`."""
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
         self.share = share
@@ -75,7 +65,6 @@ class Forward(NumberedSaves):
         self.unwritten: list[tuple[Record, int]] = []
         """Records that are about to leave, and the node that saves them."""
         self.forecast: Forecast | None = None
-        """How full the device will be in this backward; None unless one like it was seen."""
         self.known: dict[Contents, tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
         """What was saved, and what counts the writes to it, with its record."""
         self.marks: dict[Contents, tuple[weakref.ref[Tensor], Action]] = {}
@@ -108,7 +97,6 @@ class Forward(NumberedSaves):
         self.known[contents] = weakref.ref(root), reference
 
     def mark(self, storage: torch.UntypedStorage, tensor: Tensor, action: Action) -> None:
-        """Note a mark of the user's on what is in a tensor now, for when it is saved."""
         self.marks[contents_of(tensor, storage)] = weakref.ref(counted_by(tensor)), action
 
     def marked(self, storage: torch.UntypedStorage, tensor: Tensor) -> Action | None:
@@ -124,14 +112,13 @@ class Forward(NumberedSaves):
         return learn and not self.is_broken and self.share.finish()
 
     def break_off(self) -> None:
-        """Stop following a known order, after an interrupt that may have left this forward incomplete."""
+        """Stop following a known order, since an interrupt may have left this forward incomplete."""
         self.is_broken = True
         self._order = ()
         self.forecast = None
 
     def judge_waste(self) -> None:
-        """Find storages that left and are still alive now that the forward is over: others hold them, so they stay in later
-        steps."""
+        """Find storages that left and that others hold beyond the forward, so that they stay in later steps."""
         trace = self.share.trace
         for record in self.records():
             if record.residency is SavedResidency.HOST and record.original() is not None:
@@ -172,26 +159,3 @@ class Forward(NumberedSaves):
         self.is_spent = not left or left.isdisjoint(set().union(*self.backwards))
         if self.is_spent:
             self.share.learn(tuple(self.used), tuple(self.used.values()), tuple(self.backwards), is_whole=not left)
-
-
-class LiveForwards:
-    """The forwards with a live graph, and how many bytes of theirs may be on the device."""
-
-    def __init__(self) -> None:
-        self.references: list[weakref.ref[Forward]] = []
-
-    def add(self, forward: Forward) -> None:
-        self.references.append(weakref.ref(forward))
-
-    def live(self) -> list[Forward]:
-        forwards = [forward for forward in (reference() for reference in self.references) if forward is not None]
-        if len(forwards) < len(self.references):
-            self.references = [weakref.ref(forward) for forward in forwards]
-        return forwards
-
-    def limit_bytes(self) -> int:
-        forwards = self.live()
-        if len(forwards) == 1:
-            return forwards[0].share.limit_bytes
-        shares = [forward.share for forward in forwards]
-        return sum(share.kept_bytes for share in shares) + max((share.window_bytes for share in shares), default=0)

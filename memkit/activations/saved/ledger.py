@@ -41,7 +41,6 @@ class Ledger:
         self.peak_live_bytes = 0
         self.records = set[Record]()
         self.deaths: deque[HandleReference | CopyReference] = deque()
-        """What has died and was not taken up yet: handles of records, and later copies."""
         self.note_death = self.deaths.append
         self.backlog: deque[Record] = deque()
         """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
@@ -66,28 +65,22 @@ class Ledger:
         owner: Forward | None = None,
         index: int = -1,
     ) -> Handle:
-        """Return the handle of a new record: DEVICE.
-
-        Args:
-            owner: the forward that may move it, None if none may.
-        """
+        """Return the handle of a new record, which `owner` may move: DEVICE."""
         stream = self.device.current_stream()
         for older in self.backlog:
-            if older.storage is storage and older.left is not None:
-                # Written to while what was there is on its way, and the lane reads it.
+            if older.storage is storage and older.left is not None:  # it is written to while the lane reads what was there
                 self.device.wait_event(stream, older.left.done)
         for waiting, done, _ in self.orphans:
             if waiting is storage:  # the same of a copy that nobody needs any more
                 self.device.wait_event(stream, done)
-        handle = Handle.of_new_record(self, tensor, storage, unpacker, node, stream, owner, index)
-        record = handle.record
+        record = Record(self, storage, torch_private.version_of(tensor), stream, owner, index)
+        handle = record.add_handle(tensor, unpacker, node)
         self.device.note_written(storage, record.version)
         self.records.add(record)
         self.enter(record, SavedResidency.DEVICE)
         return handle
 
     def add_handle(self, record: Record, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
-        """Return a handle for one more save of a record's storage, by a node of the graph."""
         handle = record.add_handle(tensor, unpacker, node)
         if record.residency not in (SavedResidency.DEVICE, SavedResidency.LEAVING):
             _let_go(handle)
@@ -97,11 +90,8 @@ class Ledger:
     # Leaving
 
     def leave(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DEVICE, or BACK if it was recomputed -> LEAVING: put the copy to the host on its lane.
-
-        Raises:
-            HostMemoryError: there is no room for it; the record stays as it is.
-        """
+        """DEVICE, or BACK if it was recomputed -> LEAVING: put the copy to the host on its lane. Without room for it, the
+        record stays as it is, and `HostMemoryError` is raised."""
         assert record.residency in (SavedResidency.DEVICE, SavedResidency.BACK)
         record.span = span = self.arena.take(record.num_bytes)
         record.storage = storage  # held from here on, whatever comes: see [Note: interrupts]
@@ -171,10 +161,6 @@ class Ledger:
             record.storage = None
         self._give_back(record)
 
-    def adopt(self, record: Record, owner: Forward, index: int) -> None:
-        record.owner, record.index = owner, index
-        self.count_moves(record, owner.counts)
-
     def count_moves(self, record: Record, counts: Counts) -> None:
         """Let a record that could only be dropped be moved as well, and count its copies in `counts`."""
         assert record.counts is None
@@ -193,11 +179,8 @@ class Ledger:
     # Fetching
 
     def fetch(self, record: Record) -> None:
-        """HOST, or BACK if it has left -> COMING: put the copy back to the device on its lane, for the current stream.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room; nothing has changed.
-        """
+        """HOST, or BACK if it has left -> COMING: put the copy back to the device on its lane, for the current stream. Without
+        room, nothing has changed, and `torch.OutOfMemoryError` is raised."""
         assert record.residency in (SavedResidency.HOST, SavedResidency.BACK)
         assert record.span is not None
         assert record.left is not None
@@ -272,11 +255,8 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the fetched or recomputed copy of a record, if it is alive and was not written to.
-
-        A backward may write to a tensor that it was given, and a saved gradient may become a leaf's `grad`, which is written to
-        later: such a copy is not used again.
-        """
+        """Return the fetched or recomputed copy of a record, if it is alive and no backward has written to it, nor to a saved
+        gradient that has become a leaf's `grad`."""
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
             return storage
@@ -287,7 +267,6 @@ class Ledger:
     # Dying
 
     def sweep(self) -> None:
-        """Handle the deaths that were noted since the last call, and free what was waiting for copies that are done."""
         while self.deaths:
             dead = self.deaths.popleft()
             if isinstance(dead, CopyReference):
@@ -344,7 +323,6 @@ class Ledger:
             self.arena.give(span, last_use)
 
     def enter(self, record: Record, residency: SavedResidency) -> None:
-        """Set the residency of a record. All changes go through here, and the bytes on the device are counted only here."""
         was_live, is_live = record.residency in ON_DEVICE, residency in ON_DEVICE
         if residency is SavedResidency.COMING:
             self.coming[record] = None
@@ -363,9 +341,7 @@ def _let_go(handle: Handle) -> None:
     """Empty the alias of a handle, which then only shares the version counter of the saved tensor."""
     alias = handle.alias
     if handle.geometry is None:
-        handle.geometry = Geometry(
-            alias.size(), alias.stride(), alias.storage_offset(), alias.dtype, alias.is_conj(), alias.is_neg()
-        )
+        handle.geometry = Geometry.of(alias)
         handle.alias = alias = alias.detach()  # what it was may be on its way to autograd, in another thread
         alias.data = nothing(alias.dtype, alias.device)
 

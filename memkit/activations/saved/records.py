@@ -46,14 +46,11 @@ class SavedResidency(Enum):
 
 
 _NONE: list[KeptHandle] = []
-"""Stands for what was lent of records of which there is no later copy: nothing is put into it."""
 
 ON_DEVICE = frozenset({SavedResidency.DEVICE, SavedResidency.LEAVING, SavedResidency.COMING, SavedResidency.BACK})
 
 
 class Unpacker(Protocol):
-    """What brings the tensors of handles back."""
-
     def unpack(self, handle: Handle) -> Tensor:
         """Return the tensor, for work on the current stream."""
 
@@ -69,7 +66,7 @@ class Maker(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Held for all that is done with its values."""
+        pass
 
     def note_request(self, record: Record, node: int) -> None:
         """A node of the graph asks for a record."""
@@ -82,10 +79,8 @@ class Maker(Protocol):
 
 
 class Handle(KeptHandle):
-    """One save of a tensor whose storage has a record.
-
-    Once the record has left the device, the alias is an empty tensor that only shares the version counter.
-    """
+    """One save of a tensor whose storage has a record. Once that has left the device, the alias is an empty tensor that only
+    shares the version counter."""
 
     __slots__ = ("geometry", "node", "record", "reference", "sources", "unpacker")
 
@@ -102,21 +97,6 @@ class Handle(KeptHandle):
         """Of what its record is made from, where that is held for it since its maker cannot recompute it."""
         self.reference = HandleReference(self, record)
 
-    @classmethod
-    def of_new_record(
-        cls,
-        ledger: Ledger,
-        tensor: Tensor,
-        storage: torch.UntypedStorage,
-        unpacker: Unpacker,
-        node: int,
-        stream: Stream,
-        owner: Forward | None,
-        index: int,
-    ) -> Handle:
-        record = Record(ledger, storage, torch_private.version_of(tensor), stream, owner, index)
-        return record.add_handle(tensor, unpacker, node)
-
     def unpack(self) -> Tensor:
         if torch_private.version_of(self.alias) != self.version:
             self.check_version()
@@ -131,23 +111,19 @@ class Handle(KeptHandle):
         return self.alias.size() if self.geometry is None else self.geometry.size
 
     def in_place(self) -> Tensor | None:
-        """Return the tensor from the storage that it was saved from, if that is still there."""
+        """Return the tensor over the storage that it was saved from, if that is still there: writes to it count as writes to
+        the saved tensor."""
         if self.geometry is None:
             return self.alias
         original = self.record.original()
-        return None if original is None else self.over_original(original)
-
-    def over_original(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor over the storage that it was saved from. Writes to it count as writes to the saved tensor."""
-        assert self.geometry is not None
+        if original is None:
+            return None
         tensor = self.alias.detach()
-        tensor.data = self.geometry.over(storage)
+        tensor.data = self.geometry.over(original)
         return tensor
 
 
 class HandleReference(weakref.ref[Handle]):
-    """What a record knows of one of its handles, also after that has died."""
-
     __slots__ = ("is_awaiting", "is_counted", "record")
 
     record: Record
@@ -163,8 +139,6 @@ class HandleReference(weakref.ref[Handle]):
 
 
 class CopyReference(weakref.ref[torch.UntypedStorage]):
-    """What a record knows of a later copy of its bytes."""
-
     __slots__ = ("record",)
 
     record: weakref.ref[Record]
@@ -176,42 +150,8 @@ class CopyReference(weakref.ref[torch.UntypedStorage]):
 
 
 class Record:
-    """One version of one storage that autograd saved."""
-
-    __slots__ = (
-        "__weakref__",
-        "came",
-        "counts",
-        "fetched",
-        "fetched_on",
-        "handles",
-        "index",
-        "ledger",
-        "left",
-        "lent",
-        "maker",
-        "num_awaiting",
-        "num_bytes",
-        "num_handles",
-        "original",
-        "owner",
-        "residency",
-        "span",
-        "storage",
-        "stream",
-        "use_order",
-        "value",
-        "version",
-    )
-
     def __init__(
-        self,
-        ledger: Ledger,
-        storage: torch.UntypedStorage,
-        version: int,
-        stream: Stream,
-        owner: Forward | None,
-        index: int,
+        self, ledger: Ledger, storage: torch.UntypedStorage, version: int, stream: Stream, owner: Forward | None, index: int
     ) -> None:
         self.ledger = ledger
         self.owner = owner
@@ -232,8 +172,7 @@ class Record:
         self.storage: torch.UntypedStorage | None = None
         """What the ledger itself holds: what leaves while LEAVING, the later copy while COMING and perhaps while BACK."""
         self.handles: list[HandleReference] = []
-        self.num_handles = 0
-        self.num_awaiting = 0
+        self.num_handles = self.num_awaiting = 0
         self.span: Span | None = None
         self.left: Transfer | None = None
         self.came: Transfer | None = None

@@ -31,12 +31,8 @@ class Way(Enum):
 
 
 class TimedWays:
-    """Times a few steps of either way with events, from the entry to the end of the backward; the host waits for none of them.
-    The fastest steps are compared, since noise only adds time.
-
-    Args:
-        is_open: whether both ways are possible; otherwise regions are used, and nothing is timed.
-    """
+    """Times a few steps of either way with events, from the entry to the end of the backward, and compares the fastest ones;
+    the host waits for none. Unless both ways are possible, regions are used, and nothing is timed."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._pairs: dict[Way, list[tuple[Event, Event]]] = {way: [] for way in Way}
@@ -92,7 +88,6 @@ class SizesSeen:
         """Addresses of storages: what was saved lives on, and so its address is its own."""
         self.made_bytes = 0
         self.other_bytes = 0
-        """Of all else: inputs, and what was made without a graph. The budget may count it or not."""
 
     def note(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         address = torch_private.storage_address(storage)
@@ -120,6 +115,5 @@ class Settled:
     options: RematOptions
     budget_bytes: float
     sizes: SizesSeen | None = None
-    """What was saved, where a larger step is to be noticed."""
     regions: RegionPlan | None = None
     """Which calls of modules are recomputed as a whole; None where nothing is dropped."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
@@ -50,7 +50,6 @@ class TagState(ABC):
         self.num_iterations = 0
         self.counts = Counts()
         self.looks_for_large = True
-        """Whether all that was saved so far was smaller than `min_bytes`, and the user was not told."""
         self.unasked = Unasked(f'{self.name} (tag "{tag}")')
         self._windows: dict[Device, OffloadWindow] = {}
         self.warns_for: TagState | None = None
@@ -87,6 +86,20 @@ class TagState(ABC):
         for window in self._windows.values():
             window.settle()
 
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of `memkit.stats` about what is saved, and the host memory for it."""
+        windows = self.windows()
+        scheduled = [forward for window in windows for forward in window.all_scheduled]
+        return {
+            "num_iterations": self.num_iterations,
+            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_live for each in scheduled),
+            "live_bytes": sum(window.ledger.live_bytes for window in windows) + sum(each.live_bytes for each in scheduled),
+            "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
+            "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
+            "host_held_bytes": sum(window.arena.held_bytes for window in windows),
+            "num_pins": sum(window.arena.num_pins for window in windows),
+        }
+
     def warn_once(self, what: str, message: str) -> None:
         if self.warns_for is not None:
             self.warns_for.warn_once(what, message)
@@ -96,8 +109,6 @@ class TagState(ABC):
 
 
 class OffloadState(TagState):
-    """What `CPUOffload` remembers."""
-
     name = "CPUOffload"
 
     def __init__(self, tag: str) -> None:
@@ -112,7 +123,6 @@ class OffloadState(TagState):
         """What was asked for where the last forward under a ratio of 0 has shown that there is nothing to do; else None."""
 
     def planned_window(self, device: Device, min_bytes: int) -> OffloadWindow:
-        """Return the window of a device, planned by the report if there is one."""
         with self.lock:
             window = self.window(device)
             if self.report is not None and not len(window.traces):
@@ -121,8 +131,6 @@ class OffloadState(TagState):
 
 
 class RematState(TagState):
-    """What `Rematerialize` remembers."""
-
     name = "Rematerialize"
 
     def __init__(self, tag: str) -> None:
@@ -136,7 +144,6 @@ class RematState(TagState):
         """How many iterations had other regions than were planned."""
         self.trial: TimedWays | None = None
         self.settled: Settled | None = None
-        """What need not be recorded any more; None where the next step is."""
         self.traces = Traces()
         self.plan: Plan | None = None
         self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
@@ -186,15 +193,33 @@ class RematState(TagState):
         return trace.ops
 
     def note_in_vain(self, *, had_plan: bool, is_enough: bool = False) -> None:
-        """Note that plans do not help in this iteration.
-
-        Args:
-            had_plan: whether it had a plan, which took more than the budget.
-            is_enough: whether that alone is reason to give up plans.
-        """
+        """Note that plans do not help in this iteration, which had one that took more than the budget, or had none. With
+        `is_enough`, that alone is reason to give up plans."""
         numbers = self._in_vain[had_plan]
         if is_enough or self.num_iterations not in numbers:
             numbers.extend([self.num_iterations] * (_NUM_VAIN if is_enough else 1))
+
+    def figures(self) -> dict[str, Any]:
+        counts, counter = self.counts, None if self.costs.device is None else self.costs.device.memory_counter()
+        return {
+            **super().figures(),
+            "num_iterations": self.num_iterations - self.num_inner,
+            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
+            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
+            "num_deviations": self.num_deviations,
+            "is_recorded": self.is_recorded,
+            "follows_plan": counts.follows_plan,
+            "num_ops": counts.num_ops,
+            "num_saved": counts.num_saved,
+            "saved_bytes": counts.saved_bytes,
+            "num_dropped": counts.num_dropped,
+            "dropped_bytes": counts.dropped_bytes,
+            "ledger_peak_bytes": counts.peak_bytes,
+            "num_replays": counts.num_replays,
+            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
+            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
+            "measured_replay_s": counts.replayed.total_s(),
+        }
 
     @property
     def gives_up_plans(self) -> bool:
@@ -226,7 +251,6 @@ class RematState(TagState):
 
 
 def _warn_once(state: weakref.ref[TagState], what: str, message: str) -> None:
-    """Warn for a window, which lives as long as a graph that needs it, and so must not hold the state that holds it."""
     if (alive := state()) is not None:
         alive.warn_once(what, message)
 
@@ -236,7 +260,6 @@ _retired = set[OffloadWindow]()
 
 
 def _settle_retired() -> None:
-    """Give back what has become free since."""
     for window in tuple(_retired):
         window.settle()
         if window.arena.held_bytes == 0:

@@ -35,8 +35,6 @@ NO_VALUE = -1
 
 @dataclass(frozen=True, slots=True)
 class SeenSave:
-    """One tensor that autograd has saved."""
-
     shape: torch.Size | None
     """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
     dtype: torch.dtype | None
@@ -49,11 +47,9 @@ class SeenSave:
     node: int
     """The number of the node that saves it, from the first one on: equal for what is saved at once."""
     num_values: int
-    """How many values, counted or let pass, had been noted after it."""
     before: int
     """The value that the same storage was saved as before, if this one is saved for the first time; else `NO_VALUE`."""
     seen_bytes: int
-    """What it adds to the bytes that could leave by their kind."""
 
     def is_like(self, tensor: Tensor) -> bool:
         kind = type(tensor)
@@ -76,17 +72,14 @@ class OpTrace:
     calls: tuple[ModuleCall, ...] = ()
     modules: tuple[weakref.ref[nn.Module], ...] = ()
     spans: tuple[SpanCall, ...] = ()
-    """Neighbors among them that may be recomputed as one."""
     num_noted: int = 0
     num_seen: int = 1
     is_measured: bool = False
-    """Whether it is known what each op takes, and not only guessed."""
     has_order: bool = False
     rewritten: frozenset[int] = frozenset()
     """Roots that were written to before that backward had ended."""
     _planner: RematPlanner | None = None
     _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
-    """By budget, and by the bytes that its plan by ops takes."""
     _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
 
     def planner(self, score: DTRScore) -> RematPlanner:
@@ -95,11 +88,7 @@ class OpTrace:
         return self._planner
 
     def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
-        """Return the plan for a budget.
-
-        Raises:
-            BudgetInfeasible: there is none.
-        """
+        """Return the plan for a budget; `BudgetInfeasible` if there is none."""
         key = (budget_bytes, score)
         if key not in self._plans:
             self._plans[key] = self.planner(score).plan(budget_bytes)
@@ -113,11 +102,9 @@ class OpTrace:
         return found
 
     def forget_regions(self) -> None:
-        """What modules may be is another than it was: they are asked again."""
         self._regions.clear()
 
     def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
-        """Take up which modules were called, in a forward that is over."""
         known_s = {(call.name, call.number): call.device_s for call in self.calls}
         aftermath = Aftermath(recording, [call.given for call in noted])
         alike = dict[int, list[NotedCall]]()
@@ -149,7 +136,6 @@ class OpTrace:
         self.has_order, self.rewritten = True, frozenset(rewritten_bytes)
 
     def learn(self, step: Step) -> None:
-        """More is known of the step: plans are made anew."""
         self._plans.clear()
         self._regions.clear()
         self.step, self._planner = step, None
@@ -177,7 +163,6 @@ class SaveKey(NamedTuple):
     value: int = -1
     num_ops: int = 0
     mark: Action | None = None
-    """What the user has asked to do with it, if that was said by then."""
 
 
 @dataclass(eq=False, slots=True)
@@ -200,9 +185,7 @@ class Trace:
     seen_under: object = None
     """What was asked for then, on which that depends; None where it is to be looked at again."""
     paused: tuple[int, ...] = ()
-    """Before which of these saves a region of `no_offload` began, or ended."""
     schedule: tuple[object, Any] | None = None
-    """What it was made for, and that."""
     num_awaited: int | None = None
     """Where forwards came to it from the schedule of another that begins alike: for how many more, at most, none follows a
     schedule, so that it is looked at whole."""
@@ -224,7 +207,6 @@ class Trace:
         self.was_come_to = True
 
     def await_once(self) -> bool:
-        """Count a forward that may be this one; return whether it is to be looked at."""
         if not self.num_awaited or self.seen is not None:
             return False
         self.num_awaited -= 1
@@ -232,7 +214,6 @@ class Trace:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the user has asked for anything to be done with what is saved."""
         return any(key.mark is not None for key in self.keys)
 
     @property
@@ -251,7 +232,6 @@ class Trace:
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
-    """Return the trace that a profile foretells."""
     saved = [
         record
         for record in report.saved
@@ -265,20 +245,6 @@ def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
         order=tuple(order) if len(order) == len(saved) else None,
         is_report=True,
     )
-
-
-def trace_of_ops(
-    recording: Recording, keys: Sequence[SaveKey], saves: Sequence[int], nodes: Sequence[int], *, is_first: bool
-) -> Trace:
-    """Return the trace that a recorded forward leaves behind.
-
-    Args:
-        is_first: whether no trace was known under the tag.
-    """
-    marks = {key.value: key.mark for key in keys}  # those given before the save: they tell one trace from another
-    step = step_of(recording, saves, nodes, marks)
-    names = names_of(recording, dict.fromkeys(saves))
-    return Trace(keys=tuple(keys), funcs=recording.funcs, ops=OpTrace(step, names), is_worth_a_plan=is_first)
 
 
 class Traces:
@@ -326,17 +292,14 @@ class Traces:
             del self._known[_MAX_TRACES:]
 
     def learn(
-        self,
-        follower: Follower,
-        recording: Recording,
-        saves: Sequence[int],
-        nodes: Sequence[int],
-        calls: Sequence[NotedCall],
+        self, follower: Follower, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> Trace:
         """Return the trace of a recorded forward that is over, which is put first."""
-        trace = follower.ended_as(recording.funcs)
+        trace = self.find(follower.keys, recording.funcs)
         if trace is None:
-            trace = trace_of_ops(recording, follower.keys, saves, nodes, is_first=not len(self))
+            marks = {key.value: key.mark for key in follower.keys}  # those given before the save tell one trace from another
+            ops = OpTrace(step_of(recording, saves, nodes, marks), names_of(recording, dict.fromkeys(saves)))
+            trace = Trace(keys=tuple(follower.keys), funcs=recording.funcs, ops=ops, is_worth_a_plan=not self._known)
         elif trace.ops is not None:
             trace.ops.num_seen += 1
             trace.is_worth_a_plan = True
@@ -349,7 +312,6 @@ class Traces:
         self._known = [trace for trace in self._known if not trace.is_report]
 
     def beginning_with(self, keys: Sequence[SaveKey], funcs: Sequence[Any] = ()) -> Trace | None:
-        """Return the trace that was followed last among those that begin like this and may come again."""
         for trace in self._known:
             if trace.is_worth_a_plan and _begins(trace.keys, keys) and _begins(trace.funcs, funcs):
                 return trace
@@ -367,7 +329,7 @@ def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
     return len(part) <= len(whole) and all(map(operator.eq, whole, part))
 
 
-def _key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
+def key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
     dtype = tensor.dtype
     name = _DTYPE_NAMES.get(dtype)
     if name is None:
@@ -376,21 +338,14 @@ def _key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
 
 
 class Follower:
-    """How one forward goes along the traces that are known."""
-
     def __init__(self, traces: Traces) -> None:
         self.keys: list[SaveKey] = []
         self.trace = traces.beginning_with(())
-        """The one that it has followed so far, None if it is new."""
         self.has_changed = False
         self.num_strangers = 0
         self._traces = traces
         self._place = 0
         self._num_matched = 0
-
-    def note_tensor(self, tensor: Tensor, storage: torch.UntypedStorage) -> int | None:
-        """Note the next save where no ops are recorded: see `note`."""
-        return self.note(_key_of(tensor, storage))
 
     def note(self, key: SaveKey, funcs: Sequence[Any] = ()) -> int | None:
         """Note the next save, and the ops up to it; return its place in the trace that is followed: None without one,
@@ -418,9 +373,9 @@ class Follower:
         return None if other is None else len(keys) - 1
 
     def pass_over(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Take note of a save that is left alone because of whose storage it is, which a report may have foretold."""
+        """Pass a save that is left alone because of whose storage it is, which a report may have foretold."""
         trace, place = self.trace, self._place
-        if trace is not None and trace.is_report and place in trace.held and trace.keys[place] == _key_of(tensor, storage):
+        if trace is not None and trace.is_report and place in trace.held and trace.keys[place] == key_of(tensor, storage):
             self._place += 1
 
     def give_up(self) -> None:
@@ -432,13 +387,6 @@ class Follower:
     def is_whole(self) -> bool:
         return self.trace is not None and self._place == len(self.trace.keys)
 
-    def ended_as(self, funcs: Sequence[Any] = ()) -> Trace | None:
-        """Return the known trace that the whole forward was like."""
-        trace = self.trace
-        if trace is not None and not trace.is_report and len(trace.keys) == len(self.keys) and trace.funcs == funcs:
-            return trace
-        return self._traces.find(self.keys, funcs)
-
 
 class Capture:
     """Notes what the hooks of one entry are given, and what becomes of it."""
@@ -446,7 +394,6 @@ class Capture:
     def __init__(self) -> None:
         self.saves: list[SeenSave] = []
         self.paused: list[int] = []
-        """Before which saves a region of `no_offload` began, or ended."""
         self._first_node = 0
         self._numbers = set[int]()
         self._values: dict[int, tuple[int, Any]] = {}
@@ -455,11 +402,6 @@ class Capture:
         """Whether all was noted that may leave, and all of it may be told from other things."""
 
     def note(self, tensor: Tensor, packed: KeptHandle, num_values: int, seen_bytes: int) -> None:
-        """Note one save.
-
-        Args:
-            seen_bytes: what the save has added to the bytes that could leave.
-        """
         kind = type(packed)
         value = packed.record.index if isinstance(packed, Handle) and kind is Handle else NO_VALUE
         is_plain = self.add(tensor, value, num_values, seen_bytes)
@@ -471,7 +413,13 @@ class Capture:
         geometry, num_bytes, before = None, 0, NO_VALUE
         if value != NO_VALUE:
             storage = tensor.untyped_storage()
-            geometry, num_bytes, before = Geometry.of(tensor), storage.nbytes(), self._before(storage, value)
+            geometry, num_bytes = Geometry.of(tensor), storage.nbytes()
+            if value not in self._numbers:
+                self._numbers.add(value)
+                address = torch_private.storage_address(storage)
+                number, original = self._values.get(address, (NO_VALUE, None))
+                before = number if original is not None and original() is storage else NO_VALUE
+                self._values[address] = value, weakref.ref(storage)
         is_plain = (type(tensor) is Tensor or type(tensor) is nn.Parameter) and not tensor.is_nested
         shape, dtype = (tensor.shape, tensor.dtype) if is_plain else (None, None)
         is_written = not is_plain or tensor.requires_grad or is_saved_by_compiled_code()
@@ -481,13 +429,3 @@ class Capture:
         node = number - self._first_node
         self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, before, seen_bytes))
         return is_plain
-
-    def _before(self, storage: torch.UntypedStorage, value: int) -> int:
-        """Return the value that the storage of a new value was saved as before; `NO_VALUE` if there is none."""
-        if value in self._numbers:
-            return NO_VALUE
-        self._numbers.add(value)
-        address = torch_private.storage_address(storage)
-        before, original = self._values.get(address, (NO_VALUE, None))
-        self._values[address] = value, weakref.ref(storage)
-        return before if original is not None and original() is storage else NO_VALUE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import memkit
 from memkit.device import CpuDevice, Device, default_generator
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+from tests.contracts.contexts import Around
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
@@ -98,44 +99,18 @@ def _run(gradients: Gradients, torch_device: torch.device, context: Context) -> 
     return [*found, torch.get_rng_state(), default_generator(torch_device).get_state()]
 
 
+@pytest.mark.parametrize("kind", ["alone", "verified", "in an offload"])
 @pytest.mark.parametrize("gradients", CASES)
-def test_many_gradients_at_once(gradients: Gradients, torch_device: torch.device, remat_on: Remat) -> None:
-    plain = _run(gradients, torch_device, nullcontext())
-
-    found = _run(gradients, torch_device, remat_on(0.1, "many"))
-
-    assert_same_bits(found, plain)
-    assert memkit.stats("many").num_replayed_ops > 0
-
-
-class Both(ExitStack):
-    """An offload with rematerialization inside of it."""
-
-    def __init__(self, device: Device, remat_on: Remat) -> None:
-        super().__init__()
-        self._device = device
-        self._remat_on = remat_on
-
-    def __enter__(self) -> Both:
-        self.enter_context(memkit.CPUOffload(1.0, "both", min_bytes=0, window_bytes=0, device=self._device))
-        self.enter_context(self._remat_on(0.3, "both"))
-        return self
-
-
-@pytest.mark.parametrize("gradients", CASES)
-def test_many_gradients_at_once_inside_of_an_offload(gradients: Gradients, device: Device, remat_on: Remat) -> None:
-    if isinstance(device, CpuDevice):
+def test_many_gradients_at_once(gradients: Gradients, kind: str, device: Device, remat_on: Remat) -> None:
+    if kind == "in an offload" and isinstance(device, CpuDevice):
         pytest.skip("nothing is offloaded from it")
     plain = _run(gradients, device.torch_device, nullcontext())
+    context: Context = remat_on(0.1, "many", verify=kind == "verified")
+    if kind == "in an offload":
+        offload = memkit.CPUOffload(1.0, "many", min_bytes=0, window_bytes=0, device=device)
+        context = Around(offload, remat_on(0.3, "many"))
 
-    found = _run(gradients, device.torch_device, Both(device, remat_on))
-
-    assert_same_bits(found, plain)
-    assert memkit.stats("both").num_replayed_ops > 0
-    assert memkit.stats("both").moved_in_bytes > 0
-
-
-def test_verification_in_batched_gradients(torch_device: torch.device, remat_on: Remat) -> None:
-    plain = _run(batched_gradients, torch_device, nullcontext())
-
-    assert_same_bits(_run(batched_gradients, torch_device, remat_on(0.1, "verified", verify=True)), plain)
+    assert_same_bits(_run(gradients, device.torch_device, context), plain)
+    stats = memkit.stats("many")
+    assert stats.num_replayed_ops > 0
+    assert (stats.moved_in_bytes > 0) == (kind == "in an offload")

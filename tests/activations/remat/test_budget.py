@@ -17,9 +17,8 @@ from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.records import Handle
 from memkit.device import CpuDevice, Device
-from tests.activations.cases import assert_same_bits, gradients, inputs_on
+from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
-from tests.activations.remat.cases import COMPUTATIONS
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
 UNITS = (3, 1, 2, 5, 1, 1, 4, 2, 1, 1, 3, 1)
@@ -169,25 +168,6 @@ def test_bytes_leave_the_device() -> None:
         assert held <= plain - (sum(UNITS) - 18) * UNIT_BYTES
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(NO_PLAN_FITS)
-@pytest.mark.parametrize(
-    "name", ["mlp", "skips", "convolution", "relu_and_residuals", "dropout", "batch_norm", "instance_norm", "foreach"]
-)
-def test_peak_falls_with_the_budget(name: str) -> None:
-    device, peaks = CpuDevice(), []
-    for share in (1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05):
-        for _ in range(2):
-            gradients(
-                COMPUTATIONS[name],
-                device.torch_device,
-                lambda: memkit.Rematerialize(share, "falls", min_bytes=0, device=device),  # noqa: B023
-            )
-        peaks.append(memkit.stats("falls").ledger_peak_bytes)
-
-    assert peaks == sorted(peaks, reverse=True)
-
-
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("max_replays", [1, 2, 5])
 def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -> None:
@@ -214,18 +194,11 @@ def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, rema
         warnings.simplefilter("error")
         step(x, UNITS, lambda: remat_on("1B", "least"))
     assert memkit.stats("least").ledger_peak_bytes <= smallest
+    with pytest.warns(UserWarning, match="a budget of 2 bytes cannot be kept to"):
+        step(x, UNITS, lambda: remat_on("2B", "least"))
 
     step(x, UNITS, lambda: remat_on(smallest, "least", strict=True))
     assert memkit.stats("least").ledger_peak_bytes <= smallest
-
-
-@pytest.mark.slow
-def test_each_budget_that_cannot_be_kept_to_warns(device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    step(x, UNITS, lambda: remat_on("1B", "each"))
-    for budget in ("1B", "2B"):
-        with pytest.warns(UserWarning, match=f"a budget of {budget[0]} bytes? cannot be kept to"):
-            step(x, UNITS, lambda: remat_on(budget, "each"))  # noqa: B023
 
 
 # Without a plan
@@ -242,21 +215,13 @@ def test_score_that_cannot_keep_to_the_budget_warns_once(device: Device, remat_o
         step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr"))
 
 
-def test_score_that_cannot_keep_to_the_budget_raises_with_strict(device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
-    peak_bytes = memkit.stats("score").ledger_peak_bytes
-
-    with pytest.raises(memkit.errors.BudgetInfeasible, match="the last step took") as caught:
-        step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
-    assert caught.value.smallest_bytes == peak_bytes
-
-
 def test_tag_is_usable_after_the_score_has_raised(device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
-    with pytest.raises(memkit.errors.BudgetInfeasible):
+    peak_bytes = memkit.stats("score").ledger_peak_bytes
+    with pytest.raises(memkit.errors.BudgetInfeasible, match="the last step took") as caught:
         step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
+    assert caught.value.smallest_bytes == peak_bytes
 
     for budget in ("1B", "1GiB", "1GiB"):  # each step is complained about once, and by its own budget
         assert_same_bits(step(x, UNITS, lambda: remat_on(budget, "score", policy="dtr", strict=True)), plain)  # noqa: B023
@@ -279,26 +244,12 @@ def test_forward_that_left_its_plan_and_exceeded_the_budget_is_told(device: Devi
     step(x, [1] * 4, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
-def test_second_forward_in_a_context_is_strict(policy: str, device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    context = remat_on("1B", "turns", strict=True, policy=policy)
-
-    def run() -> None:
-        with context:
-            for _ in range(2):
-                chain(x, UNITS).sum().backward()
-
-    with pytest.raises(memkit.errors.BudgetInfeasible):
-        run()
-
-
-def test_tag_is_usable_after_a_second_forward_has_raised(device: Device, remat_on: Remat) -> None:
+def test_tag_is_usable_after_a_second_forward_has_raised(policy: str, device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
-    with remat_on("1B", "turns", strict=True):
+    with remat_on("1B", "turns", strict=True, policy=policy):
         chain(x, UNITS).sum().backward()
-        for _ in range(2):
+        for _ in range(2 if policy == "plan" else 1):  # the score is judged once
             with pytest.raises(memkit.errors.BudgetInfeasible):
                 chain(x, UNITS)
 
@@ -306,16 +257,6 @@ def test_tag_is_usable_after_a_second_forward_has_raised(device: Device, remat_o
         assert_same_bits(step(x, UNITS, lambda: remat_on(0.6, "turns", strict=True)), plain)
     assert memkit.stats("turns").live_records == 0
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_budget_above_all_keeps_everything(device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    for budget in ("8GiB", 1.0):
-        for _ in range(3):
-            step(x, UNITS, lambda: remat_on(budget, str(budget)))  # noqa: B023
-            stats = memkit.stats(str(budget))
-            assert (stats.num_dropped, stats.num_replays, stats.num_saved) == (0, 0, len(UNITS))
-            assert stats.saved_bytes == stats.ledger_peak_bytes == sum(UNITS) * UNIT_BYTES
 
 
 def test_what_is_saved_often_counts_once(device: Device, remat_on: Remat) -> None:

@@ -167,6 +167,3 @@ def test_compiled_function_inside_of_a_model_is_refused(is_warm: bool, device: D
 
     with pytest.raises(RuntimeError, match="found that a compiled function was called in the context"):
         train(model, device, lambda: _remat(0.5, "function", device))
-
-
-# Recomputed as a whole

@@ -17,7 +17,6 @@ from memkit.errors import BudgetInfeasible
 from tests.activations.cases import assert_same_bits
 from tests.activations.compiled_blocks import MLP, WIDTH
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.bench.cases import bench_module
 from tests.compiling import WITH_COMPILED, Backend, in_form
 
 NUM_BLOCKS = 8
@@ -107,28 +106,6 @@ def test_fewer_blocks_are_recomputed_the_larger_the_budget(name: str, form: str,
     assert found == sorted(found, reverse=True)
     assert found[0] >= NUM_BLOCKS - 1  # of the last one, the backward needs all at once
     assert found[-1] <= NUM_BLOCKS // 2
-
-
-@pytest.mark.filterwarnings(NO_PLAN_FITS)
-@pytest.mark.parametrize("num_checkpointed", [2, 4, NUM_BLOCKS])
-def test_budget_is_found_for_the_peak_of_some_recomputed_blocks(num_checkpointed: int) -> None:
-    loop, number = Loop("llama", CpuDevice()), iter(range(100))
-
-    def peak_at(budget: int) -> int:
-        tag = f"search {next(number)}"
-        for _ in range(5):
-            loop.step(loop.remat(f"{budget}B", tag))
-        assert num_regions(tag) > 0 or budget >= most
-        return memkit.stats(tag).ledger_peak_bytes
-
-    for _ in range(2):
-        loop.step(loop.remat(1.0, "all"))
-    most = memkit.stats("all").saved_bytes
-    target = most - (most - peak_at(1)) * num_checkpointed // NUM_BLOCKS
-    budget, tries = bench_module("bench_compiled").largest_within(peak_at, target, first=target, most=most)
-
-    assert budget is not None, tries
-    assert max(peak for tried, peak in tries if tried == budget) <= target
 
 
 # What blocks take

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import memkit
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.state import remat_states
+from memkit.device import CpuDevice
+from memkit.recording import cost
 from memkit.recording import cost as costs
+from memkit.recording.recorder import Recorder
 from tests.activations.chains import chain
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
@@ -31,37 +39,6 @@ def test_ops_are_timed_in_the_second_step_only(budget: float | str, torch_device
     assert all(seconds > 0 for seconds in trace.ops.step.lineage.seconds)
 
 
-def test_step_that_was_planned_stays_as_it_is_in_later_steps(torch_device: torch.device, remat_on: Remat) -> None:
-    x, seen = torch.randn(256, device=torch_device, requires_grad=True), []
-    for _ in range(4):
-        with remat_on(0.5, "frozen"):
-            loss = chain(x, [1] * 12).sum()
-        (trace,) = remat_states["frozen"].traces
-        step = trace.ops.step
-        seen.append((step, tuple(step.lineage.seconds), len(step.lineage.maker), dict(step.why_kept), step.uses))
-        loss.backward()
-
-    for step, *known in seen:
-        assert known == [tuple(step.lineage.seconds), len(step.lineage.maker), dict(step.why_kept), step.uses]
-    assert seen[0][0] is not seen[-1][0]
-    assert seen[0][1] != seen[-1][1]  # what ops take was measured meanwhile
-
-
-@pytest.mark.parametrize("name", ["guessed_s", "measured_s"])
-def test_costs_of_very_many_shapes_are_not_all_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_MAX_COSTS", 10)
-    known = costs.OpCosts()
-
-    for size in range(25):
-        args = (torch.empty(size, dtype=torch.uint8),)
-        if name == "guessed_s":
-            known.estimate_s(torch.sin, args, args[0])
-        else:
-            known.learn({costs.cost_key(torch.sin, args, args[0]): 1e-6})
-
-    assert [key[1] for key in getattr(known, name)] == list(range(15, 25))
-
-
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_new_shapes_are_forgotten(torch_device: torch.device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_MAX_COSTS", 10)
@@ -76,31 +53,81 @@ def test_new_shapes_are_forgotten(torch_device: torch.device, remat_on: Remat, m
     assert 0 < len(known.measured_s) <= 10
 
 
-def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(
-    torch_device: torch.device, remat_on: Remat
-) -> None:
-    x = torch.randn(256, device=torch_device, requires_grad=True)
+def test_forward_after_a_backward_in_the_same_context_is_seen_as_any_other(torch_device: torch.device, remat_on: Remat) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(torch_device)
+    x = torch.randn(4, 8, device=torch_device, requires_grad=True)
 
     with remat_on(0.5, "turns") as context:
-        chain(x, [1] * 12).sum().backward()
-        loss = chain(x, [1] * 12).sum()
+        chain(x.flatten(), [1] * 12).sum().backward()
+        loss = model(x).exp().sum()
         recording = context._entry.recording._forward.recording
         num_timed = len({op for op, *_ in recording.times})
         loss.backward()
 
     assert recording.is_timed
-    assert num_timed == len(recording.calls) > 12
-
-
-def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(
-    torch_device: torch.device, remat_on: Remat
-) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(torch_device)
-    x = torch.randn(4, 8, device=torch_device, requires_grad=True)
-
-    with remat_on(0.5, "turns"):
-        chain(x.flatten(), [1] * 12).sum().backward()
-        model(x).exp().sum().backward()
-
+    assert num_timed == len(recording.calls) > 5
     trace = next(iter(remat_states["turns"].traces))
     assert {module for _, module in trace.ops.names.values()} >= {"1", "3"}
+
+
+class Ticks:
+    """Stands in for `time`: each reading is a second later than the last, and a reading costs nothing else."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 1
+        return self.now_s
+
+
+def test_cost_of_recording_is_what_a_chain_of_ops_takes_longer_with_a_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, dispatch = Ticks(), Recorder.__torch_dispatch__
+
+    def slow(recorder: Recorder, *args: Any) -> Any:
+        ticks.now_s += 3
+        return dispatch(recorder, *args)
+
+    monkeypatch.setattr(cost, "time", ticks)
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", slow)
+
+    assert cost.recording_cost_s.__wrapped__() == 3
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_seconds_of_the_recorder_are_those_of_the_ops_it_saw(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("memkit.activations.recomputing.recording_stage"), "recording_cost_s", lambda: 0.5
+    )
+    x = torch.randn(16, requires_grad=True)
+    for _ in range(number + 1):
+        with memkit.Rematerialize(1.0, "seconds", min_bytes=0, device=CpuDevice()):
+            with torch.no_grad():
+                for _ in range(300):
+                    x.sin()
+            loss = x.clone().exp().sum()
+        loss.backward()
+
+    stats = memkit.stats("seconds")
+    assert 300 < stats.num_ops < 310
+    assert stats.recorder_s == stats.num_ops * 0.5
+
+
+def test_error_of_an_op_is_its_own() -> None:
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(3, 3)
+    with memkit.Rematerialize(1.0, "error", min_bytes=0, device=CpuDevice()) as context:
+        x.mm(x)
+        num_ops = len(context._entry.recording._forward.recording.calls)
+        for _ in range(6):
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                x.mm(w)
+        assert len(context._entry.recording._forward.recording.calls) == num_ops
+        x.mm(x)
+
+
+def test_small_sizes_are_printed() -> None:
+    x = torch.randn(16, requires_grad=True)
+    with memkit.Rematerialize(1.0, "small", min_bytes=0, device=CpuDevice()):
+        x.clone().exp().sin()
+
+    assert ["saved", "64 bytes"] in [re.split(r"  +", line) for line in str(memkit.stats("small")).splitlines()]

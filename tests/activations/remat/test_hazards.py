@@ -237,3 +237,37 @@ def test_default_dtype_that_has_changed_when_saved_tensors_are_read_outside_a_ba
         torch.set_default_dtype(torch.float32)
 
     assert_same_bits([found], [(n / 7).cos()])
+
+
+CONTEXTS: dict[str, Callable[[Device], AbstractContextManager[Any]]] = {
+    "dtr": lambda device: memkit.Rematerialize("1B", "written", policy="dtr", device=device, min_bytes=0),
+    "plan": lambda device: memkit.Rematerialize("1B", "written", device=device, min_bytes=0),
+    "budget": lambda device: memkit.MemoryBudget("1B", "written", device=device, min_bytes=0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*moving bytes to the host frees nothing")
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("mark", [memkit.keep, memkit.offload])
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("is_used_first", [True, False])
+def test_values_made_from_what_is_written_to_later(
+    name: str, mark: Callable[[Tensor], Tensor], is_inside: bool, is_used_first: bool, device: Device
+) -> None:
+    def step(context: AbstractContextManager[Any]) -> Tensor:
+        x = torch.linspace(-1, 1, 16, device=device.torch_device).requires_grad_()
+        with context:
+            h = x.tanh() if is_used_first else mark(x.tanh())
+            y = x * h.detach().sin()
+            if is_used_first:
+                mark(h)
+            if is_inside:
+                h.detach().add_(1)
+        if not is_inside:
+            h.detach().add_(1)
+        y.sum().backward()
+        return x.grad
+
+    plain = step(nullcontext())
+    for _ in range(3):
+        assert_same_bits([step(CONTEXTS[name](device))], [plain])

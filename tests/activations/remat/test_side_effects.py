@@ -83,17 +83,6 @@ def test_buffers_and_generators(policy: str, budget: float | str, device: Device
     assert memkit.stats("train").num_replays > 0
 
 
-def test_batches_are_counted_once(torch_device: torch.device, remat_on: Remat) -> None:
-    norm, x = nn.BatchNorm1d(8).to(torch_device), torch.randn(4, 8, device=torch_device, requires_grad=True)
-    for _ in range(3):
-        with remat_on(0.1, "norm"):
-            y = norm((x * 2).sin()).sigmoid().exp().sum()
-        y.backward()
-        assert memkit.stats("norm").num_replays > 0
-
-    assert norm.num_batches_tracked == 3
-
-
 def test_generators_of_ones_own_end_where_they_would(torch_device: torch.device, remat_on: Remat) -> None:
     def run(context: AbstractContextManager[object]) -> list[Tensor]:
         generators = [torch.Generator(torch_device).manual_seed(seed) for seed in (1, 2)]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.saved.settled import SizesSeen
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
@@ -79,22 +78,6 @@ def test_step_that_fits_its_bytes_costs_a_call_for_each_save_and_request(device:
         model(x).sum()
 
     assert num_calls(lambda: train(model, x, lambda: remat_on("1GiB", "fits"))) <= 3 * len(saves) + 80
-
-
-@pytest.mark.slow
-def test_sizes_are_only_added_up_where_all_may_fit(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
-    noted: list[Tensor] = []
-    monkeypatch.setattr(SizesSeen, "note", lambda _, tensor, storage: noted.append(tensor))
-    for _ in range(3):
-        train(model, x, lambda: remat_on(0.5, "drops"))
-        assert memkit.stats("drops").is_recorded
-    assert not noted
-    for _ in range(3):
-        train(model, x, lambda: remat_on("1GiB", "fits"))
-
-    assert noted
-    assert memkit.stats("fits").is_recorded
 
 
 @pytest.mark.parametrize("budget", [1.0, "1GiB"])
