@@ -14,7 +14,7 @@ from memkit.core.torch_state import local_of
 from memkit.errors import ProfileError
 from memkit.optimizers import KeptState, kept_states, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
-from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
+from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
 from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 
@@ -75,7 +75,10 @@ def optimizer_memory(
         made, stepped = _made(optimizer, own)
     kind, kept = type(made), _kept(made)
     streamed = {id(parameter) for parameter in step.streamed.parameters}
-    names = parameter_names(step, tree)
+    names: dict[int, tuple[str, str]] = {}
+    for tensor, category, row, name in step.named_tensors(tree):
+        if category is MemoryCategory.PARAM:
+            names.setdefault(id(tensor), (row, name))
     states, leaving = [], list[tuple[Tensor, int]]()
     for parameter, twin in zip(own, stepped, strict=True):
         if id(parameter) in streamed or not (parameter.requires_grad or kind is torch.optim.LBFGS):

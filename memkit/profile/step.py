@@ -20,9 +20,10 @@ from memkit.core.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks
 from memkit.core.owners import NOTHING_STREAMED, ModelStorages, StreamedWeights
 from memkit.core.tensors import byte_view, unique_storages
 from memkit.errors import ProfileError, note_on
+from memkit.profile.alive import MemoryCategory
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.sharded import NOTHING_SHARDED, Shards
-from memkit.profile.tree import ROOT
+from memkit.profile.tree import OUTSIDE_NAME, ROOT, ROOT_NAME, ModuleTree
 
 
 @contextmanager
@@ -112,7 +113,7 @@ class _ModuleState:
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     pass
 
 
@@ -169,6 +170,17 @@ class ProfiledStep:
         streamed = {id(parameter) for parameter in self.streamed.parameters}
         return [tensor for tensor in self.resident_tensors() if id(tensor) not in streamed]
 
+    def named_tensors(self, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
+        """Yield each tensor that exists before the step, with category, row, and name in the row; parameters come first."""
+        owners = [(tree.fqn(index), node.module, False) for index, node in enumerate(tree.nodes)]
+        owners += [(OUTSIDE_NAME, module, True) for module in self.modules()[1:]]
+        for category, named in ((MemoryCategory.PARAM, "named_parameters"), (MemoryCategory.BUFFER, "named_buffers")):
+            for row, module, recurse in owners:
+                for name, tensor in getattr(module, named)(recurse=recurse):
+                    yield tensor, category, row, name
+        for number, tensor in enumerate(self.input_tensors()):
+            yield tensor, MemoryCategory.INPUT, ROOT_NAME, f"input {number}"
+
     def names_of_storages(self) -> dict[int, str]:
         """Return names for the storages that a profile can't restore: those of parameters and inputs."""
         names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
@@ -200,8 +212,8 @@ class ProfiledStep:
         stack: CallStack,
         *,
         packing: AbstractContextManager[Any] | None = None,
-        forward_done: Callable[[], None] = _nothing,
-        backward_done: Callable[[Sequence[Tensor]], None] = _nothing,
+        forward_done: Callable[[], None] = nothing,
+        backward_done: Callable[[Sequence[Tensor]], None] = nothing,
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
     ) -> None:
@@ -308,7 +320,8 @@ def _explained(stack: CallStack, explain: Callable[[Exception, str], None]) -> I
     try:
         yield
     except Exception as error:
-        explain(error, stack.where(error))
-        if misfit := stack.misfit(error):
+        where, misfit = stack.explain(error)
+        explain(error, where)
+        if misfit:
             note_on(error, f"memkit: {misfit}")
         raise

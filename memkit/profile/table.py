@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memkit.core.sizes import MIB, format_mib, unit_of
 from memkit.core.terminal import LAST, TextColumn, table_text, wrapped
-from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, short_name
+from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped, short_name
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, children_of
 
 if TYPE_CHECKING:
@@ -87,20 +87,9 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
     """Return what exists at the peak by category and module, largest first; unless `full`, names that differ in numbers are
     one."""
-    groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
-    for item in memory.grouped_at(memory.peak):
-        item = replace(item, module=_above(item.module, depth))
-        groups.setdefault((item.category, item.module if full else re.sub(r"\b\d+\b", "*", item.module)), []).append(item)
-    found = [
-        replace(
-            items[0],
-            module=_one_name([item.module for item in items]),
-            num_bytes=sum(item.num_bytes for item in items),
-            num_storages=sum(item.num_storages for item in items),
-        )
-        for items in groups.values()
-    ]
-    return sorted(found, key=lambda item: -item.num_bytes)
+    items = [replace(item, module=_above(item.module, depth)) for item in memory.grouped_at(memory.peak)]
+    found = grouped(items, lambda item: item.module if full else re.sub(r"\b\d+\b", "*", item.module))
+    return [replace(item, module=_one_name(modules)) for item, modules in found]
 
 
 def _above(module: str, depth: int | None) -> str:
@@ -109,9 +98,8 @@ def _above(module: str, depth: int | None) -> str:
     return ".".join(module.split(".")[:depth]) or ROOT_NAME
 
 
-def _one_name(modules: Sequence[str]) -> str:
+def _one_name(distinct: Sequence[str]) -> str:
     """Return one name for modules whose names differ in numbers alone."""
-    distinct = list(dict.fromkeys(modules))
     if len(distinct) == 1:
         return distinct[0]
     parts = []

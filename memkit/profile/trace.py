@@ -15,20 +15,18 @@ from torch import Tensor
 from memkit.core import torch_private
 from memkit.core.hooks import SavedTensorHooks
 from memkit.core.kept import KeptHandle
-from memkit.core.modes import Mode
 from memkit.core.tensors import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
 from memkit.core.torch_state import has_own_dispatch
 from memkit.device import CpuDevice, default_generator
 from memkit.device.ceilings import flops_of
 from memkit.errors import ProfileError
 from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
-from memkit.profile.alive import StorageLog
-from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge
-from memkit.profile.simulate import META
+from memkit.profile.calls import CallStack, Gauge
+from memkit.profile.simulate import META, rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import ProfiledStep, preserved
+from memkit.profile.step import ProfiledStep, nothing, preserved
 from memkit.profile.tree import ModuleTree, dtype_name
-from memkit.profile.watch import LiveStorages, tensors_in
+from memkit.profile.watch import OpWatch, ParamCasts, StorageLog, tensors_in
 from memkit.recording.expected import num_writes
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
@@ -56,30 +54,22 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
     """Return what an op does that has run. Each storage counts once: broadcast dimensions are read once, of several views the
     largest counts, and an argument that the op writes over is both read and written."""
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
-    given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-    made = list(tensors_in(outputs))
+    given, made = [*tensors_in(args), *tensors_in(list(kwargs.values()))], list(tensors_in(outputs))
+    has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
+    floating = (tensor.dtype for tensor in given or made if tensor.is_floating_point() or tensor.is_complex())
+    other = (given or made)[0].dtype if given or made else torch.get_default_dtype()
     return OpWork(
         name=str(op),
-        kind=OpKind.CONVOLUTION_OF_FEW if _has_few_channels(name, given) else kind_of(name),
+        kind=OpKind.CONVOLUTION_OF_FEW if has_few_channels else kind_of(name),
         flops=flops_of(op, args, kwargs, outputs),
         num_bytes=_num_bytes(op, name, args, kwargs, given, made),
-        dtype=dtype_name(_computed_in(given or made)),
+        dtype=dtype_name(next(floating, other)),
     )
-
-
-def _has_few_channels(name: str, given: Sequence[Tensor]) -> bool:
-    """Tell whether an op is a convolution's forward whose input, [batch, channels, ...], has few channels."""
-    return name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
 
 
 def kind_of(name: str) -> OpKind:
     """Return the kind of an op by its name without namespace and overload, such as "mm"."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
-
-
-def _computed_in(tensors: Sequence[Tensor]) -> torch.dtype:
-    floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
-    return next(floating, tensors[0].dtype if tensors else torch.get_default_dtype())
 
 
 def _num_bytes(
@@ -95,15 +85,13 @@ def _num_bytes(
     kind = op_kinds().of(op)
     written = [kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.written]
     over = list(tensors_in(written))
-    if kind.overwrites:
-        read = _bytes_by_storage(tensor for tensor in given if not any(tensor is target for target in over))
-    else:
-        read = _bytes_by_storage(given)
-    writes = _bytes_by_storage([*made, *over])
+    is_read = [not kind.overwrites or not any(tensor is target for target in over) for tensor in given]
+    read = _bytes_by_storage(tensor for tensor, is_one in zip(given, is_read, strict=True) if is_one)
+    writes = sum(_bytes_by_storage([*made, *over]).values())
     if name in _SPARSE_READERS and args and isinstance(args[0], Tensor):
         for storage in storages_of(args[0]):
-            read[storage_key(storage)] = min(read.get(storage_key(storage), 0), sum(writes.values()))
-    return sum(read.values()) + sum(writes.values())
+            read[storage_key(storage)] = min(read.get(storage_key(storage), 0), writes)
+    return sum(read.values()) + writes
 
 
 def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -134,20 +122,12 @@ class OpClock:
     Ops that return views are not counted: they neither compute nor move anything. The clock holds no tensor.
 
     Args:
-        live: counts the bytes on the device.
+        log: counts the bytes on the device, and gets a moment for each op.
         before: storages that exist before the step.
-        recording: the recording of the forward's ops, if there is one. The clock's mode must be inside the recorder's.
-        log: gets a moment for each op, if given; it is the observer of `live`.
+        recording: the recording of the forward's ops, if there is one. The clock must see ops inside the recorder's mode.
     """
 
-    def __init__(
-        self,
-        live: LiveStorages,
-        before: Iterable[torch.UntypedStorage],
-        recording: Recording | None = None,
-        log: StorageLog | None = None,
-    ) -> None:
-        self._live = live
+    def __init__(self, log: StorageLog, before: Iterable[torch.UntypedStorage], recording: Recording | None = None) -> None:
         self._log = log
         self._recording = recording
         self._before = list(before)  # held, so that no other storage can have their keys
@@ -155,7 +135,7 @@ class OpClock:
             storage_key(storage): (weakref.ref(storage), _THERE_BEFORE) for storage in self._before
         }
         self._value_in: dict[int, int] = {}
-        self.base_bytes = live.allocated_bytes()
+        self.base_bytes = log.allocated_bytes()
         """Bytes on the device before the first op."""
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
@@ -176,23 +156,22 @@ class OpClock:
         return len(self.works)
 
     def close(self) -> None:
-        """Called at the end of the step."""
+        """Let go of the model at the end of the step."""
         self._before.clear()
+        self._log.leave()
 
     def end_forward(self) -> None:
         self._recording = None
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        live, recording = self._live, self._recording
-        before_bytes = live.allocated_bytes()
-        live.saw(op, args, outputs)
-        if self._log is not None:
-            self._log.see_casts(op, args, outputs)
+        log, recording = self._log, self._recording
+        before_bytes = log.allocated_bytes()
+        log.see(outputs)
         num_made = len(self.made_at)
         for storage in _storages_in(outputs):
             self._number(storage)
         num_recorded = 0 if recording is None else len(recording.calls) - len(self.op_places)
-        has_made = len(self.made_at) > num_made or live.allocated_bytes() > before_bytes
+        has_made = len(self.made_at) > num_made or log.allocated_bytes() > before_bytes
         if not (has_made or num_recorded or torch_private.schema_of(op).is_mutable):
             return
         if recording is not None:
@@ -202,21 +181,13 @@ class OpClock:
                 if value is not None:
                     self.note_value(value, storage)
         self.works.append(work_of(op, args, kwargs, outputs))
-        self.live_bytes.append(live.allocated_bytes() - self.base_bytes)
-        if self._log is not None:
-            self._log.note_op(str(op))
+        self.live_bytes.append(log.allocated_bytes() - self.base_bytes)
+        log.note_op(str(op))
 
     def see_saved(self, tensor: Tensor) -> None:
         """Note a tensor that autograd saves, since perhaps no op has shown it, as one made from a list."""
-        self._live.add(tensor)
-        if self._log is not None:
-            self._log.note_saved(tensor)
-
-    def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of a storage that an op has made; None for others."""
-        found = self._numbers.get(storage_key(storage))
-        is_known = found is not None and found[0]() is storage and found[1] != _THERE_BEFORE
-        return found[1] if is_known and found is not None else None
+        self._log.see(tensor)
+        self._log.note_saved(tensor)
 
     def _number(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
@@ -238,8 +209,8 @@ class OpClock:
 
     def note_value(self, value: int, storage: torch.UntypedStorage) -> None:
         """Note that a storage has a value of the recording now."""
-        number = self.number_of(storage)
-        if number is None:
+        reference, number = self._numbers.get(storage_key(storage), (None, _THERE_BEFORE))
+        if reference is None or reference() is not storage or number == _THERE_BEFORE:
             return
         before = self._value_in.get(number)
         if before == value:
@@ -250,48 +221,35 @@ class OpClock:
         self.values[value] = (number, self.made_at[number] if before is None else self.now)
 
 
-class ClockMode(Mode):
-    def __init__(self, clock: OpClock) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._clock = clock
-
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outputs = op(*args, **(kwargs or {}))
-        self._clock.saw(op, args, kwargs or {}, outputs)
-        return outputs
-
-
 def _storages_in(nested: Any) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors_in(nested):
         yield from storages_of(tensor)
 
 
-def trace_step(step: ProfiledStep, target: str, min_bytes: int, log: StorageLog | None = None) -> StepTrace:
-    """Run a step with a backward twice without data, and return its trace; the model is left unchanged. The second run is of
-    the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
-    DataDependentError if the step can't run on meta, runs a backward within its forward, or doesn't do the same twice."""
+def trace_step(step: ProfiledStep, target: str, min_bytes: int) -> tuple[StepTrace, StorageLog]:
+    """Run a step with a backward twice without data; return its trace and the log of its storages, and leave the model
+    unchanged. The second run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises
+    ProfileError or DataDependentError if the step can't run on meta, runs a backward within its forward, or doesn't do the same
+    twice."""
     torch_private.require(torch_private.Feature.REMAT)  # ops are recorded, as it does
     refuse_scripted(step)
     tree = ModuleTree(step.model, step.streamed)
     with preserved(step.modules(), META, contents=False):
-        whole = _run_whole(step, tree, target, max(1, min_bytes), log)
+        whole = _run_whole(step, tree, target, max(1, min_bytes))
     with preserved(step.modules(), META, contents=False):
         alone, ends = _run_alone(step, tree, target)
     clock, num_forward_ops = whole.clock, whole.num_forward_ops
-    names = [work.name for work in clock.works[:num_forward_ops]]
-    if names != [work.name for work in alone.works]:
+    if [work.name for work in clock.works[:num_forward_ops]] != [work.name for work in alone.works]:
         raise ProfileError(
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
             "out what changes from one forward to the next (a counter, a global cache, the time), or pass trace=False"
         )
     lifetimes = _lifetimes(whole, ends)
-    trainable = [parameter for module in step.modules() for parameter in module.parameters() if parameter.requires_grad]
-    trainable = list(dict.fromkeys(trainable))
-    return StepTrace(
+    parameters = dict.fromkeys(parameter for module in step.modules() for parameter in module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trace = StepTrace(
         model=type(step.model).__name__,
-        inputs=", ".join(_described(tensor) for tensor in step.input_tensors()),
+        inputs=", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in step.input_tensors()),
         target=target,
         min_bytes=min_bytes,
         ops=tuple(clock.works),
@@ -303,19 +261,13 @@ def trace_step(step: ProfiledStep, target: str, min_bytes: int, log: StorageLog 
         lifetimes=lifetimes,
         live_bytes=tuple(clock.live_bytes),
         base_bytes=clock.base_bytes,
-        trainable_numel=sum(parameter.numel() for parameter in trainable),
-        trainable_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trainable),
+        trainable_numel=sum(parameter.numel() for parameter in trained),
+        trainable_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trained),
         names=names_of(whole.recording, lifetimes),
         modules=whole.modules,
         backend_dependent=whole.backend_dependent,
     )
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-# What autograd saves
+    return trace, whole.log
 
 
 class _SavedValue(KeptHandle):
@@ -423,13 +375,11 @@ class _ModuleSpans(Gauge):
                 yield ModuleOps(module=node.fqn, kind=type(node.module).__name__, begin=begin, end=end)
 
 
-# The two runs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
     """What the run of the whole step has shown."""
 
+    log: StorageLog
     clock: OpClock
     recording: Recording
     saves: TracedSaves
@@ -439,23 +389,21 @@ class _Whole:
     backend_dependent: tuple[str, ...]
 
 
-def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
+def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> _Whole:
     step = without_data(step)
     recording = Recording(CpuDevice(META))
-    clock = _clock_of(step, target, recording, log)
-    saves = TracedSaves(recording, clock, min_bytes)
     spans = _ModuleSpans(tree, recording)
-    found: list[tuple[Step, int]] = []
     stack, backend_dependent = CallStack(tree, spans), dict[int, None]()
-    if log is not None:
-        log.follow(step, tree, stack)
+    log, clock, watch = _watching(step, tree, target, stack, recording)
+    saves = TracedSaves(recording, clock, min_bytes)
+    found: list[tuple[Step, int]] = []
     with (
         as_on_target(tree, target, lambda: backend_dependent.setdefault(stack.current)) as mode,
         ExitStack() as watching,
     ):
         watching.enter_context(ModuleTrail(recording))
         watching.enter_context(Recorder(recording, op_kinds(), default_generator, lambda *_: 0.0))
-        watching.enter_context(ClockMode(clock))
+        watching.enter_context(watch)
 
         def forward_done() -> None:
             watching.close()
@@ -463,19 +411,20 @@ def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
             recording.close()
             clock.end_forward()
             saves.end_forward()
-            watching.enter_context(ClockMode(clock))
+            watching.enter_context(watch)
 
         step.run(
             stack,
             packing=SavedTensorHooks(saves.pack, saves.unpack),
             forward_done=forward_done,
-            backward_done=_nothing if log is None else log.note_grads,
+            backward_done=log.note_grads,
             at_node=mode.resume,
             explain=say_why_not,
         )
     clock.close()
     planned, num_forward_ops = found[0]
     return _Whole(
+        log=log,
         clock=clock,
         recording=recording,
         saves=saves,
@@ -489,11 +438,12 @@ def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
 def _run_alone(step: ProfiledStep, tree: ModuleTree, target: str) -> tuple[OpClock, Mapping[int, int]]:
     """Return the clock, and for each storage freed in the forward how many ops had run by then."""
     step = replace(without_data(step), backward=False)
-    clock, ends = _clock_of(step, target), dict[int, int]()
-    with as_on_target(tree, target, _nothing) as mode, ClockMode(clock):
+    stack, ends = CallStack(tree, Gauge()), dict[int, int]()
+    _, clock, watch = _watching(step, tree, target, stack)
+    with as_on_target(tree, target, nothing) as mode, watch:
         step.run(
-            CallStack(tree, Gauge()),
-            packing=SavedTensorHooks(_let_go, _refuse),
+            stack,
+            packing=SavedTensorHooks(nothing, _refuse),  # autograd holds nothing
             forward_done=lambda: ends.update(clock.freed_at),
             at_node=mode.resume,
             explain=say_why_not,
@@ -502,19 +452,14 @@ def _run_alone(step: ProfiledStep, tree: ModuleTree, target: str) -> tuple[OpClo
     return clock, ends
 
 
-def _clock_of(step: ProfiledStep, target: str, recording: Recording | None = None, log: StorageLog | None = None) -> OpClock:
-    rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
-    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes, observer=log)
+def _watching(
+    step: ProfiledStep, tree: ModuleTree, target: str, stack: CallStack, recording: Recording | None = None
+) -> tuple[StorageLog, OpClock, OpWatch]:
+    log, casts = StorageLog(step, rounding_bytes=rounding_bytes(target)), ParamCasts(step.resident_storages())
+    log.follow(step, tree, stack, casts)
     there = (tensor.untyped_storage() for tensor in step.streamed.parameters)
-    return OpClock(live, [*step.storages(), *there], recording, log)
-
-
-def _nothing(*_: object) -> None:
-    pass
-
-
-def _let_go(tensor: Tensor) -> None:
-    """A pack hook that makes autograd hold nothing."""
+    clock = OpClock(log, [*step.storages(), *there], recording)
+    return log, clock, OpWatch(clock, casts)
 
 
 def _refuse(packed: None) -> Tensor:

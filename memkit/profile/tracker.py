@@ -27,21 +27,19 @@ from memkit.errors import ProfileError
 from memkit.optimizers.steppers import stepped_shards
 from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpu import GPUS
-from memkit.profile.alive import AliveStorage, OptimizerMemory, StorageLog
-from memkit.profile.calls import CUDA_ROUNDING_BYTES
+from memkit.profile.alive import AliveStorage, OptimizerMemory
 from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.registry import file_report
 from memkit.profile.report import MemoryReport, RunInfo
 from memkit.profile.sharded import INSTEAD, find_shards, with_others
-from memkit.profile.simulate import META, TARGETS
+from memkit.profile.simulate import META, TARGETS, rounding_bytes
 from memkit.profile.step import USE_META, ProfiledStep, preserved
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 
 if TYPE_CHECKING:
-    pass
-
+    from memkit.profile.watch import StorageLog
 
 _Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -172,8 +170,8 @@ def profile_memory(
         tree = ModuleTree(step.model, step.streamed)
         memory, states = None, tuple[AliveStorage, ...]()
         if counted is not None:
-            rounding_bytes = CUDA_ROUNDING_BYTES if run_at.type == "cuda" or (run_at == META and target == "cuda") else 1
-            memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding_bytes)
+            rounding = rounding_bytes(target if run_at == META else run_at.type)
+            memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding)
         return _Prepared(
             step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=memory, states=states
         )
@@ -185,13 +183,9 @@ def profile_memory(
         from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
         _logger.info("forward and backward without data, op by op")
-        traced = StorageLog()
-        kernels = target if run_at == META else "cuda"
         trace_bytes = traced_from if traced_from is not None else check_bytes("min_bytes", min_bytes)
-        report = replace(report, trace=trace_step(step, kernels, trace_bytes, traced))
-        unused, log = (log, traced) if run_at == META else (traced, log)
-        if unused is not None:
-            unused.leave()
+        traced, traced_log = trace_step(step, target if run_at == META else "cuda", trace_bytes)
+        report, log = replace(report, trace=traced), traced_log if run_at == META else log
     if log is not None:
         steps = None if asked.optimizer is None else asked.optimizer.name
         report = replace(report, step_memory=log.finished(asked.states, optimizer=steps))
@@ -256,7 +250,7 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     check_gradients_without_data(step)
     from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
-    return trace_step(step, target, max(1, min_bytes))
+    return trace_step(step, target, max(1, min_bytes))[0]
 
 
 def _measure(
@@ -290,11 +284,12 @@ def _measure(
         forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
         save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
         _warn_of_written(list(watch.writes.written))
+    saved = watch.saves.records(save_times)
     report = MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, target),
-        modules=module_records(tree, watch, forward_s, backward_s),
-        saved=watch.saves.records(tree.fqn, save_times),
+        modules=module_records(tree, watch, saved, forward_s, backward_s),
+        saved=saved,
         buffer_bytes=storage_bytes(step.model.buffers()),
         slot_bytes=sum(slot.nbytes() for slot in step.streamed.slots),
         before_bytes=watch.gauge.before_bytes,
