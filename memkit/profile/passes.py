@@ -60,7 +60,7 @@ def module_records(
     records = []
     for index, parent in enumerate(parents):
         node, fqn = tree.nodes[index] if index < tree.outside else None, tree.fqn(index)
-        inputs, outputs, dtype = watch.signatures.first(index)
+        inputs, outputs, dtype, num_signatures = watch.signatures.of(index)
         records.append(
             ModuleRecord(
                 fqn=fqn,
@@ -76,7 +76,7 @@ def module_records(
                 num_saves=num_saves[fqn],
                 input_shapes=inputs,
                 output_shapes=outputs,
-                num_signatures=watch.signatures.num_kinds(index),
+                num_signatures=num_signatures,
                 dtype=dtype,
                 peak_bytes=watch.gauge.forward_peaks.get(index),
                 forward_s=forward_s.get(index),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.hooks import in_checkpoint, receiving_pack
+from memkit.core.kept import KeptHandle
 from memkit.core.modes import Mode
 from memkit.core.owners import ModelStorages
 from memkit.core.sizes import rounded
@@ -60,6 +61,8 @@ class _Entry:
 
     num_bytes: int
     begin: int
+    place: int
+    """Which it was among all; where its size has changed, that of the first with its storage."""
     category: MemoryCategory = MemoryCategory.TEMP
     module: str = OUTSIDE_NAME
     what: str = ""
@@ -94,6 +97,7 @@ class StorageLog(MemoryCounter):
         self._peak_bytes = 0
         for storage in step.storages():
             self._add(storage)
+        self._num_before = len(self._entries)
 
     def allocated_bytes(self) -> int:
         self.look()
@@ -109,6 +113,23 @@ class StorageLog(MemoryCounter):
     def reset_peak(self) -> None:
         self.look()
         self._peak_bytes = self._allocated_bytes
+
+    def __len__(self) -> int:
+        """The number of storages so far; one whose size has changed counts again."""
+        return len(self._entries)
+
+    def place_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the place in the log of a storage that was made in the step; None for others. It stays, whatever its size."""
+        _, entry = self._live.get(storage_key(storage), (None, None))
+        return None if entry is None or entry.place < self._num_before else entry.place
+
+    def begin_of(self, place: int) -> int:
+        return self._entries[place].begin
+
+    def ends(self) -> dict[int, int]:
+        """Return for each storage that was freed, by its place, how many ops had run by then."""
+        ends = {entry.place: entry.end for entry in self._entries}  # the last one of equal places counts
+        return {place: end for place, end in ends.items() if end is not None}
 
     def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
         """Name the storages that are there before a step, and ask `stack` from now on which module is running."""
@@ -218,7 +239,8 @@ class StorageLog(MemoryCounter):
         else:  # resized in place
             reference = known[0]
             self._end(known[1])
-        entry = _Entry(num_bytes, len(self._moments), module=self._module())
+        place = len(self._entries) if known is None else known[1].place
+        entry = _Entry(num_bytes, len(self._moments), place, module=self._module())
         shard = self._shards.gathered.shard_of(key) if self._shards and self._names else None
         if shard is not None:
             entry.module, name = self._names.get(id(shard), (entry.module, "parameter"))
@@ -357,13 +379,12 @@ class _Save:
     needed_position: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """What autograd holds in place of a saved tensor."""
+class _Packed(KeptHandle):
+    __slots__ = ("saves",)
 
-    alias: Tensor
-    version: int
-    saves: tuple[_Save, ...]
+    def __init__(self, tensor: Tensor, saves: tuple[_Save, ...]) -> None:
+        super().__init__(tensor)
+        self.saves = saves
 
 
 class SavedStorages:
@@ -382,26 +403,21 @@ class SavedStorages:
         self._num_storages = self._num_packs = self._num_saves = self._num_uses = 0
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """Note a save; keep an alias (the tensor itself would hold the node that holds it: a cycle)."""
+        """Note a save."""
         saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
         self._num_packs += 1
         self._num_saves += bool(saves)
-        return _Packed(tensor.detach(), torch_private.version_of(tensor), saves)
+        return _Packed(tensor, saves)
 
     def unpack(self, packed: _Packed) -> Tensor:
-        """Note a use. With hooks set, autograd does not check for writes: this does."""
-        if torch_private.version_of(packed.alias) != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {shapes_of(packed.alias)[0]} was saved at version {packed.version} and is at version "
-                f"{torch_private.version_of(packed.alias)}"
-            )
+        """Note a use; return the tensor after checking that it was not written to."""
+        tensor = packed.unpack()
         if self._stack.in_backward:
             for save in packed.saves:
                 if save.needed_position is None:
                     save.needed_position = self._num_uses
             self._num_uses += bool(packed.saves)
-        return packed.alias
+        return tensor
 
     def records(self, times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
         """Return the list as values; `times` are from another run of the same step."""
