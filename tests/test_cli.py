@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memkit import __version__
-from memkit.cli import arguments, commands, main, progress
+from memkit.cli import arguments, commands, main, progress, specs
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -254,7 +254,7 @@ def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monk
 
     monkeypatch.setattr(progress._Progress, "PATIENCE_S", 0.0)
     monkeypatch.setattr(progress, "print", show, raising=False)
-    monkeypatch.setattr(commands, "build_model", build)
+    monkeypatch.setattr(specs, "build_model", build)
 
     _, _, err = run_command(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
 

@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 import torch
 from torch import nn
 
-from memkit.cli.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.cli.specs import UsageError, autocast, loss_of, make_inputs, model_of, said_as
 from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, plan_shards
@@ -107,8 +107,6 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     ]
 
 
-_DTYPE = "float32"
-"""The default dtype of inputs."""
 _NUM_BUDGETS = 8
 _MOST_TRACES = 14
 """The most batches for which a step is traced."""
@@ -120,22 +118,11 @@ def plan(options: argparse.Namespace) -> None:
     """Trace the model without data, plan its step for each budget, print the table, write the files."""
     gpu = said_as("--gpu", lambda: find_gpu(options.gpu))
     meta = torch.device("meta")
-    _logger.info("building %s", options.spec)
-    model = build_model(options.spec, meta).train()
-    if options.dtype is not None:
-        model = model.to(getattr(torch, options.dtype))
+    model = model_of(options, meta)
 
     def report_with(batch: int | None) -> MemoryReport:
-        def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return shape if batch is None else (batch, *shape[1:])
-
-        inputs, named = make_inputs(
-            model,
-            [(sized(shape), dtype) for shape, dtype in options.inputs],
-            [(name, sized(shape), dtype) for name, shape, dtype in options.named_inputs],
-            dtype_name=options.dtype or _DTYPE,
-            device=meta,
-        )
+        sized = [(name, shape if batch is None else (batch, *shape[1:]), dtype) for name, shape, dtype in options.inputs]
+        inputs, named = make_inputs(model, sized, dtype_name=options.dtype or "float32", device=meta)
         with autocast(options.autocast, meta):
             return profile_memory(
                 model,
@@ -145,7 +132,6 @@ def plan(options: argparse.Namespace) -> None:
                 backward=True,
                 optimizer=options.optimizer,
                 device="meta",
-                target="cuda",
                 trace=True,
                 tag=options.spec,
                 print_table=False,
@@ -153,18 +139,14 @@ def plan(options: argparse.Namespace) -> None:
 
     shards = None
     if options.ranks is not None:
-        shares = {"optimizer": options.optimizer, "offload": options.offload_params}
-        shards = said_as("--ranks", functools.partial(shards_of, model, options.ranks, **shares))
+        how = {"optimizer": options.optimizer, "offload": options.offload_params}
+        shards = said_as("--ranks", functools.partial(shards_of, model, options.ranks, **how))
 
     def problem_in(report: MemoryReport) -> Problem:
         if shards is None:
             return problem_of(report, gpu)
-        return make_problem(
-            trace_on_rank(report, model, shards), gpu, optimizer_bytes=0 if shards.is_offloaded else shards.state_bytes
-        )
-
-    def problem_with(batch: int | None) -> Problem:
-        return problem_in(report_with(batch))
+        state_bytes = 0 if shards.is_offloaded else shards.state_bytes
+        return make_problem(trace_on_rank(report, model, shards), gpu, optimizer_bytes=state_bytes)
 
     _logger.info("tracing %s", options.spec)
     report = report_with(None)
@@ -181,7 +163,7 @@ def plan(options: argparse.Namespace) -> None:
     front = replace(front, ranks=shards)
     if options.batch_search:
         limit = max(limits) if limits else gpu.memory_bytes
-        front = replace(front, batch=_largest_batch(problem, problem_with, limit, options))
+        front = replace(front, batch=_largest_batch(problem, lambda batch: problem_in(report_with(batch)), limit, options))
     if options.json != STDOUT:
         print(to_text(front, width=terminal_width()), flush=True)  # ahead of files, which may fail
     if options.json is not None:
@@ -194,10 +176,10 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _largest_batch(
-    problem: Problem, problem_with: Callable[[int | None], Problem], budget_bytes: int, options: argparse.Namespace
+    problem: Problem, problem_with: Callable[[int], Problem], budget_bytes: int, options: argparse.Namespace
 ) -> LargestBatch:
     """Return the largest batch that fits, plain and planned: each that is tried is traced anew."""
-    shapes = [*(shape for shape, _ in options.inputs), *(shape for _, shape, _ in options.named_inputs)]
+    shapes = [shape for _, shape, _ in options.inputs]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or 0 in sizes or not all(shapes):
         raise UsageError(
@@ -214,12 +196,14 @@ def _largest_batch(
         return traced[batch]
 
     half = _MOST_TRACES // 2
-    plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
-    planned = largest(lambda batch: least_budget(of(batch)), budget_bytes, begin=max(plain[0], 1), most=half)
+    num_plain, is_plain_found = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
+    num_planned, is_planned_found = largest(
+        lambda batch: least_budget(of(batch)), budget_bytes, begin=max(num_plain, 1), most=half
+    )
     return LargestBatch(
         budget_bytes=budget_bytes,
-        num_plain=plain[0],
-        num_planned=planned[0],
-        is_plain_found=plain[1],
-        is_planned_found=planned[1],
+        num_plain=num_plain,
+        num_planned=num_planned,
+        is_plain_found=is_plain_found,
+        is_planned_found=is_planned_found,
     )
