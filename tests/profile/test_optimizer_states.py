@@ -237,12 +237,6 @@ def test_optimizer_that_cannot_step_without_data() -> None:
         counted(model, Odd(model.parameters(), lr=0.1))
 
 
-def test_report_with_an_optimizer_and_back() -> None:
-    report = counted(two_matrices(), "adamw")
-
-    assert MemoryReport.from_json(report.to_json()) == report
-
-
 # Room for states on their way
 
 
