@@ -65,15 +65,6 @@ def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1].endswith(" ms")
 
 
-def test_model_in_a_package_below(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run_command(
-        capsys, "profile", "torchvision:video.r3d_18", "--input", "1x3x4x32x32", "--device", "meta", "--depth", "0"
-    )
-
-    assert status == 0
-    assert out.startswith("VideoResNet on meta")
-
-
 def test_model_from_the_current_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +130,6 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "math:pi", "--input", "2x3"], "math:pi is float; it must be"),
         (["profile", "builtins:dict", "--input", "2x3"], "builtins:dict gives dict, not a torch.nn.Module"),
         (["profile", "torch.nn:ReLU", "--input", "2xx3"], "found '2xx3'"),
-        (["profile", "torch.nn:ReLU", "--input", ""], "found ''"),
         (["profile", "torch.nn:ReLU", "--input", "2x-3"], "found '2x-3'"),
         (["profile", "torch.nn:ReLU", "--input", "2x3:f31"], "knows no dtype 'f31'; it knows float32"),
         (["profile", "torch.nn:ReLU", "--input", "2x3:"], "knows no dtype ''"),
@@ -157,7 +147,6 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["bench"], "required: BENCH"),
         (["bench", "fly"], "invalid choice: 'fly'"),
         (["bench", "offload", "x:y", "--ratios", "1"], "`memkit bench offload` was removed in 0.2; run examples/bench/"),
-        (["bench", "remat", "--help"], "`memkit bench remat` was removed in 0.2; run examples/bench/"),
         (["bench", "layers"], "`memkit bench layers` was removed in 0.2; run examples/bench/bench_layers.py"),
         ([*PLAN, "0"], "needs shares above 0 and up to 1, or bytes"),
         ([*PLAN, "2.5"], "found '2.5'"),
@@ -165,7 +154,6 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ([*PLAN, "nan"], "found 'nan'"),
         ([*PLAN, "0.5,,1"], "found ''"),
         ([*PLAN, "8GBit"], "found '8GBit'"),
-        ([*PLAN, "1,12"], 'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required: COMMAND"),
     ],
@@ -194,14 +182,6 @@ def test_failures_of_the_model_are_one_line_and_status_one(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert_fails(capsys, arguments, message, status=1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
-def test_missing_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run_command(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "cuda")
-
-    assert (status, err.count("\n")) == (2, 1)
-    assert 'Use device "meta"' in err
 
 
 def test_output_is_checked_before_therun_command(
@@ -307,10 +287,7 @@ def test_models_that_cannot_be_built_on_meta_are_built_with_data(
     ("arguments", "status"),
     [
         (["--help"], 0),
-        (["profile", "--help"], 0),
         (["--version"], 0),
-        (["profil"], 2),
-        (["profile"], 2),
         (["profile", "resnet50", "--input", "2x3"], 2),
         (["profile", "torchvision:resnet50"], 2),
     ],
