@@ -262,6 +262,12 @@ def test_what_no_batch_is_is_told(capsys: pytest.CaptureFixture[str], tmp_path: 
     )
 
 
+def test_a_step_that_no_card_of_the_kind_has_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PLAN[:3], "9000000x256", *PLAN[4:5], "RTX 3060"]
+
+    assert_fails(capsys, arguments, "at the least; the RTX 3060 has 11.60 GiB. Make the batch smaller, or name another GPU")
+
+
 @pytest.mark.slow
 def test_resnet50_takes_about_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """On an H200: 21347 MiB, 115.5 ms; with all blocks checkpointed 1.292 of that at 9043 MiB."""
