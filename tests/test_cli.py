@@ -259,11 +259,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list
 
 @pytest.mark.parametrize(
     ("text", "budgets"),
-    [
-        ("1,0.5", [1.0, 0.5]),
-        ("8GiB, 512 MiB", ["8GiB", "512 MiB"]),
-        ("0.2,1073741824", [0.2, "1073741824"]),
-    ],
+    [("1,0.5", [1.0, 0.5]), ("8GiB, 512 MiB", ["8GiB", "512 MiB"]), ("0.2,1073741824", [0.2, "1073741824"])],
 )
 def test_budgets_are_shares_or_bytes(text: str, budgets: list[float | str]) -> None:
     options = main._parser().parse_args([*PLAN, text])

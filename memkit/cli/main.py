@@ -261,10 +261,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for what is printed beside the table, and for where the report is written."""
     parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
     parser.add_argument(
-        "--fit",
-        type=arguments.size,
-        metavar="SIZE",
-        help="does the step fit in this, such as 12GiB, and with which feature?",
+        "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"
     )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")

@@ -228,9 +228,7 @@ def grouped(items: Iterable[AliveItem], key: Callable[[AliveItem], Hashable]) ->
     found = [
         (
             replace(
-                group[0],
-                num_bytes=sum(item.num_bytes for item in group),
-                num_storages=sum(item.num_storages for item in group),
+                group[0], num_bytes=sum(item.num_bytes for item in group), num_storages=sum(item.num_storages for item in group)
             ),
             list(dict.fromkeys(item.module for item in group)),
         )

@@ -21,16 +21,7 @@ from memkit.profile.simulate import rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.profile.step import ProfiledStep, say_where
 from memkit.profile.tree import Mark, ModuleTree, Signatures, children_of
-from memkit.profile.watch import (
-    HiddenRegions,
-    OpObserver,
-    OpWatch,
-    ParamCasts,
-    SavedStorages,
-    SaveTimes,
-    StorageLog,
-    Writes,
-)
+from memkit.profile.watch import HiddenRegions, OpObserver, OpWatch, ParamCasts, SavedStorages, SaveTimes, StorageLog, Writes
 
 
 def module_records(

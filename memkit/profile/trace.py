@@ -72,12 +72,7 @@ def kind_of(name: str) -> OpKind:
 
 
 def _num_bytes(
-    op: OpOverload,
-    name: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    given: Sequence[Tensor],
-    made: Sequence[Tensor],
+    op: OpOverload, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]
 ) -> int:
     if _UNFILLED.search(name) or torch.Tag.inplace_view in op.tags:
         return 0
@@ -332,10 +327,7 @@ def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
     step = without_data(step)
     tracer, stack = _tracing(step, tree, target, min_bytes)
     backend_dependent, found = set[int](), list[Step]()
-    with (
-        as_on_target(tree, target, lambda: backend_dependent.add(stack.current)) as mode,
-        ExitStack() as watching,
-    ):
+    with as_on_target(tree, target, lambda: backend_dependent.add(stack.current)) as mode, ExitStack() as watching:
         watching.enter_context(ModuleTrail(tracer.recording))
         watching.enter_context(Recorder(tracer.recording, op_kinds(), default_generator, lambda *_: 0.0))
         watching.enter_context(tracer.watch())

@@ -218,12 +218,7 @@ class StorageLog(MemoryCounter):
         if end == num_ops and entry.category in _OUTLIVE_THE_STEP and not (entry.is_gathered and entry.end is not None):
             end = num_moments
         return AliveStorage(
-            category=entry.category,
-            module=entry.module,
-            what=entry.what,
-            num_bytes=entry.num_bytes,
-            begin=entry.begin,
-            end=end,
+            category=entry.category, module=entry.module, what=entry.what, num_bytes=entry.num_bytes, begin=entry.begin, end=end
         )
 
     def _add(self, storage: torch.UntypedStorage) -> None:

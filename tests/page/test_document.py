@@ -226,8 +226,7 @@ def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s
 
     written_s = _taken_s() - begin_s
     told = opened(
-        tmp_path / "step.html",
-        "get('unfold').click(); result.rows = document.querySelectorAll('#modules tbody tr').length;",
+        tmp_path / "step.html", "get('unfold').click(); result.rows = document.querySelectorAll('#modules tbody tr').length;"
     )
     assert told["errors"] == []
     assert told["rows"] == len(report.modules)

@@ -22,11 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memkit.core import torch_private
 from memkit.core.modes import Mode
-from memkit.profile.simulate.attention import (
-    fused_broadcast_heads,
-    fused_take_three_dims,
-    scaled_dot_product_attention,
-)
+from memkit.profile.simulate.attention import fused_broadcast_heads, fused_take_three_dims, scaled_dot_product_attention
 from memkit.profile.tree import dtype_name
 
 if TYPE_CHECKING:
@@ -59,7 +55,7 @@ _LOWER = {
 }
 _FLOAT32_RESULT = {
     "cuda": {
-        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"),
+        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm")
     },
     "cpu": set(),
 }
