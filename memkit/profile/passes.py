@@ -6,22 +6,33 @@ Memory and time are never taken in the same run: watching what is saved costs ti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from memkit.core import torch_private
 from memkit.core.hooks import HookSet, SavedTensorHooks
 from memkit.device import Device
 from memkit.profile.calls import CallStack, Gauge, PeakGauge, TimeGauge
 from memkit.profile.report import ModuleRecord, SavedCategory, SavedTensorRecord
 from memkit.profile.simulate import rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import ProfiledStep, say_where
+from memkit.profile.step import ProfiledStep, nothing, say_where
 from memkit.profile.tree import Mark, ModuleTree, Signatures, children_of
-from memkit.profile.watch import HiddenRegions, OpObserver, OpWatch, ParamCasts, SavedStorages, SaveTimes, StorageLog, Writes
+from memkit.profile.watch import (
+    HiddenRegions,
+    OpObserver,
+    OpWatch,
+    ParamCasts,
+    SavedStorages,
+    SaveObserver,
+    SaveTimes,
+    StorageLog,
+    Writes,
+)
 
 
 def module_records(
@@ -145,16 +156,35 @@ def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str) -> Watch:
     return watch
 
 
-def _pack(log: StorageLog | None, saves: SavedStorages, tensor: Tensor) -> Any:
+def _pack(log: StorageLog | None, tracer: SaveObserver | None, saves: SavedStorages, tensor: Tensor) -> Any:
+    if tracer is not None:
+        traced = tracer.note_save(tensor)
+        with torch_private.without_dispatch_modes():
+            packed = saves.pack(tensor)
+        packed.traced = traced
+        return packed
     if log is not None:
         log.note_saved(tensor)
     return saves.pack(tensor)
 
 
-class Watch:
-    """Notes memory in a run, of which `log` counts the storages, if ops can be seen."""
+def _unpack(tracer: SaveObserver | None, saves: SavedStorages, packed: Any) -> Tensor:
+    if tracer is not None and packed.traced is not None:
+        tracer.note_use(*packed.traced)
+    return saves.unpack(packed)
 
-    def __init__(self, step: ProfiledStep, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
+
+class Watch:
+    """Notes memory in a run, of which `log` counts the storages, if ops can be seen, and `tracer` makes a trace, if given."""
+
+    def __init__(
+        self,
+        step: ProfiledStep,
+        tree: ModuleTree,
+        gauge: Gauge,
+        log: StorageLog | None,
+        tracer: SaveObserver | None = None,
+    ) -> None:
         self._step = step
         self._tree = tree
         self._log = log
@@ -166,13 +196,15 @@ class Watch:
         self.saves = SavedStorages(resident=resident, inputs=step.input_tensors(), casts=casts, stack=self.stack)
         if log is not None:
             log.follow(step, tree, self.stack, casts)
-        self._pack = partial(_pack, log, self.saves)  # no method, which would keep the model until it is collected
+        # no methods, which would keep the model until it is collected
+        self._pack, self._unpack = partial(_pack, log, tracer, self.saves), partial(_unpack, tracer, self.saves)
         self._hidden = HiddenRegions(self._pack, self.stack)
         self.writes = Writes(step.names_of_storages())
-        self._backend_dependent: set[int] = set()
+        self.backend_dependent: set[int] = set()
         self.forward_peak_bytes: int | None = None
         self.backward_peak_bytes: int | None = None
-        self.observers: tuple[OpObserver, ...] = (*([] if log is None else [log]), casts, self._hidden, self.writes)
+        counting = [observer for observer in (tracer or log,) if observer is not None]
+        self.observers: tuple[OpObserver, ...] = (*counting, casts, self._hidden, self.writes)
 
     @property
     def storages(self) -> StorageLog | None:
@@ -189,23 +221,37 @@ class Watch:
         marked = {
             Mark.CHECKPOINTED: self._hidden.checkpointed,
             Mark.OTHER_HOOKS: self._hidden.under_other_hooks,
-            Mark.BACKEND_DEPENDENT: self._backend_dependent,
+            Mark.BACKEND_DEPENDENT: self.backend_dependent,
         }
         return [mark.value for mark, rows in marked.items() if index in rows]
 
     def note_backend_dependent(self) -> None:
         """Note that an operation runs of which only the backend knows what it saves."""
-        self._backend_dependent.add(self.stack.current)
+        self.backend_dependent.add(self.stack.current)
 
-    def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
+    def ends(self) -> dict[int, int]:
+        return {} if self._log is None else self._log.ends()
+
+    def run(
+        self,
+        *,
+        forward_done: Callable[[], None] = nothing,
+        at_node: Callable[[], None] | None = None,
+        explain: Callable[[Exception, str], None] = say_where,
+    ) -> None:
         """Run the step; for the arguments see `ProfiledStep.run`."""
+
+        def done() -> None:
+            self.forward_peak_bytes = self.gauge.take_highest()
+            forward_done()
+
         with HookSet() as hooks:
             self.signatures.hook(self._tree, hooks)
             self._step.run(
                 self.stack,
-                packing=SavedTensorHooks(self._pack, self.saves.unpack),
-                forward_done=self._forward_done,
-                backward_done=self._backward_done,
+                packing=SavedTensorHooks(self._pack, self._unpack),
+                forward_done=done,
+                backward_done=nothing if self._log is None else self._log.note_grads,
                 at_node=at_node,
                 explain=explain,
             )
@@ -217,10 +263,3 @@ class Watch:
         if self._log is not None:
             self._log.look()
             self._log.leave()
-
-    def _forward_done(self) -> None:
-        self.forward_peak_bytes = self.gauge.take_highest()
-
-    def _backward_done(self, leaves: Sequence[Tensor]) -> None:
-        if self._log is not None:
-            self._log.note_grads(leaves)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.hooks import SavedTensorHooks
-from memkit.core.kept import KeptHandle
 from memkit.core.tensors import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
 from memkit.core.torch_state import has_own_dispatch
 from memkit.device import CpuDevice, default_generator
 from memkit.device.ceilings import flops_of
 from memkit.errors import ProfileError
 from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
-from memkit.profile.calls import CallStack, Gauge
+from memkit.profile.calls import CallStack, PeakGauge
+from memkit.profile.passes import Watch
 from memkit.profile.simulate import META, rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.profile.step import ProfiledStep, nothing, preserved
@@ -107,34 +107,23 @@ def _distinct_bytes(tensor: Tensor) -> int:
     return numel * tensor.itemsize
 
 
-class _SavedValue(KeptHandle):
-    """A saved tensor whose value counts."""
-
-    __slots__ = ("node", "value")
-
-    def __init__(self, tensor: Tensor, value: int, node: int) -> None:
-        super().__init__(tensor)
-        self.value, self.node = value, node
-
-
-class _Tracer(Gauge):
+class _Tracer(PeakGauge):
     """Follows a step op by op: numbers the ops, notes what each does, when storages are made, which ops of the forward each
     module call has run, and which values of at least `min_bytes` autograd saves and requests, as `Rematerialize` would.
 
-    Ops that return views are not counted: they neither compute nor move anything. All saved tensors are kept; the tracer holds
-    no other. It must see ops inside the recorder's mode.
+    Ops that return views are not counted: they neither compute nor move anything. The tracer holds no tensor. It must see ops
+    inside the recorder's mode.
     """
 
-    def __init__(self, step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> None:
-        super().__init__()
+    def __init__(self, log: StorageLog, tree: ModuleTree, min_bytes: int = 0) -> None:
+        super().__init__(log)
+        self._log = log
         self._tree = tree
-        self.log = log = StorageLog(step, rounding_bytes=rounding_bytes(target))
         self.recording = Recording(CpuDevice(META))
         self.min_bytes = min_bytes
-        self.casts = ParamCasts(step.resident_storages())
         self._is_forward = True
         self._open: list[int] = []
-        self._calls: list[tuple[int, int, int]] = []
+        self._spans: list[tuple[int, int, int]] = []
         self._versions: dict[int, int] = {}
         self._value_in: dict[int, int] = {}
         self.num_forward_ops = 0
@@ -160,23 +149,22 @@ class _Tracer(Gauge):
     def now(self) -> int:
         return len(self.works)
 
-    def watch(self) -> OpWatch:
-        return OpWatch(self, self.casts)
-
     def open(self, index: int) -> None:
-        self._open.append(len(self._calls))
-        self._calls.append((index, len(self.recording.calls), 0))
+        super().open(index)
+        self._open.append(len(self._spans))
+        self._spans.append((index, len(self.recording.calls), 0))
 
     def close(self, index: int) -> None:
+        super().close(index)
         place = self._open.pop()
-        self._calls[place] = (*self._calls[place][:2], len(self.recording.calls))
+        self._spans[place] = (*self._spans[place][:2], len(self.recording.calls))
 
     def modules(self) -> tuple[ModuleOps, ...]:
         nodes = self._tree.nodes
-        calls = [call for call in self._calls if call[0] != self._tree.outside]
         return tuple(
             ModuleOps(module=nodes[index].fqn, kind=type(nodes[index].module).__name__, begin=begin, end=end)
-            for index, begin, end in calls
+            for index, begin, end in self._spans
+            if index != self._tree.outside
         )
 
     def end_forward(self) -> Step:
@@ -187,7 +175,7 @@ class _Tracer(Gauge):
         return step
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        log, recording = self.log, self.recording
+        log, recording = self._log, self.recording
         before_bytes, num_before = log.allocated_bytes(), len(log)
         log.see(outputs)
         num_recorded = len(recording.calls) - len(self.op_places) if self._is_forward else 0
@@ -207,7 +195,7 @@ class _Tracer(Gauge):
 
     def _note_value(self, value: int, storage: torch.UntypedStorage) -> None:
         """Note that a storage has a value of the recording now."""
-        place = self.log.place_of(storage)
+        place = self._log.place_of(storage)
         if place is None:
             return
         before = self._value_in.get(place)
@@ -216,35 +204,25 @@ class _Tracer(Gauge):
         if before is not None:
             self.overwritten_at[before] = self.now
         self._value_in[place] = value
-        self.values[value] = (place, self.log.begin_of(place) if before is None else self.now)
+        self.values[value] = (place, self._log.begin_of(place) if before is None else self.now)
 
-    def see_saved(self, tensor: Tensor) -> None:
-        """Note a tensor that autograd saves, since perhaps no op has shown it, as one made from a list."""
-        self.log.see(tensor)
-        self.log.note_saved(tensor)
-
-    def pack(self, tensor: Tensor) -> KeptHandle:
-        with torch_private.without_python_dispatch():
-            self.see_saved(tensor)
-        if torch_private.backward_task() != -1:
-            return KeptHandle(tensor)
-        if type(tensor) not in PLAIN_TYPES and has_own_dispatch(tensor):
-            with torch_private.without_dispatch_modes():
-                return KeptHandle(tensor)
+    def note_save(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Note a save; return its value and its node if it counts."""
         with torch_private.without_python_dispatch():  # what is done here is no part of the forward
-            return self._pack(tensor)
+            self._log.see(tensor)  # perhaps no op has shown it, as one made from a list
+            self._log.note_saved(tensor)
+            if torch_private.backward_task() != -1 or (type(tensor) not in PLAIN_TYPES and has_own_dispatch(tensor)):
+                return None
+            return self._note_value_saved(tensor) if is_range_of_bytes(tensor) and tensor.device == META else None
 
-    def _pack(self, tensor: Tensor) -> KeptHandle:
-        recording = self.recording
-        if not is_range_of_bytes(tensor) or tensor.device != META:
-            return KeptHandle(tensor)
-        storage = tensor.untyped_storage()
+    def _note_value_saved(self, tensor: Tensor) -> tuple[int, int] | None:
+        recording, storage = self.recording, tensor.untyped_storage()
         value = recording.find(storage)
         if value is None:
-            return KeptHandle(tensor)  # it was there before
+            return None  # it was there before
         root = recording.roots.get(value)
         if (root is not None and not root.is_inside) or storage.nbytes() < self.min_bytes:
-            return KeptHandle(tensor)
+            return None
         version = torch_private.version_of(tensor)
         if version and version > num_writes(recording, value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
@@ -255,34 +233,30 @@ class _Tracer(Gauge):
         self.save_places.append(self.now)
         recording.saved.append(value)
         recording.saved_at.append((len(recording.calls), len(recording.funcs)))
-        if self._versions.setdefault(value, version) != version:
-            return KeptHandle(tensor)  # it was written to behind the recorder's back
-        return _SavedValue(tensor, value, node)
+        # None: it was written to behind the recorder's back
+        return (value, node) if self._versions.setdefault(value, version) == version else None
 
-    def unpack(self, handle: KeptHandle) -> Tensor:
-        """Note a use; return the tensor after checking that it was not written to."""
-        if isinstance(handle, _SavedValue) and torch_private.backward_task() != -1:
-            if self._is_forward:
-                raise ProfileError(
-                    "a trace needs one forward and then one backward; found a forward that runs a backward of its own (as for "
-                    "the gradient of an input). Profile with trace=False"
-                )
-            self.uses.append(handle.value)
-            self.use_nodes.append(handle.node)
-            self.use_places.append(self.now)
-        return handle.unpack()
+    def note_use(self, value: int, node: int) -> None:
+        if torch_private.backward_task() == -1:
+            return
+        if self._is_forward:
+            raise ProfileError(
+                "a trace needs one forward and then one backward; found a forward that runs a backward of its own (as for the "
+                "gradient of an input). Profile with trace=False"
+            )
+        self.uses.append(value)
+        self.use_nodes.append(node)
+        self.use_places.append(self.now)
 
 
-def trace_step(step: ProfiledStep, target: str, min_bytes: int) -> tuple[StepTrace, StorageLog]:
-    """Run a step with a backward twice without data; return its trace and the log of its storages, and leave the model
-    unchanged. The second run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises
-    ProfileError or DataDependentError if the step can't run on meta, runs a backward within its forward, or doesn't do the same
-    twice."""
+def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
+    """Run a step with a backward twice without data; return its trace and what was watched, and leave the model unchanged. The
+    second run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
+    DataDependentError if the step can't run on meta, runs a backward within its forward, or doesn't do the same twice."""
     torch_private.require(torch_private.Feature.REMAT)  # ops are recorded, as it does
     refuse_scripted(step)
-    tree = ModuleTree(step.model, step.streamed)
     with preserved(step.modules(), META, contents=False):
-        traced, planned, backend_dependent = _run_whole(step, tree, target, max(1, min_bytes))
+        traced, planned, watch = _run_whole(step, tree, target, max(1, min_bytes))
     with preserved(step.modules(), META, contents=False):
         names, ends = _run_alone(step, tree, target)
     if [work.name for work in traced.works[: traced.num_forward_ops]] != names:
@@ -290,7 +264,7 @@ def trace_step(step: ProfiledStep, target: str, min_bytes: int) -> tuple[StepTra
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
             "out what changes from one forward to the next (a counter, a global cache, the time), or pass trace=False"
         )
-    lifetimes = _lifetimes(traced, planned, ends)
+    lifetimes = _lifetimes(traced, watch, planned, ends)
     parameters = dict.fromkeys(parameter for module in step.modules() for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     trace = StepTrace(
@@ -311,59 +285,47 @@ def trace_step(step: ProfiledStep, target: str, min_bytes: int) -> tuple[StepTra
         trainable_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trained),
         names=names_of(traced.recording, lifetimes),
         modules=traced.modules(),
-        backend_dependent=backend_dependent,
+        backend_dependent=tuple(tree.nodes[index].fqn for index in sorted(watch.backend_dependent)),
     )
-    return trace, traced.log
+    return trace, watch
 
 
-def _tracing(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int = 0) -> tuple[_Tracer, CallStack]:
-    tracer = _Tracer(step, tree, target, min_bytes)
-    stack = CallStack(tree, tracer)
-    tracer.log.follow(step, tree, stack, tracer.casts)  # until `leave`: the log keeps the stack, and the stack the tracer
-    return tracer, stack
-
-
-def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[_Tracer, Step, tuple[str, ...]]:
-    step = without_data(step)
-    tracer, stack = _tracing(step, tree, target, min_bytes)
-    backend_dependent, found = set[int](), list[Step]()
-    with as_on_target(tree, target, lambda: backend_dependent.add(stack.current)) as mode, ExitStack() as watching:
+def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[_Tracer, Step, Watch]:
+    step, found = without_data(step), list[Step]()
+    log = StorageLog(step, rounding_bytes=rounding_bytes(target))
+    tracer = _Tracer(log, tree, min_bytes)
+    watch = Watch(step, tree, tracer, log, tracer)
+    with as_on_target(tree, target, watch.note_backend_dependent) as mode, ExitStack() as watching:
         watching.enter_context(ModuleTrail(tracer.recording))
         watching.enter_context(Recorder(tracer.recording, op_kinds(), default_generator, lambda *_: 0.0))
-        watching.enter_context(tracer.watch())
+        watching.enter_context(OpWatch(*watch.observers))
 
         def forward_done() -> None:
             watching.close()
             found.append(tracer.end_forward())
-            watching.enter_context(tracer.watch())
+            watching.enter_context(OpWatch(*watch.observers))
 
-        step.run(
-            stack,
-            packing=SavedTensorHooks(tracer.pack, tracer.unpack),
-            forward_done=forward_done,
-            backward_done=tracer.log.note_grads,
-            at_node=mode.resume,
-            explain=say_why_not,
-        )
-    tracer.log.leave()
-    planned = replace(found[0], uses=tuple(tracer.uses), use_ends=ends_of(tracer.use_nodes))
-    return tracer, planned, tuple(tree.nodes[index].fqn for index in sorted(backend_dependent))
+        watch.run(forward_done=forward_done, at_node=mode.resume, explain=say_why_not)
+    watch.close()
+    return tracer, replace(found[0], uses=tuple(tracer.uses), use_ends=ends_of(tracer.use_nodes)), watch
 
 
 def _run_alone(step: ProfiledStep, tree: ModuleTree, target: str) -> tuple[list[str], dict[int, int]]:
     """Return the ops of the forward, and for each storage that is freed in it how many had run by then."""
-    step = replace(without_data(step), backward=False)
-    tracer, stack = _tracing(step, tree, target)
-    ends: dict[int, int] = {}
-    with as_on_target(tree, target, nothing) as mode, tracer.watch():
+    step, ends = replace(without_data(step), backward=False), dict[int, int]()
+    log, casts = StorageLog(step, rounding_bytes=rounding_bytes(target)), ParamCasts(step.resident_storages())
+    tracer = _Tracer(log, tree)
+    stack = CallStack(tree, tracer)
+    log.follow(step, tree, stack, casts)
+    with as_on_target(tree, target, nothing) as mode, OpWatch(tracer, casts):
         step.run(
             stack,
-            packing=SavedTensorHooks(tracer.see_saved, _refuse),  # which gives autograd nothing to hold
-            forward_done=lambda: ends.update(tracer.log.ends()),
+            packing=SavedTensorHooks(log.see, _refuse),  # which gives autograd nothing to hold
+            forward_done=lambda: ends.update(log.ends()),
             at_node=mode.resume,
             explain=say_why_not,
         )
-    tracer.log.leave()
+    log.leave()
     return [work.name for work in tracer.works], ends
 
 
@@ -374,9 +336,9 @@ def _refuse(packed: None) -> Tensor:
     )
 
 
-def _lifetimes(traced: _Tracer, step: Step, ends: Mapping[int, int]) -> dict[int, Lifetime]:
+def _lifetimes(traced: _Tracer, watch: Watch, step: Step, ends: Mapping[int, int]) -> dict[int, Lifetime]:
     """Return the lifetimes of saved values, and of others of at least `min_bytes`."""
-    num_bytes, saved, freed = step.lineage.num_bytes, set(step.saves), traced.log.ends()
+    num_bytes, saved, freed = step.lineage.num_bytes, set(step.saves), watch.ends()
     found: dict[int, Lifetime] = {}
     for value, (place, made_at) in sorted(traced.values.items()):
         if value >= len(num_bytes) or (value not in saved and num_bytes[value] < traced.min_bytes):

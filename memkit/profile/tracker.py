@@ -40,7 +40,7 @@ from memkit.profile.tree import ModuleTree
 
 if TYPE_CHECKING:
     from memkit.profile.optimizer_states import OptimizerLike
-    from memkit.profile.watch import StorageLog
+    from memkit.profile.passes import Watch
 
 _Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -98,7 +98,7 @@ def profile_memory(
         sort_by: order of the printed rows; see `MemoryReport.to_text`.
         warmup: runs before the ones that are watched; none are made on meta.
         print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`. Of several ranks the first one does.
-        trace: also follow the step op by op, in two more runs without data, for plans: see `MemoryReport.trace`. Needs
+        trace: also follow the step op by op, and run the forward once more, for plans: see `MemoryReport.trace`. Needs
             `device="meta"` and `backward=True`.
         min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
         fit: also say whether the whole step fits in some memory, and with which feature of memkit it would: text such as
@@ -154,22 +154,11 @@ def profile_memory(
     options: dict[str, Any] = {"target": target, "tag": tag, "warmup": warmup, "depth": depth, "sort_by": sort_by}
     options |= {"optimizer": optimizer, "device": device, "trace": trace, "min_bytes": min_bytes, "fit": fit, "gpu": gpu}
     prepared = _together(partial(_prepare, step, **options), step, warmup)
-    report, log = _measure(prepared, tag=tag, warmup=warmup)
-    on_meta, optimizer_memory = prepared.run_device == META, prepared.optimizer
-    if prepared.min_bytes is not None:
-        from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
-
-        _logger.info("forward and backward without data, op by op")
-        traced, traced_log = trace_step(prepared.step, target if on_meta else "cuda", prepared.min_bytes)
-        report, log = replace(report, trace=traced), traced_log if on_meta else log
-    if log is not None:
-        steps = None if optimizer_memory is None else optimizer_memory.name
-        report = replace(report, step_memory=log.finished(prepared.states, optimizer=steps))
-    report = replace(report, optimizer=optimizer_memory)
+    report = _measure(prepared, tag=tag, warmup=warmup)
     if (fit is not None or gpu is not None) and report.trace is not None:
         spec = prepared.gpu or _gpu_named(report.run.device_name)
         _logger.info("planning for the %s", DEFAULT_GPU if spec is None else spec.name)
-        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=optimizer_memory))
+        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=prepared.optimizer))
     file_report(report)
     if print_table and (report.sharding is None or report.sharding.rank == 0):
         print(report.to_text(depth=depth, sort_by=sort_by, width=terminal_width()))
@@ -280,13 +269,11 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
     step = replace(step, streamed=find_streamed(step.modules()))
     _check_gradients_without_data(step)
-    from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
-
-    return trace_step(step, target, max(1, min_bytes))[0]
+    return _traced(step, ModuleTree(step.model, step.streamed), target, max(1, min_bytes))[0]
 
 
-def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> tuple[MemoryReport, StorageLog | None]:
-    """Return the report without its `step_memory`, and the log for that."""
+def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
+    """Return the report, but for whether the step fits."""
     # Only now: a private class of torch is the base of what watches the ops.
     from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
 
@@ -299,7 +286,10 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> tuple[MemoryRepor
         return with_others(work, step.sharded, doing=f"running a step{doing}", around=around, checks=not is_timed)
 
     save_times, forward_s, backward_s = None, dict[int, float](), dict[int, float]()
-    if device is None:
+    trace = None
+    if prepared.min_bytes is not None and device is None:
+        trace, watch = _traced(step, tree, prepared.target, prepared.min_bytes)
+    elif device is None:
         watch = run(lambda: simulated_pass(step, tree, prepared.target), " without data")
     else:
         if step.sharded:
@@ -317,8 +307,12 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> tuple[MemoryRepor
                 'these back; profile a copy, or use device="meta"',
                 stacklevel=3,
             )
+    if prepared.min_bytes is not None and trace is None:
+        trace, _ = _traced(step, tree, "cuda", prepared.min_bytes)
+    log, optimizer = watch.storages, prepared.optimizer
+    steps = None if optimizer is None else optimizer.name
     saved = watch.saves.records(save_times)
-    report = MemoryReport(
+    return MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, prepared.target),
         modules=module_records(tree, watch, saved, forward_s, backward_s),
@@ -329,9 +323,18 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> tuple[MemoryRepor
         forward_peak_bytes=watch.forward_peak_bytes,
         backward_peak_bytes=watch.backward_peak_bytes,
         reserved_peak_bytes=watch.gauge.highest_reserved_bytes,
+        trace=trace,
+        optimizer=optimizer,
         sharding=step.sharded.info(watch.gathered_bytes) if step.sharded else None,
+        step_memory=None if log is None else log.finished(prepared.states, optimizer=steps),
     )
-    return report, watch.storages
+
+
+def _traced(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
+    from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
+
+    _logger.info("forward and backward without data, op by op")
+    return trace_step(step, tree, target, min_bytes)
 
 
 def _run_info(step: ProfiledStep, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:

@@ -39,6 +39,14 @@ class OpObserver(Protocol):
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None: ...
 
 
+class SaveObserver(OpObserver, Protocol):
+    """Sees also what autograd saves and requests."""
+
+    def note_save(self, tensor: Tensor) -> tuple[int, int] | None: ...
+
+    def note_use(self, value: int, node: int) -> None: ...
+
+
 class OpWatch(Mode):
     """Reports each operation to its observers, after it ran."""
 
@@ -375,11 +383,13 @@ class _Save:
 
 
 class _Packed(KeptHandle):
-    __slots__ = ("saves",)
+    __slots__ = ("saves", "traced")
 
     def __init__(self, tensor: Tensor, saves: tuple[_Save, ...]) -> None:
         super().__init__(tensor)
         self.saves = saves
+        self.traced: tuple[int, int] | None = None
+        """Its value and its node in a trace, if it counts there."""
 
 
 class SavedStorages:
