@@ -8,9 +8,9 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -165,16 +165,14 @@ def profile_memory(
     return report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
+class _Prepared(NamedTuple):
     """The step to run, and what is known before anything runs."""
 
     step: ProfiledStep
     tree: ModuleTree
     run_device: torch.device
     target: str
-    min_bytes: int | None
-    """For the trace; None if there is none."""
+    min_bytes: int | None  # for the trace; None if there is none
     gpu: GpuSpec | None
     optimizer: OptimizerMemory | None
     states: tuple[AliveStorage, ...]
@@ -221,24 +219,15 @@ def _prepare(
     if counted is not None:
         rounding = rounding_bytes(target if run_at == META else run_at.type)
         memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding)
-    return _Prepared(
-        step=step,
-        tree=tree,
-        run_device=run_at,
-        target=target,
-        min_bytes=num_bytes if trace or is_fitted else None,
-        gpu=spec,
-        optimizer=memory,
-        states=states,
-    )
+    trace_bytes = num_bytes if trace or is_fitted else None
+    return _Prepared(step, tree, run_at, target, trace_bytes, spec, memory, states)
 
 
 def _together(look: Callable[[], _Prepared], step: ProfiledStep, warmup: object) -> _Prepared:
     """Call `look`; if a part of the model is sharded, on all ranks, which must have the same arguments."""
     import torch.distributed as dist
 
-    parts = (step.model, getattr(step.loss_fn, "__self__", step.loss_fn))
-    is_sharded = bool(fsdp_modules([part for part in parts if isinstance(part, nn.Module)]))
+    is_sharded = bool(fsdp_modules([module for module in step.modules() if isinstance(module, nn.Module)]))
     if not (is_sharded and dist.is_available() and dist.is_initialized()):
         return look()
     from memkit.core.agreement import together
