@@ -98,25 +98,6 @@ def assert_fits(out: str, width: int) -> None:
     assert [line for line in out.splitlines() if len(line) > width] == []
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        pytest.param(["--full"], marks=pytest.mark.slow),
-        ["--backward", "--depth", "2"],
-        ["--optimizer", "adamw", "--fit", "20MiB"],
-        pytest.param(["--peak"], marks=pytest.mark.slow),
-        pytest.param(["--sort", "peak"], marks=pytest.mark.slow),
-    ],
-)
-def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, options: list[str]) -> None:
-    status, out, _ = run_command(capsys, "profile", *SMALL, *options)
-
-    assert status == 0
-    assert_fits(out, width)
-
-
 def test_shown_reports_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, reports: tuple[Path, Path]) -> None:
     for arguments in ([str(reports[0])], [*map(str, reports)], [str(reports[0]), "--peak"], [str(reports[0]), "--full"]):
         status, out, _ = run_command(capsys, "show", *arguments)
