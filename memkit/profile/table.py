@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memkit.core.sizes import MIB, format_mib, unit_of
@@ -334,21 +335,22 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
     kinds = _kinds(rows, below)
     found: list[ModuleRecord] = []
 
-    def alike(first: int, other: int) -> bool:
-        positions = rows[first].fqn.rpartition(".")[2].isdigit() and rows[other].fqn.rpartition(".")[2].isdigit()
-        return positions and bool(kinds[first] == kinds[other])
+    def last_name(index: int) -> str:
+        return rows[index].fqn.rpartition(".")[2]
 
     def walk(group: list[int], name: str) -> None:
         found.append(_merged([rows[index] for index in group], name))
         children = [below[index] for index in group]
-        start = 0
-        while start < len(children[0]):
-            end = start + 1
-            while end < len(children[0]) and all(alike(own[start], own[end]) for own in children):
-                end += 1
-            members = [own[position] for own in children for position in range(start, end)]
-            walk(members, _joined(name, [rows[index].fqn.rpartition(".")[2] for index in children[0][start:end]]))
-            start = end
+
+        def kind(place: int) -> list[int]:
+            return [kinds[own[place]] if last_name(own[place]).isdigit() else ~own[place] for own in children]
+
+        for _, run in groupby(range(len(children[0])), kind):
+            places = list(run)
+            names = [last_name(children[0][place]) for place in places]
+            last = names[0] if len(names) == 1 else f"[{names[0]}-{names[-1]}]"
+            members = [own[place] for own in children for place in places]
+            walk(members, last if name == ROOT_NAME else f"{name}.{last}")
 
     for index, row in enumerate(rows):
         if row.parent is None:
@@ -356,13 +358,13 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
     return found
 
 
-def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
-    """Return for each row a value that is equal for rows with identical subtrees.
+def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[int]:
+    """Return for each row a number that is equal for rows with identical subtrees.
 
     How often storages are saved again doesn't count: the last layer of a stack differs from the others in that.
     """
     numbers: dict[Any, int] = {}
-    kinds: list[Any] = [None] * len(rows)
+    kinds = [0] * len(rows)
     for index in reversed(range(len(rows))):
         own = replace(rows[index], fqn="", parent=None, num_saves=0, peak_bytes=None, backward_peak_bytes=None)
         own = replace(own, forward_s=None, backward_s=None)
@@ -371,11 +373,6 @@ def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
         kind = (own, names, tuple(kinds[child] for child in below[index]))
         kinds[index] = numbers.setdefault(kind, len(numbers))
     return kinds
-
-
-def _joined(parent: str, names: list[str]) -> str:
-    last = names[0] if len(names) == 1 else f"[{names[0]}-{names[-1]}]"
-    return last if parent == "(model)" else f"{parent}.{last}"
 
 
 def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from memkit.profile.simulate import META, rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.profile.step import ProfiledStep, nothing, preserved
 from memkit.profile.tree import ModuleTree, dtype_name
-from memkit.profile.watch import OpWatch, ParamCasts, StorageLog, tensors_in
+from memkit.profile.watch import OpWatch, ParamCasts, StorageLog, storages_in, tensors_in
 from memkit.recording.expected import num_writes
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
@@ -101,10 +102,7 @@ def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
 def _distinct_bytes(tensor: Tensor) -> int:
     if torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.numel() == 0:
         return tensor.numel() * tensor.itemsize
-    numel = 1
-    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
-        numel *= size if stride else 1
-    return numel * tensor.itemsize
+    return tensor.itemsize * math.prod(size for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride)
 
 
 class _Tracer(PeakGauge):
@@ -184,11 +182,10 @@ class _Tracer(PeakGauge):
             return
         if self._is_forward:
             self.op_places += [self.now] * num_recorded
-            for tensor in tensors_in([args, list(kwargs.values()), outputs]):
-                for storage in storages_of(tensor):
-                    value = recording.find(storage)
-                    if value is not None:
-                        self._note_value(value, storage)
+            for storage in storages_in([args, list(kwargs.values()), outputs]):
+                value = recording.find(storage)
+                if value is not None:
+                    self._note_value(value, storage)
         self.works.append(work_of(op, args, kwargs, outputs))
         self.live_bytes.append(log.allocated_bytes() - self.base_bytes)
         log.note_op(str(op))

@@ -7,7 +7,7 @@ One dispatch mode calls a few observers after every operation. It is on in the m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -165,9 +165,8 @@ class StorageLog(MemoryCounter):
     def see(self, outputs: Any) -> None:
         """Count the storages in an op's outputs."""
         self.look()
-        for tensor in tensors_in(outputs):
-            for storage in storages_of(tensor):
-                self._add(storage)
+        for storage in storages_in(outputs):
+            self._add(storage)
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         self.see(outputs)
@@ -270,11 +269,10 @@ class StorageLog(MemoryCounter):
 
     def _note_packing(self, args: Sequence[Any]) -> None:
         """Note the buffer into which FSDP2 has packed shards for a gather."""
-        for tensor in args:
-            for storage in storages_of(tensor) if isinstance(tensor, Tensor) else ():
-                entry = self._temp(storage)
-                if entry is not None:
-                    entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
+        for storage in storages_in([tensor for tensor in args if isinstance(tensor, Tensor)]):
+            entry = self._temp(storage)
+            if entry is not None:
+                entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
 
     def _name_first(self, storage: torch.UntypedStorage, category: MemoryCategory, module: str, what: str) -> None:
         entry = self._temp(storage)
@@ -326,15 +324,12 @@ class Writes:
         self.written: dict[str, None] = {}
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        if not torch_private.schema_of(op).is_mutable:
-            return
-        for argument, value in zip(torch_private.schema_of(op).arguments, args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in tensors_in(value):
-                for storage in storages_of(tensor):
-                    if storage_key(storage) in self._names:
-                        self.written[self._names[storage_key(storage)]] = None
+        schema = torch_private.schema_of(op)
+        if schema.is_mutable:
+            given = zip(schema.arguments, args, strict=False)
+            over = [value for it, value in given if it.alias_info is not None and it.alias_info.is_write]
+            keys = (storage_key(storage) for storage in storages_in(over))
+            self.written.update((self._names[key], None) for key in keys if key in self._names)
 
 
 class HiddenRegions:
@@ -364,6 +359,11 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors_in(value):
+        yield from storages_of(tensor)
 
 
 @dataclass(slots=True)
