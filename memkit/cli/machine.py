@@ -176,15 +176,8 @@ def _host_text(spec: GpuSpec, width: int) -> str:
 
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
-    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds.
-
-    How much single kinds of ops deviate (`GpuSpec.factors`) is not measured: the factors are those of an H200.
-
-    Raises:
-        DiskError: the disk has too little space, or fails.
-        HostMemoryError: there is not enough host memory for the copies.
-        torch.OutOfMemoryError: there is not enough device memory.
-    """
+    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds. How much
+    single kinds of ops deviate (`GpuSpec.factors`) is not measured: the factors are those of an H200."""
     num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
     with torch.no_grad(), _within(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
         bytes_per_s = measure_ceilings(device).bytes_per_s

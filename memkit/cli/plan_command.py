@@ -29,18 +29,9 @@ from memkit.weights.selection import find_layers
 
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
-    """Return what the first rank takes of a model and an optimizer, with one layer gathered ahead.
-
-    Args:
-        model: with data or without.
-        num_ranks: between how many it is split.
-        optimizer: by name, as `profile_memory` takes it. Its states are counted on the shards.
-        offload: whether shards, their gradients and states are in host memory.
-
-    Raises:
-        ValueError: `memkit.shard` would refuse the model.
-        ProfileError: the optimizer does not step without data.
-    """
+    """Return what the first of so many ranks takes of a model and an optimizer (a name), its states counted on the shards,
+    with one layer gathered ahead; `offload`: shards, their gradients and states are in host memory. Raises ValueError if
+    `memkit.shard` would refuse the model, and ProfileError if the optimizer does not step without data."""
     layers = _layers_of(model)
     inside = {id(item) for layer in layers.values() for item in layer.parameters()}
     outside = [item for item in model.parameters() if id(item) not in inside]
@@ -59,17 +50,12 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step on one rank, whose inputs are those of the report.
+    """Return the trace of a step on one rank, whose inputs are those of the report, without optimizer states.
 
     Shards of parameters and gradients, or those in transfer from the host, and what is gathered at a time, are there all the
     time. A layer's unsharded gradients are freed when those of the next layer in the backward are complete; until then the
     buffer that they are reduced from is held. Those of parameters in no layer stay to the end. Computation and saved values are
     the same.
-
-    Args:
-        report: the report of the whole model, with a trace.
-        model: the same model.
-        shards: the result of `shards_of`. Its optimizer states are not in the trace.
     """
     trace, memory = report.trace, report.step_memory
     assert trace is not None

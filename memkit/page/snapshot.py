@@ -78,10 +78,8 @@ def _frames(storage: Storage) -> list[dict[str, Any]]:
 
 
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
-    """Return an address for each storage, so that no two overlap at any time, and the size of the address range.
-
-    Each storage goes to the smallest gap that holds it, or to the end.
-    """
+    """Return an address for each storage, so that no two overlap at any time, and the size of the address range. Each storage
+    goes to the smallest gap that holds it, or to the end."""
     addresses = [0] * len(storages)
     space, ending = _Space(), list[tuple[int, int]]()
     for index in sorted(range(len(storages)), key=lambda index: storages[index].begin):

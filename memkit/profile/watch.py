@@ -81,13 +81,8 @@ class _Entry:
 
 class StorageLog(MemoryCounter):
     """Counts live storages, and notes at which ops each exists: those that a step begins with, and others from the op that made
-    them until nothing refers to them. Scratch memory inside a kernel is not seen. The log holds no tensor.
-
-    Args:
-        step: its storages are there before.
-        rounding_bytes: the allocator rounds sizes up to multiples of this.
-        only: the type of the device that counts; None for any.
-    """
+    them until nothing refers to them; `only` is the type of the device that counts, None for any. Scratch memory inside a
+    kernel is not seen. The log holds no tensor."""
 
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int = 1, only: str | None = None) -> None:
         self._rounding_bytes = rounding_bytes
