@@ -75,14 +75,6 @@ def test_which_feature_do_i_need_and_what_will_it_cost(capsys: pytest.CaptureFix
     assert 1 < float(said[1]) < 1.5
 
 
-@pytest.mark.slow
-def test_what_cannot_fit_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run_command(capsys, "profile", *SPEC, "--fit", "200MiB")
-
-    assert status == 0
-    assert "This does not fit in 200 MiB: the least that memkit.MemoryBudget can keep to is" in out
-
-
 def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
     status, out, _ = run_command(capsys, "show", *map(str, reports))
 
@@ -104,36 +96,6 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def assert_fits(out: str, width: int) -> None:
     assert out
     assert [line for line in out.splitlines() if len(line) > width] == []
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        pytest.param(["--full"], marks=pytest.mark.slow),
-        ["--backward", "--depth", "2"],
-        ["--optimizer", "adamw", "--fit", "20MiB"],
-        pytest.param(["--peak"], marks=pytest.mark.slow),
-        pytest.param(["--sort", "peak"], marks=pytest.mark.slow),
-    ],
-)
-def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, options: list[str]) -> None:
-    status, out, _ = run_command(capsys, "profile", *SMALL, *options)
-
-    assert status == 0
-    assert_fits(out, width)
-
-
-@pytest.mark.slow
-def test_plans_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_command, "terminal_width", lambda: 60)
-    spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "RTX 4090"]
-
-    status, out, _ = run_command(capsys, "plan", *spec, "--budget", "0.98", "--optimizer", "sgd")
-
-    assert status == 0
-    assert_fits(out, 60)
 
 
 def test_shown_reports_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, reports: tuple[Path, Path]) -> None:
@@ -220,18 +182,12 @@ def test_plan_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out)["schema"] == "memkit.Front"
 
 
-def test_show_converts(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
-    as_json = run_command(capsys, "show", str(reports[0]), "--json", "-")
+def test_show_converts_and_fits_a_report(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
+    as_json, fitted = (run_command(capsys, "show", str(reports[0]), *how) for how in (["--json", "-"], ["--fit", "1GiB"]))
 
-    report = MemoryReport.from_json(reports[0])
-    assert MemoryReport.from_json(as_json[1]) == report
-
-
-def test_show_fits_a_report_that_has_a_trace(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
-    status, out, _ = run_command(capsys, "show", str(reports[0]), "--fit", "1GiB")
-
-    assert status == 0
-    assert "This fits in 1 GiB as it is" in out
+    assert MemoryReport.from_json(as_json[1]) == MemoryReport.from_json(reports[0])
+    assert fitted[0] == 0
+    assert "This fits in 1 GiB as it is" in fitted[1]
 
 
 @pytest.mark.parametrize(
@@ -261,14 +217,6 @@ def test_report_without_a_trace_says_what_to_do(capsys: pytest.CaptureFixture[st
 
     assert_fails(capsys, ["show", str(path), "--fit", "1GiB"], "--fit: a plan needs a report with a trace")
     assert_fails(capsys, ["show", str(path), str(path), "--peak"], "two reports are compared: leave out")
-
-
-def test_peak_of_a_report_without_a_backward(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    report = memkit.profile_memory(torch.nn.Linear(2, 2), torch.ones(1, 2), print_table=False)
-    path.write_text(report.to_json())
-
-    assert "is known of a profile with backward=True (--backward)" in run_command(capsys, "show", str(path), "--peak")[1]
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,13 +269,3 @@ def test_language_model_by_its_configuration(capsys: pytest.CaptureFixture[str],
     assert out.startswith("LlamaForCausalLM on meta")
     assert "states of AdamW: " in out
     assert "This fits in 1 GiB as it is" in out
-
-
-def test_inputs_by_keyword(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["torch.nn:Identity", "--input", "4x8", "--device", "meta"]
-
-    status, out, _ = run_command(capsys, "profile", *arguments)
-    named = run_command(capsys, "profile", *arguments[:1], "--input", "input=4x8", "--device", "meta")
-
-    assert status == named[0] == 0
-    assert out == named[1]

@@ -23,23 +23,6 @@ def _report(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
     return MemoryReport.from_json(path)
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("cpu", "memkit: raised in conv1 (Conv2d)"),
-        ("meta", "conv1 (Conv2d) cannot run: convolution needs tensors of one dtype; found bfloat16 and float32. Cast the"),
-    ],
-)
-def test_an_input_of_another_dtype_is_refused(capsys: pytest.CaptureFixture[str], device: str, message: str) -> None:
-    arguments = ["profile", "torchvision:resnet18", "--input", "2x3x32x32:bf16", "--device", device]
-
-    status, _, error = run_command(capsys, *arguments)
-
-    assert status == 1
-    assert error.splitlines()[-1].startswith("memkit: error: ")
-    assert message in error.splitlines()[-1]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtype_casts_the_model_and_inputs_without_a_dtype(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: torch.dtype

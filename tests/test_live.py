@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,29 +54,27 @@ def test_what_is_not_known_is_left_out() -> None:
     assert values["memkit/young/budget_gib"] == 1.0
 
 
-def test_offload_tells_what_moved() -> None:
-    model, device = model_of_layers(), ReferenceDevice()
-    with memkit.CPUOffload(1.0, "moved", device=device, min_bytes=1024):
-        loss = model(torch.randn(256, 64)).sum()
-    loss.backward()
+@pytest.mark.parametrize(
+    ("make", "told", "field", "other"),
+    [
+        (partial(memkit.CPUOffload, 1.0, device=ReferenceDevice()), "moved_gib", "moved_out_bytes", "recomputed_gib"),
+        (partial(memkit.Rematerialize, 0.5), "recomputed_gib", "dropped_bytes", "moved_gib"),
+    ],
+    ids=["CPUOffload", "Rematerialize"],
+)
+def test_contexts_tell_what_they_did(make: Callable[..., Any], told: str, field: str, other: str) -> None:
+    for tag in ("did", "did too"):
+        for _ in range(3):
+            with make(tag=tag, min_bytes=1024):
+                loss = model_of_layers()(torch.randn(256, 64)).sum()
+            loss.backward()
 
-    values = memkit.live_values("moved")
+    values = memkit.live_values("did", "did too")
 
-    assert values["memkit/moved/moved_gib"] * GIB == memkit.stats("moved").moved_out_bytes > 0
-    assert "memkit/moved/recomputed_gib" not in values
-
-
-def test_rematerialize_tells_what_is_made_again() -> None:
-    model = model_of_layers()
-    for _ in range(3):
-        with memkit.Rematerialize(0.5, "again", min_bytes=1024):
-            loss = model(torch.randn(256, 64)).sum()
-        loss.backward()
-
-    values = memkit.live_values("again")
-
-    assert values["memkit/again/recomputed_gib"] * GIB == memkit.stats("again").dropped_bytes > 0
-    assert "memkit/again/moved_gib" not in values
+    assert values[f"memkit/did/{told}"] * GIB == getattr(memkit.stats("did"), field) > 0
+    assert f"memkit/did/{other}" not in values
+    assert {name.split("/")[1] for name in values} == {"did", "did too"}
+    assert all(type(value) in (int, float) for value in values.values())
 
 
 def test_layers_tell_what_streams() -> None:
@@ -86,6 +86,7 @@ def test_layers_tell_what_streams() -> None:
 
         assert values["memkit/layers/moved_in_gib"] * GIB == offload.stats().h2d_bytes > 0
         assert "memkit/layers/waited_ms" in values
+        assert memkit.live_values(offload, offload) == values
 
 
 def layer_stats(**figures: Any) -> LayerStats:
@@ -105,11 +106,7 @@ def test_values_of_several_models_that_stream_are_sums_but_for_peaks() -> None:
     assert values["memkit/layers/peak_gib"] == 5  # of the device that they share
     assert values["memkit/layers/step_ms"] == 750
     assert values["memkit/layers/waited_ms"] == pytest.approx(600)
-
-
-def test_values_of_several_models_are_of_those_that_know_them() -> None:
-    values = values_of([layer_stats(actual_s=0.5), layer_stats()])
-
+    values = values_of([layer_stats(actual_s=0.5), layer_stats()])  # of those that know them
     assert values["memkit/layers/step_ms"] == 500
     assert "memkit/layers/peak_gib" not in values
 
@@ -157,14 +154,6 @@ def test_states_on_a_disk_are_told_where_there_are_some(tmp_path: Path) -> None:
     assert all(value > 0 for value in found)
 
 
-def test_model_that_is_given_twice_counts_once() -> None:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).requires_grad_(False)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=ReferenceDevice()) as offload:
-        model(torch.randn(4, 64))
-
-        assert memkit.live_values(offload, offload) == memkit.live_values(offload)
-
-
 def test_peak_of_the_allocator_is_told_where_it_counts() -> None:
     found = replace(of_an_offload(), peak_allocated_bytes=3 * GIB)
 
@@ -178,26 +167,11 @@ def of_an_offload() -> SavedTensorStats:
     return memkit.stats("counted")
 
 
-def test_values_are_plain_and_flat() -> None:
-    model, device = model_of_layers(), ReferenceDevice()
-    for tag in ("one", "other"):
-        with memkit.CPUOffload(1.0, tag, device=device, min_bytes=1024):
-            model(torch.randn(256, 64)).sum().backward()
-
-    values = memkit.live_values("one", "other")
-
-    assert {name.split("/")[1] for name in values} == {"one", "other"}
-    assert all(type(value) in (int, float) for value in values.values())
-
-
-def test_unknown_tag_is_refused() -> None:
-    with pytest.raises(ValueError, match='found none under "nobody"'):
-        memkit.live_values("nobody")
-
-
 def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match=r"live_values needs tags, or features that have stats\(\); found Linear"):
         memkit.live_values(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='found none under "nobody"'):
+        memkit.live_values("nobody")
     with pytest.raises(ValueError, match="stats needs a context with a tag"):
         memkit.live_values(memkit.no_offload())
 

@@ -164,7 +164,7 @@ def test_inputs_of_transformers_are_integers_where_they_are_named_so(tmp_path: P
     model = build_model(f"hf:{config(tmp_path, **LLAMA)}", META)
     named = [("labels", (2, 8), None), ("attention_mask", (2, 8), None), ("inputs_embeds", (2, 8, 64), None)]
 
-    inputs, keywords = make_inputs(model, [((2, 8), None)], named, dtype_name="float32", device=META)
+    inputs, keywords = make_inputs(model, [("", (2, 8), None), *named], dtype_name="float32", device=META)
 
     assert [(tensor.dtype, tensor.is_meta) for tensor in inputs] == [(torch.int64, True)]
     assert keywords["labels"].dtype == torch.int64
@@ -179,9 +179,9 @@ def test_tokens_of_transformers_have_a_batch_and_a_length(tmp_path: Path, shape:
     pytest.importorskip("transformers")
     model = build_model(f"hf:{config(tmp_path, **LLAMA)}", META)
 
-    for given in ([(shape, None)], []), ([], [("input_ids", shape, None)]):
+    for name in ("", "input_ids"):
         with pytest.raises(UsageError, match=rf"input_ids needs \(batch, length\), such as 8x2048; found {found}$"):
-            make_inputs(model, *given, dtype_name="float32", device=META)
+            make_inputs(model, [(name, shape, None)], dtype_name="float32", device=META)
 
 
 def test_inputs_of_other_models_are_as_they_are_asked_for() -> None:
@@ -189,7 +189,7 @@ def test_inputs_of_other_models_are_as_they_are_asked_for() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    inputs, _ = make_inputs(Named(), [((2, 8), None)], [], dtype_name="float32", device=META)
+    inputs, _ = make_inputs(Named(), [("", (2, 8), None)], dtype_name="float32", device=META)
 
     assert inputs[0].dtype == torch.float32
     assert loss_of(Named(), {"labels": inputs[0]}) is None

@@ -25,23 +25,22 @@ DTYPES = {
 """Names that people write for dtypes, and torch's names."""
 
 
-def input_of(text: str) -> tuple[tuple[int, ...], str | None]:
-    """Return the shape in a text such as 8x2048:int64, and torch's name of the dtype, if there is one."""
-    shape_text, colon, dtype_text = text.partition(":")
+Input = tuple[str, tuple[int, ...], str | None]
+"""An input: its keyword, or "", its shape, and torch's name of its dtype, if one is asked for."""
+
+
+def input_of(text: str) -> Input:
+    """Return the input in a text such as input_ids=8x2048:int64."""
+    name, equals, rest = text.partition("=")
+    if equals and not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"needs the name of an argument ahead of =, such as input_ids; found {name!r}")
+    shape_text, colon, dtype_text = (rest if equals else text).partition(":")
     sizes = shape_text.split("x")
     if not all(size.isdecimal() for size in sizes):
         raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
     if colon and dtype_text not in DTYPES:
         raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(DTYPES)}")
-    return tuple(map(int, sizes)), DTYPES[dtype_text] if colon else None
-
-
-def named_input_of(text: str) -> tuple[str, tuple[int, ...], str | None]:
-    """Return the keyword in a text such as input_ids=8x2048:int64 ("" if there is none), and the result of `input_of`."""
-    name, equals, rest = text.partition("=")
-    if equals and not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"needs the name of an argument ahead of =, such as input_ids; found {name!r}")
-    return (name, *input_of(rest)) if equals else ("", *input_of(text))
+    return name if equals else "", tuple(map(int, sizes)), DTYPES[dtype_text] if colon else None
 
 
 SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
@@ -60,10 +59,6 @@ def nearest_spec(text: str) -> str:
     return f"torchvision:{text} or timm:{text}" if text else "torchvision:resnet50"
 
 
-def size(text: str) -> float | str:
-    return _budget(text.strip())
-
-
 def float_dtype(text: str) -> str:
     return _one_of(text, ("float32", "float64", "float16", "bfloat16"))
 
@@ -80,11 +75,12 @@ def _one_of(text: str, names: Sequence[str]) -> str:
 
 
 def budgets(text: str) -> list[float | str]:
-    return [_budget(part.strip()) for part in text.split(",")]
+    return [size(part) for part in text.split(",")]
 
 
-def _budget(text: str) -> float | str:
+def size(text: str) -> float | str:
     """Return a share for a number up to 1, and bytes for a larger integer or a text with a unit."""
+    text = text.strip()
     try:
         share = float(text)
     except ValueError:
@@ -100,12 +96,14 @@ def _budget(text: str) -> float | str:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"needs a whole number, 1 or more; found {text!r}")
-    return int(text)
+    return _whole(text, 1)
 
 
 def count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"needs a whole number, 0 or more; found {text!r}")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"needs a whole number, {least} or more; found {text!r}")
     return int(text)

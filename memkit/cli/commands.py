@@ -12,7 +12,7 @@ import torch
 
 from memkit.cli import plan_command
 from memkit.cli.machine import measure_machine, spec_text
-from memkit.cli.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.cli.specs import UsageError, autocast, loss_of, make_inputs, model_of, said_as
 from memkit.core.extras import how_to_install
 from memkit.core.terminal import STDOUT, check_writable, terminal_width, wrapped, write_text
 from memkit.device import ReferenceDevice, cuda_is_available, open_device
@@ -23,9 +23,6 @@ from memkit.profile.fit import check_fit
 from memkit.profile.optimizer_states import check_optimizer
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
 from memkit.transfer import Disk
-
-_DTYPE = "float32"
-"""The default dtype of inputs."""
 
 _logger = logging.getLogger("memkit.cli.main")
 
@@ -41,14 +38,9 @@ def profile(options: argparse.Namespace) -> None:
     device = torch.device(options.device or ("cuda" if cuda_is_available() else "meta"))
     if device.type != "meta":
         device = open_device(device, advice=USE_META).torch_device
-    _logger.info("building %s", options.spec)
     try:
-        model = build_model(options.spec, device).train()
-        if options.dtype is not None:
-            model = model.to(getattr(torch, options.dtype))
-        inputs, named = make_inputs(
-            model, options.inputs, options.named_inputs, dtype_name=options.dtype or _DTYPE, device=device
-        )
+        model = model_of(options, device)
+        inputs, named = make_inputs(model, options.inputs, dtype_name=options.dtype or "float32", device=device)
     except Exception as error:
         if is_out_of_memory(error):
             raise ProfileError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
@@ -97,8 +89,13 @@ def _write(report: MemoryReport, options: argparse.Namespace) -> None:
         write_text(options.json, report.to_json())
     if options.html is not None:
         report.to_html(options.html)
-    if options.json != STDOUT:
-        _print_view(report, options)
+    width = terminal_width()
+    if options.json != STDOUT and options.peak:
+        top = _MOST_AT_PEAK if options.top is None else options.top
+        print(report.peak_to_text(depth=options.depth, top=None if options.full else top, full=options.full, width=width))
+        print("", wrapped(report.in_words(), width), sep="\n")
+    elif options.json != STDOUT:
+        print(report.to_text(depth=options.depth, sort_by=options.sort, top=options.top, full=options.full, width=width))
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -136,16 +133,6 @@ def _check_picture(path: Path | None, library: str, option: str) -> None:
     check_writable(path)
     if path is not None and importlib.util.find_spec(library) is None:
         raise UsageError(f"{option} needs {library}; install it with {how_to_install(library)}")
-
-
-def _print_view(report: MemoryReport, options: argparse.Namespace) -> None:
-    width = terminal_width()
-    if options.peak:
-        top = _MOST_AT_PEAK if options.top is None else options.top
-        print(report.peak_to_text(depth=options.depth, top=None if options.full else top, full=options.full, width=width))
-        print("", wrapped(report.in_words(), width), sep="\n")
-    else:
-        print(report.to_text(depth=options.depth, sort_by=options.sort, top=options.top, full=options.full, width=width))
 
 
 _MOST_AT_PEAK = 20

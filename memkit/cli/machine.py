@@ -7,8 +7,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -69,14 +70,22 @@ class _Block:
         self.weight.copy_(self.parameter.detach())
 
 
+_Value = TypeVar("_Value")
+
+
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+def _within(read: Callable[[], _Value], put: Callable[[_Value], None], value: _Value) -> Iterator[None]:
+    """Run a block with another value of a setting."""
+    before = read()
+    put(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        put(before)
+
+
+def _threads(num_threads: int) -> AbstractContextManager[None]:
+    return _within(torch.get_num_threads, torch.set_num_threads, num_threads)
 
 
 class HostUpdates:
@@ -116,10 +125,8 @@ class HostUpdates:
 
 def measure_disk(disk: Disk, device: Device, sizes: HostSizes) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes per second that 1, 4 and 8 threads read and write, bypassing the system's cache where possible."""
-    read, written = {}, {}
-    for num_threads in _DISK_THREADS:
-        read[str(num_threads)], written[str(num_threads)] = _disk_speeds(disk, device, sizes, num_threads)
-    return read, written
+    speeds = {str(num_threads): _disk_speeds(disk, device, sizes, num_threads) for num_threads in _DISK_THREADS}
+    return {number: read for number, (read, _) in speeds.items()}, {number: written for number, (_, written) in speeds.items()}
 
 
 def _disk_speeds(disk: Disk, device: Device, sizes: HostSizes, num_threads: int) -> tuple[float, float]:
@@ -169,17 +176,10 @@ def _host_text(spec: GpuSpec, width: int) -> str:
 
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
-    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds.
-
-    How much single kinds of ops deviate (`GpuSpec.factors`) is not measured: the factors are those of an H200.
-
-    Raises:
-        DiskError: the disk has too little space, or fails.
-        HostMemoryError: there is not enough host memory for the copies.
-        torch.OutOfMemoryError: there is not enough device memory.
-    """
+    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds. How much
+    single kinds of ops deviate (`GpuSpec.factors`) is not measured: the factors are those of an H200."""
     num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
-    with torch.no_grad(), _tf32():
+    with torch.no_grad(), _within(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
         bytes_per_s = measure_ceilings(device).bytes_per_s
         measured = {str(dtype).removeprefix("torch."): measure_flops(device, dtype) for dtype in _DTYPES}
         launch_s = measure_launch(device)
@@ -209,16 +209,6 @@ def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
         disk_write_bytes_per_s=written,
         source=f"memkit {__version__} bench machine, torch {torch.__version__}; factors as of an H200",
     )
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _memory_bytes(device: Device) -> int:

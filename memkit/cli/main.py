@@ -149,26 +149,9 @@ _AS_PROFILE = "as for `memkit profile`"
 def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE) -> None:
     """Add the arguments for the model and its inputs; `spec` and `inputs` are their help texts."""
     parser.add_argument("spec", metavar="SPEC", help=spec)
-    parser.add_argument(
-        "--input",
-        dest="inputs",
-        action=_Input,
-        type=arguments.named_input_of,
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help=inputs,
-    )
-    parser.set_defaults(refuse=parser.error, inputs=[], named_inputs=[])
-
-
-class _Input(argparse.Action):
-    """Keeps positional and keyword inputs apart."""
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
-        name, shape, dtype = values
-        if name:
-            namespace.named_inputs = [*namespace.named_inputs, (name, shape, dtype)]
-        else:
-            namespace.inputs = [*namespace.inputs, (shape, dtype)]
+    form = "[NAME=]SHAPE[:DTYPE]"
+    parser.add_argument("--input", dest="inputs", action="append", type=arguments.input_of, metavar=form, help=inputs)
+    parser.set_defaults(refuse=parser.error, inputs=[])
 
 
 def _check_model(options: argparse.Namespace) -> None:
@@ -176,7 +159,7 @@ def _check_model(options: argparse.Namespace) -> None:
     model would import torch first."""
     if not hasattr(options, "spec"):
         return
-    if not options.inputs and not options.named_inputs:
+    if not options.inputs:
         options.refuse("the following arguments are required: --input")
     if getattr(options, "needs_gpu", False) and options.gpu is None:
         options.refuse("the following arguments are required: --gpu")
@@ -278,10 +261,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for what is printed beside the table, and for where the report is written."""
     parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
     parser.add_argument(
-        "--fit",
-        type=arguments.size,
-        metavar="SIZE",
-        help="does the step fit in this, such as 12GiB, and with which feature?",
+        "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"
     )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")

@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 import torch
 from torch import nn
 
-from memkit.cli.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.cli.specs import UsageError, autocast, loss_of, make_inputs, model_of, said_as
 from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, plan_shards
@@ -29,18 +29,9 @@ from memkit.weights.selection import find_layers
 
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
-    """Return what the first rank takes of a model and an optimizer, with one layer gathered ahead.
-
-    Args:
-        model: with data or without.
-        num_ranks: between how many it is split.
-        optimizer: by name, as `profile_memory` takes it. Its states are counted on the shards.
-        offload: whether shards, their gradients and states are in host memory.
-
-    Raises:
-        ValueError: `memkit.shard` would refuse the model.
-        ProfileError: the optimizer does not step without data.
-    """
+    """Return what the first of so many ranks takes of a model and an optimizer (a name), its states counted on the shards,
+    with one layer gathered ahead; `offload`: shards, their gradients and states are in host memory. Raises ValueError if
+    `memkit.shard` would refuse the model, and ProfileError if the optimizer does not step without data."""
     layers = _layers_of(model)
     inside = {id(item) for layer in layers.values() for item in layer.parameters()}
     outside = [item for item in model.parameters() if id(item) not in inside]
@@ -59,17 +50,12 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step on one rank, whose inputs are those of the report.
+    """Return the trace of a step on one rank, whose inputs are those of the report, without optimizer states.
 
     Shards of parameters and gradients, or those in transfer from the host, and what is gathered at a time, are there all the
     time. A layer's unsharded gradients are freed when those of the next layer in the backward are complete; until then the
     buffer that they are reduced from is held. Those of parameters in no layer stay to the end. Computation and saved values are
     the same.
-
-    Args:
-        report: the report of the whole model, with a trace.
-        model: the same model.
-        shards: the result of `shards_of`. Its optimizer states are not in the trace.
     """
     trace, memory = report.trace, report.step_memory
     assert trace is not None
@@ -107,8 +93,6 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     ]
 
 
-_DTYPE = "float32"
-"""The default dtype of inputs."""
 _NUM_BUDGETS = 8
 _MOST_TRACES = 14
 """The most batches for which a step is traced."""
@@ -120,22 +104,11 @@ def plan(options: argparse.Namespace) -> None:
     """Trace the model without data, plan its step for each budget, print the table, write the files."""
     gpu = said_as("--gpu", lambda: find_gpu(options.gpu))
     meta = torch.device("meta")
-    _logger.info("building %s", options.spec)
-    model = build_model(options.spec, meta).train()
-    if options.dtype is not None:
-        model = model.to(getattr(torch, options.dtype))
+    model = model_of(options, meta)
 
     def report_with(batch: int | None) -> MemoryReport:
-        def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return shape if batch is None else (batch, *shape[1:])
-
-        inputs, named = make_inputs(
-            model,
-            [(sized(shape), dtype) for shape, dtype in options.inputs],
-            [(name, sized(shape), dtype) for name, shape, dtype in options.named_inputs],
-            dtype_name=options.dtype or _DTYPE,
-            device=meta,
-        )
+        sized = [(name, shape if batch is None else (batch, *shape[1:]), dtype) for name, shape, dtype in options.inputs]
+        inputs, named = make_inputs(model, sized, dtype_name=options.dtype or "float32", device=meta)
         with autocast(options.autocast, meta):
             return profile_memory(
                 model,
@@ -145,7 +118,6 @@ def plan(options: argparse.Namespace) -> None:
                 backward=True,
                 optimizer=options.optimizer,
                 device="meta",
-                target="cuda",
                 trace=True,
                 tag=options.spec,
                 print_table=False,
@@ -153,18 +125,14 @@ def plan(options: argparse.Namespace) -> None:
 
     shards = None
     if options.ranks is not None:
-        shares = {"optimizer": options.optimizer, "offload": options.offload_params}
-        shards = said_as("--ranks", functools.partial(shards_of, model, options.ranks, **shares))
+        how = {"optimizer": options.optimizer, "offload": options.offload_params}
+        shards = said_as("--ranks", functools.partial(shards_of, model, options.ranks, **how))
 
     def problem_in(report: MemoryReport) -> Problem:
         if shards is None:
             return problem_of(report, gpu)
-        return make_problem(
-            trace_on_rank(report, model, shards), gpu, optimizer_bytes=0 if shards.is_offloaded else shards.state_bytes
-        )
-
-    def problem_with(batch: int | None) -> Problem:
-        return problem_in(report_with(batch))
+        state_bytes = 0 if shards.is_offloaded else shards.state_bytes
+        return make_problem(trace_on_rank(report, model, shards), gpu, optimizer_bytes=state_bytes)
 
     _logger.info("tracing %s", options.spec)
     report = report_with(None)
@@ -181,7 +149,7 @@ def plan(options: argparse.Namespace) -> None:
     front = replace(front, ranks=shards)
     if options.batch_search:
         limit = max(limits) if limits else gpu.memory_bytes
-        front = replace(front, batch=_largest_batch(problem, problem_with, limit, options))
+        front = replace(front, batch=_largest_batch(problem, lambda batch: problem_in(report_with(batch)), limit, options))
     if options.json != STDOUT:
         print(to_text(front, width=terminal_width()), flush=True)  # ahead of files, which may fail
     if options.json is not None:
@@ -194,10 +162,10 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _largest_batch(
-    problem: Problem, problem_with: Callable[[int | None], Problem], budget_bytes: int, options: argparse.Namespace
+    problem: Problem, problem_with: Callable[[int], Problem], budget_bytes: int, options: argparse.Namespace
 ) -> LargestBatch:
     """Return the largest batch that fits, plain and planned: each that is tried is traced anew."""
-    shapes = [*(shape for shape, _ in options.inputs), *(shape for _, shape, _ in options.named_inputs)]
+    shapes = [shape for _, shape, _ in options.inputs]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or 0 in sizes or not all(shapes):
         raise UsageError(
@@ -214,12 +182,14 @@ def _largest_batch(
         return traced[batch]
 
     half = _MOST_TRACES // 2
-    plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
-    planned = largest(lambda batch: least_budget(of(batch)), budget_bytes, begin=max(plain[0], 1), most=half)
+    num_plain, is_plain_found = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
+    num_planned, is_planned_found = largest(
+        lambda batch: least_budget(of(batch)), budget_bytes, begin=max(num_plain, 1), most=half
+    )
     return LargestBatch(
         budget_bytes=budget_bytes,
-        num_plain=plain[0],
-        num_planned=planned[0],
-        is_plain_found=plain[1],
-        is_planned_found=planned[1],
+        num_plain=num_plain,
+        num_planned=num_planned,
+        is_plain_found=is_plain_found,
+        is_planned_found=is_planned_found,
     )

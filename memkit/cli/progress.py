@@ -10,8 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TextIO
+from typing import Any
 
 from memkit.core.terminal import shortened
 
@@ -57,15 +56,7 @@ class _Progress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._phase, self._since_s = record.getMessage(), time.monotonic()
 
-    def show_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show_warning(self, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         """Show a warning as one line, unless its text was shown before."""
         kind = "" if category is UserWarning else f"{category.__name__}: "
         text = " ".join(f"memkit: warning: {kind}{message}".split())
@@ -77,7 +68,7 @@ class _Progress(logging.Handler):
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
         if self._shown and sys.stderr.isatty():

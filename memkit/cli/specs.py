@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import inspect
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memkit.cli.arguments import nearest_spec
+from memkit.cli.arguments import Input, nearest_spec
 from memkit.core.extras import how_to_install
 from memkit.errors import MemkitError, note_on
 
@@ -29,17 +30,6 @@ class UsageError(MemkitError):
     """Raised when the command line asks for something that is not there."""
 
 
-def make_input(shape: tuple[int, ...], dtype_name: str, device: torch.device) -> Tensor:
-    """Return an input of a shape, with random values, or with indices that are valid in any table; `dtype_name` is torch's."""
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    if device.type == "meta":
-        return torch.empty(shape, dtype=dtype, device=device)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=device)
-    # 0 is a valid index into anything that has elements; a mask of ones hides nothing.
-    return torch.full(shape, dtype == torch.bool, dtype=dtype, device=device)
-
-
 def autocast(name: str | None, device: torch.device) -> AbstractContextManager[object]:
     """Return `torch.autocast` with the dtype of a name, or nothing for None."""
     if name is None:
@@ -49,16 +39,13 @@ def autocast(name: str | None, device: torch.device) -> AbstractContextManager[o
 
 
 def build_model(spec: str, device: torch.device) -> nn.Module:
-    """Return the model that SPEC names, with random weights, on `device`.
-
-    Args:
-        spec: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for a configuration of transformers, or a folder with one; or
-            "package.module:factory" for something that returns a module when called without arguments, or that is a module.
-            The current folder is searched, too.
+    """Return the model that SPEC names, with random weights, on `device`: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for
+    a configuration of transformers, or a folder with one; or "package.module:factory" for something that returns a module when
+    called without arguments, or that is a module. The current folder is searched, too.
 
     Raises:
         UsageError: there is no such package, module, attribute or file, or it gives no `nn.Module`.
-        Exception: what the model raises as it is built, with a note that says so.
+        Exception: the model's own as it is built, with a note that says so.
     """
     place, _, name = spec.partition(":")
     try:
@@ -177,18 +164,17 @@ _FACTORIES: dict[str, Callable[[str], Any]] = {
 }
 
 
-# Inputs
+def model_of(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Return the model that the options ask for."""
+    _logger.info("building %s", options.spec)
+    model = build_model(options.spec, device).train()
+    return model if options.dtype is None else model.to(getattr(torch, options.dtype))
 
 
 def make_inputs(
-    model: nn.Module,
-    inputs: Iterable[tuple[tuple[int, ...], str | None]],
-    named: Iterable[tuple[str, tuple[int, ...], str | None]],
-    *,
-    dtype_name: str,
-    device: torch.device,
+    model: nn.Module, inputs: Iterable[Input], *, dtype_name: str, device: torch.device
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return a model's inputs, by position and by keyword.
+    """Return a model's inputs, by position and by keyword: random values, or indices that are valid in any table.
 
     Those for which no dtype is named have `dtype_name`; those of a transformers model have its own dtype, or integers where the
     argument is named so: "input_ids", "labels", "attention_mask".
@@ -197,16 +183,27 @@ def make_inputs(
     if _is_of_transformers(model) and isinstance(getattr(model, "dtype", None), torch.dtype):
         dtype_name = str(model.dtype).removeprefix("torch.")
 
-    def made(name: str, shape: tuple[int, ...], dtype: str | None) -> Tensor:
+    def made(name: str, shape: tuple[int, ...], dtype_asked: str | None) -> Tensor:
         if name.endswith("input_ids") and _is_of_transformers(model) and len(shape) != 2:
             raise UsageError(f"--input: {name} needs (batch, length), such as 8x2048; found {'x'.join(map(str, shape))}")
-        default = "int64" if _is_integer(model, name) else dtype_name
-        if name == "attention_mask" and _is_of_transformers(model):  # nothing is hidden, which it looks at
-            return torch.ones(shape, dtype=getattr(torch, dtype or default), device="cpu" if device.type == "meta" else device)
-        return make_input(shape, dtype or default, device)
+        is_mask = name == "attention_mask" and _is_of_transformers(model)  # nothing is hidden, which it looks at
+        is_integer = is_mask or (_is_of_transformers(model) and (name.endswith("_ids") or name == "labels"))
+        dtype: torch.dtype = getattr(torch, dtype_asked or ("int64" if is_integer else dtype_name))
+        if device.type == "meta" and not is_mask:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if not is_mask and (dtype.is_floating_point or dtype.is_complex):
+            return torch.randn(shape, dtype=dtype, device=device)
+        # 0 is a valid index into anything that has elements; a mask of ones hides nothing.
+        place = "cpu" if device.type == "meta" else device
+        return torch.full(shape, is_mask or dtype == torch.bool, dtype=dtype, device=place)
 
-    positional = [made(names[place] if place < len(names) else "", shape, dtype) for place, (shape, dtype) in enumerate(inputs)]
-    return positional, {name: made(name, shape, dtype) for name, shape, dtype in named}
+    positional, named = list[Tensor](), dict[str, Tensor]()
+    for keyword, shape, dtype_asked in inputs:
+        if keyword:
+            named[keyword] = made(keyword, shape, dtype_asked)
+        else:
+            positional.append(made((*names[len(positional) :], "")[0], shape, dtype_asked))
+    return positional, named
 
 
 def loss_of(model: nn.Module, names: Iterable[str]) -> Callable[[Any], Tensor] | None:
@@ -216,13 +213,6 @@ def loss_of(model: nn.Module, names: Iterable[str]) -> Callable[[Any], Tensor] |
 
 def _is_of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "main_input_name") and hasattr(model, "config")
-
-
-def _is_integer(model: nn.Module, name: str) -> bool:
-    return _is_of_transformers(model) and (name.endswith("_ids") or name in ("labels", "attention_mask"))
-
-
-# What was meant
 
 
 def said_as(option: str, read: Callable[[], _T]) -> _T:

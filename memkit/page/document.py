@@ -29,27 +29,17 @@ Storage = Any
 Row = Any
 
 CATEGORIES = {
-    "param": "parameters",
-    "optimizer state": "optimizer states",
-    "buffer": "buffers",
-    "input": "inputs",
-    "param cast": "parameter casts",
-    "grad": "gradients",
-    "activation": "activations",
-    "temp": "temporaries",
+    "param": ("parameters", "the weights of the model"),
+    "optimizer state": ("optimizer states", "what the optimizer keeps for each weight, such as Adam's two moments"),
+    "buffer": ("buffers", "state of modules that is not trained, such as running means"),
+    "input": ("inputs", "what you pass to the model"),
+    "param cast": ("parameter casts", "copies of weights in another dtype, as autocast makes"),
+    "grad": ("gradients", "gradients of the weights"),
+    "activation": ("activations", "made in the forward and kept for the backward"),
+    "temp": ("temporaries", "everything else: what passes from one operation to the next"),
 }
-"""What a picture calls each category of bytes, from the bottom of the stack to its top: what stays longest is lowest."""
-
-MEANINGS = {
-    "param": "the weights of the model",
-    "optimizer state": "what the optimizer keeps for each weight, such as Adam's two moments",
-    "buffer": "state of modules that is not trained, such as running means",
-    "input": "what you pass to the model",
-    "param cast": "copies of weights in another dtype, as autocast makes",
-    "grad": "gradients of the weights",
-    "activation": "made in the forward and kept for the backward",
-    "temp": "everything else: what passes from one operation to the next",
-}
+"""What a picture calls each category of bytes, and what they are, from the bottom of the stack to its top: what stays longest
+is lowest."""
 
 
 def memory_of(report: Report) -> Memory | None:
@@ -62,12 +52,7 @@ def peak_bytes_of(report: Report) -> Any:
 
 
 def op_name(op: str) -> str:
-    """Return an op as people call it.
-
-    Example:
-        >>> op_name("aten.native_batch_norm.default")
-        'native_batch_norm'
-    """
+    """Return an op as people call it: "native_batch_norm" for "aten.native_batch_norm.default"."""
     return op.removeprefix("aten.").partition(".")[0] if op.startswith("aten.") else op
 
 
@@ -107,9 +92,8 @@ def spans_of(memory: Memory) -> list[tuple[str, int, int]]:
 
 def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
     """Return the levels of the categories that exist at any moment, from the bottom of the stack to its top."""
-    levels = {category.value: level for category, level in memory.levels.items()}
-    ordered = [*(name for name in CATEGORIES if name in levels), *(name for name in levels if name not in CATEGORIES)]
-    return {name: levels[name] for name in ordered if any(levels[name])}
+    levels = {category.value: level for category, level in memory.levels.items() if any(level)}
+    return {name: levels[name] for name in dict.fromkeys([*CATEGORIES, *levels]) if name in levels}
 
 
 def timeline_of(memory: Memory) -> dict[str, Any]:
@@ -134,16 +118,9 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
         "phases": [{"name": name, "begin": begin, "end": end} for name, begin, end in spans],
         "peak": places.index(memory.peak),
         "storages": [
-            [
-                names.index(storage.category.value),
-                number(storage.module),
-                number(storage.what),
-                storage.num_bytes,
-                storage.begin,
-                storage.end,
-            ]
-            for storage in largest
-            if storage.num_bytes and storage.begin < storage.end
+            [names.index(it.category.value), number(it.module), number(it.what), it.num_bytes, it.begin, it.end]
+            for it in largest
+            if it.num_bytes and it.begin < it.end
         ],
         "texts": list(texts),
     }
@@ -158,7 +135,7 @@ def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, A
         "tag": report.tag,
         "where": where_of(report),
         "facts": facts_of(report),
-        "categories": [{"key": key, "name": name, "meaning": MEANINGS[key]} for key, name in CATEGORIES.items()],
+        "categories": [{"key": key, "name": name, "meaning": meaning} for key, (name, meaning) in CATEGORIES.items()],
         "timeline": None if memory is None else timeline_of(memory),
         "unseen_bytes": 0 if memory is None else max(0, (peak_bytes_of(report) or 0) - max(memory.total_bytes)),
         "no_timeline": "" if memory is not None else why_no_timeline(report),
@@ -182,9 +159,9 @@ def where_of(report: Report) -> list[str]:
 
 def facts_of(report: Report) -> list[dict[str, Any]]:
     """Return the figures at the top of the page."""
-    optimizer = report.optimizer
+    optimizer, peak = report.optimizer, "peak of the step" if report.run.backward else "peak"
     facts: list[tuple[str, int | None, float | None, str]] = [
-        ("peak of the step" if report.run.backward else "peak", peak_bytes_of(report), None, "the most on the device at once"),
+        (peak, peak_bytes_of(report), None, "the most on the device at once"),
         ("activations", report.activation_bytes, None, "kept for the backward, inputs included"),
         ("parameters", report.param_bytes, None, "the weights of the model"),
         ("gradients", report.grad_bytes, None, "of the weights, when the backward is over"),
@@ -196,11 +173,8 @@ def facts_of(report: Report) -> list[dict[str, Any]]:
         ("forward", None, report.forward_s, "the time of the model's forward"),
         ("backward", None, report.backward_s, "the time of the backward"),
     ]
-    return [
-        {"name": name, "bytes": num_bytes, "seconds": seconds, "meaning": meaning}
-        for name, num_bytes, seconds, meaning in facts
-        if num_bytes is not None or seconds is not None
-    ]
+    known = [fact for fact in facts if fact[1] is not None or fact[2] is not None]
+    return [dict(zip(("name", "bytes", "seconds", "meaning"), fact, strict=True)) for fact in known]
 
 
 def why_no_timeline(report: Report) -> str:
@@ -260,10 +234,9 @@ def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | No
 
 
 def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[str, Any]:
-    found = under_plan(trace, plan)
-    held = [level + change for level, change in zip(before, found.saved_bytes, strict=True)]
-    after = [level + again for level, again in zip(held, found.again_bytes, strict=True)]
-    places = sampled(after, _MOST_POINTS_OF_A_PLAN)
+    saved, again = under_plan(trace, plan)
+    held = [level + change for level, change in zip(before, saved, strict=True)]
+    places = sampled([level + more for level, more in zip(held, again, strict=True)], _MOST_POINTS_OF_A_PLAN)
     return {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.predicted_peak_bytes,
@@ -276,7 +249,7 @@ def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[
         "again_bytes": plan.recompute_bytes,
         "x": places,
         "held": [held[place] for place in places],
-        "again": [found.again_bytes[place] for place in places],
+        "again": [again[place] for place in places],
         "modules": _modules_of(plan),
     }
 
@@ -287,8 +260,8 @@ def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
     for value in plan.values:
         if not value.is_anchor:
             found[value.module or "(model)"][value.action] += value.num_bytes
-    changed = [(sums[Action.OFFLOAD] + sums[Action.RECOMPUTE], module) for module, sums in found.items()]
-    order = [module for num_bytes, module in sorted(changed, key=lambda pair: -pair[0]) if num_bytes]
+    changed = {module: sums[Action.OFFLOAD] + sums[Action.RECOMPUTE] for module, sums in found.items()}
+    order = [module for module in sorted(changed, key=lambda module: -changed[module]) if changed[module]]
     return [[module, *(found[module][action] for action in _ACTIONS)] for module in order[:_MOST_MODULES_OF_A_PLAN]]
 
 
@@ -300,20 +273,16 @@ def write_page(report: Report, path: str | os.PathLike[str], *, plans: Iterable[
 
 
 def page_of(report: Report, *, plans: Iterable[MemoryPlan] = ()) -> str:
-    plotly = str(library("plotly.offline", "the page").get_plotlyjs())
     parts = {
         "title": html.escape(f"{report.run.model}: where the memory goes"),
         "style": _asset("page.css"),
         "data": as_script_json(contents_of(report, list(plans))),
-        "plotly": plotly,
+        "plotly": str(library("plotly.offline", "the page").get_plotlyjs()),
         "script": "\n".join(map(_asset, _SCRIPTS)),
     }
-    pieces = _asset("page.html").split("{{")
-    filled = [pieces[0]]
-    for piece in pieces[1:]:  # once each, so that nothing of the user's is taken for a place to fill
-        name, _, rest = piece.partition("}}")
-        filled += [parts[name.strip()], rest]
-    return "".join(filled)
+    first, *pieces = _asset("page.html").split("{{")  # once, so that nothing of the user's is taken for a place to fill
+    filled = (piece.partition("}}") for piece in pieces)
+    return "".join([first, *(f"{parts[name.strip()]}{rest}" for name, _, rest in filled)])
 
 
 def as_script_json(content: Any) -> str:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import pickle
 from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of, op_name
 
-_ALIGNED = 512
-"""Sizes are multiples of this, as in CUDA's allocator."""
 _BEGIN = 2**36
 """The first address: any number will do."""
 _PER_MOMENT_US = 1000
@@ -53,14 +52,12 @@ def snapshot_of(report: Report) -> dict[str, Any]:
         "is_expandable": True,
         "frames": [],
     }
-    left = [index for index, storage in enumerate(storages) if storage.end >= len(memory.moments)]
-    blocks = _blocks(storages, addresses, left, total_bytes)
-    allocated = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
-    active = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    blocks = _blocks(storages, addresses, len(memory.moments), total_bytes)
+    active = [block for block in blocks if block["state"] == "active_allocated"]
+    size = sum(block["size"] for block in active)
+    sizes = {"allocated_size": size, "active_size": size, "requested_size": sum(block["requested_size"] for block in active)}
     return {
-        "segments": [
-            {**segment, "allocated_size": active, "active_size": active, "requested_size": allocated, "blocks": blocks}
-        ],
+        "segments": [{**segment, **sizes, "blocks": blocks}],
         "device_traces": [_events(memory, storages, addresses, segment)],
         "allocator_settings": {"expandable_segments": True},
         "external_annotations": [],
@@ -68,40 +65,29 @@ def snapshot_of(report: Report) -> dict[str, Any]:
 
 
 def _rounded(storage: Storage) -> int:
-    return -(-int(storage.num_bytes) // _ALIGNED) * _ALIGNED
+    return rounded(storage.num_bytes, ALIGNMENT_BYTES)
 
 
 def _frames(storage: Storage) -> list[dict[str, Any]]:
     """Return what a viewer shows of an allocation, the innermost frame first."""
     category = storage.category.value
     return [
-        {"name": op_name(storage.what), "filename": CATEGORIES.get(category, category), "line": 0},
+        {"name": op_name(storage.what), "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
         {"name": storage.module or "(model)", "filename": "module", "line": 0},
     ]
 
 
-# Addresses
-
-
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
-    """Return an address for each storage, so that no two overlap at any time, and the size of the address range.
-
-    Each storage goes to the smallest gap that holds it, or to the end.
-    """
-    ends: dict[int, list[int]] = defaultdict(list)
-    for index, storage in enumerate(storages):
-        ends[storage.end].append(index)
-    order = sorted(range(len(storages)), key=lambda index: storages[index].begin)
-    moments = sorted(ends)
+    """Return an address for each storage, so that no two overlap at any time, and the size of the address range. Each storage
+    goes to the smallest gap that holds it, or to the end."""
     addresses = [0] * len(storages)
-    space, reached = _Space(), 0
-    for index in order:
-        storage = storages[index]
-        while reached < len(moments) and moments[reached] <= storage.begin:
-            for gone in ends[moments[reached]]:
-                space.free(addresses[gone], _rounded(storages[gone]))
-            reached += 1
-        addresses[index] = space.take(_rounded(storage))
+    space, ending = _Space(), list[tuple[int, int]]()
+    for index in sorted(range(len(storages)), key=lambda index: storages[index].begin):
+        while ending and ending[0][0] <= storages[index].begin:
+            _, gone = heappop(ending)
+            space.free(addresses[gone], _rounded(storages[gone]))
+        addresses[index] = space.take(_rounded(storages[index]))
+        heappush(ending, (storages[index].end, index))
     return addresses, space.end - _BEGIN
 
 
@@ -150,24 +136,18 @@ class _Space:
         return size
 
 
-# Blocks and events
-
-
-def _blocks(
-    storages: Sequence[Storage], addresses: Sequence[int], left: Sequence[int], total_bytes: int
-) -> list[dict[str, Any]]:
+def _blocks(storages: Sequence[Storage], addresses: Sequence[int], num_moments: int, total_bytes: int) -> list[dict[str, Any]]:
     """Return the segment's blocks after the step in the order of addresses, gaps included."""
     blocks: list[dict[str, Any]] = []
     reached = _BEGIN
-    for index in sorted(left, key=addresses.__getitem__):
-        storage, address = storages[index], addresses[index]
+    for address, storage in sorted(zip(addresses, storages, strict=True), key=lambda pair: pair[0]):
+        if storage.end < num_moments:
+            continue
         if address > reached:
             blocks.append(_block(reached, address - reached))
-        size = _rounded(storage)
-        blocks.append(
-            _block(address, size, state="active_allocated", requested_size=storage.num_bytes, frames=_frames(storage))
-        )
-        reached = address + size
+        known = {"state": "active_allocated", "requested_size": storage.num_bytes, "frames": _frames(storage)}
+        blocks.append(_block(address, _rounded(storage), **known))
+        reached = address + _rounded(storage)
     if reached < _BEGIN + total_bytes:
         blocks.append(_block(reached, _BEGIN + total_bytes - reached))
     return blocks

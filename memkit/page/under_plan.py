@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from memkit.plan import NO_OP, Action, Levels, MemoryPlan, StepTrace
 from memkit.plan.budget.simulate import replay_peak_bytes
 from memkit.plan.plans import PlannedReplay, PlannedValue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderPlan:
-    """How a step under a plan differs from the plain one, at each moment of its trace."""
-
-    saved_bytes: tuple[int, ...]
-    """Difference in bytes of saved values, and of values held to recompute them."""
-    again_bytes: tuple[int, ...]
-    """Bytes that recomputing takes on top."""
-
-
-def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:
-    """Raises ValueError if the plan is for another step."""
+def under_plan(trace: StepTrace, plan: MemoryPlan) -> tuple[list[int], list[int]]:
+    """Return how a step under a plan differs from the plain one, at each moment of its trace: the difference in bytes of saved
+    values, and of values held to recompute them; and the bytes that recomputing takes on top. Raises ValueError if the plan is
+    for another step."""
     plan.check(trace)
     walk = _Walk(trace, plan)
     saved = walk.saved()
-    return UnderPlan(saved_bytes=tuple(saved), again_bytes=tuple(walk.again(saved)))
+    return saved, walk.again(saved)
 
 
 class _Walk:
@@ -101,10 +92,8 @@ class _Walk:
         return found
 
     def again(self, saved: Sequence[int]) -> list[int]:
-        """Return for each place what replays take on top of everything else.
-
-        They run before the op of their place, and so beside what the op before has left.
-        """
+        """Return for each place what replays take on top of everything else. They run before the op of their place, and so
+        beside what the op before has left."""
         trace = self.trace
         held = Levels(self.num_places)
         for value in self.first_save:

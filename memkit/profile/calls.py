@@ -6,6 +6,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,6 @@ from memkit.core import torch_private
 from memkit.core.hooks import HookSet
 from memkit.device.base import Device, Event, MemoryCounter
 from memkit.profile.tree import ModuleTree
-
-CUDA_ROUNDING_BYTES = 512
-"""CUDA's caching allocator rounds each size up to a multiple of this."""
 
 
 class Gauge:
@@ -132,7 +130,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _SPACE = ("depth", "height", "width")
 
 
-def misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
+def _misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
     """Return in words which shape a module needs, if its first argument has another; a module of another kind, the dims of its
     first convolution."""
     if not args or not isinstance(args[0], Tensor):
@@ -141,8 +139,7 @@ def misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
     if needed:
         is_fine = _fits(found, needed) or (isinstance(module, _CONVOLUTIONS) and _fits(found, needed[1:]))
     else:
-        convolutions = (inner for inner in module.modules() if isinstance(inner, _CONVOLUTIONS))
-        needed = next(map(_needed, convolutions), ())
+        needed = next((_needed(inner) for inner in module.modules() if isinstance(inner, _CONVOLUTIONS)), ())
         is_fine = not needed or len(found) == len(needed)
     return "" if is_fine else f"it needs ({', '.join(map(str, needed))}), and was given ({', '.join(map(str, found))})"
 
@@ -164,8 +161,7 @@ def _needed(module: nn.Module) -> tuple[int | str, ...]:
 
 def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
     if needed[0] == "...":
-        needed = needed[1:]
-        found = found[-len(needed) :]
+        needed, found = needed[1:], found[1 - len(needed) :]
     return len(found) == len(needed) and all(
         isinstance(need, str) or size == need for size, need in zip(found, needed, strict=True)
     )
@@ -198,30 +194,28 @@ class CallStack:
         """The innermost open module, or the tree's `outside`; in the backward, the module whose operation runs."""
         if self._backward_of is not None:
             return self._backward_of
-        return self._open[-1] if self._open else self._tree.outside
+        return self._open[-1] if self._open else self.outside
+
+    @property
+    def row(self) -> str:
+        """The name of `current`."""
+        return self._tree.fqn(self.current)
 
     @property
     def outside(self) -> int:
         return self._tree.outside
 
-    def where(self, error: BaseException) -> str:
-        """Return the module that raised an exception in words: "layer1.0.conv1 (Conv2d)", "the backward of ..."."""
-        raised_in = self._raised[1] if self._raised is not None and self._raised[0] is error else self.current
-        if raised_in == self.outside:
-            name = "the loss"
-        else:
-            name = f"{self._tree.fqn(raised_in)} ({type(self._tree.nodes[raised_in].module).__name__})"
-        return f"the backward of {name}" if self.in_backward else name
-
-    def misfit(self, error: BaseException) -> str:
-        if self._raised is None or self._raised[0] is not error:
-            return ""
-        _, index, args = self._raised
-        return "" if index == self.outside else misfit(self._tree.nodes[index].module, args)
+    def explain(self, error: BaseException) -> tuple[str, str]:
+        """Return the module that raised an exception in words, "layer1.0.conv1 (Conv2d)" or "the backward of ...", and which
+        shape it needs, if it was given another."""
+        _, index, args = self._raised if self._raised is not None and self._raised[0] is error else (None, self.current, ())
+        module = None if index == self.outside else self._tree.nodes[index].module
+        name = "the loss" if module is None else f"{self._tree.fqn(index)} ({type(module).__name__})"
+        return f"the backward of {name}" if self.in_backward else name, "" if module is None else _misfit(module, args)
 
     def hook(self, hooks: HookSet) -> None:
         for index, node in self._tree.hookable():
-            hooks.around_forward(node.module, before=self._before(index), after=self._after(index))
+            hooks.around_forward(node.module, before=partial(self._before, index), after=partial(self._after, index))
             self._hooked.add(index)
 
     def call(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -239,36 +233,27 @@ class CallStack:
         recomputes of checkpoints, and are ignored."""
         self.in_backward = True
         for node in graph.nodes:
-            hooks.before_backward(node, self._before_node(self._owner_of_node(node)))
+            hooks.before_backward(node, partial(self._before_node, self._owner_of_node(node)))
         graph.nodes.clear()
-        self._before_node(self._tree.outside)()
+        self._before_node(self.outside)
         run()
         self._gauge.start_backward_of(None)
 
-    def _before_node(self, owner: int) -> Callable[[], None]:
-        def before() -> None:
-            self._backward_of = owner
-            self._gauge.start_backward_of(owner)
-
-        return before
+    def _before_node(self, owner: int) -> None:
+        self._backward_of = owner
+        self._gauge.start_backward_of(owner)
 
     def _owner_of_node(self, node: torch.autograd.graph.Node) -> int:
         position = bisect_right(self._first_numbers, torch_private.node_number_of(node)()) - 1
-        return self._owners[position] if position >= 0 else self._tree.outside
+        return self._owners[position] if position >= 0 else self.outside
 
-    def _before(self, index: int) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if not self.in_backward:
-                self._enter(index)
+    def _before(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self.in_backward:
+            self._enter(index)
 
-        return before
-
-    def _after(self, index: int) -> Callable[..., None]:
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not self.in_backward:
-                self._leave(index, args)
-
-        return after
+    def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.in_backward:
+            self._leave(index, args)
 
     def _enter(self, index: int) -> None:
         self.num_calls[index] += 1

@@ -17,8 +17,7 @@ from memkit.plan.asked import budget_or_share
 if TYPE_CHECKING:
     from memkit.profile.alive import OptimizerMemory
 
-_ALONE = {Action.RECOMPUTE: "memkit.Rematerialize", Action.OFFLOAD: "memkit.CPUOffload"}
-_HOW = {Action.RECOMPUTE: "recomputing", Action.OFFLOAD: "offloading"}
+_ALONE = {Action.RECOMPUTE: ("memkit.Rematerialize", "recomputing"), Action.OFFLOAD: ("memkit.CPUOffload", "offloading")}
 _STATES = "memkit.StateOffload(optimizer)"
 _CLOSE = 0.9
 """A step that takes more than this fraction of the memory may not fit: workspaces and fragmentation come on top."""
@@ -106,19 +105,17 @@ class Fit:
             spare = f"This fits in {budget} as it is, with {_size(self.budget_bytes - self.plain_peak_bytes)} to spare"
             if self.plain_peak_bytes <= _CLOSE * self.budget_bytes:
                 return f"{spare}."
-            return f"{spare}: little for workspaces and fragmentation; to be on the safe side, use {self._call()}."
+            return f"{spare}: little for workspaces and fragmentation; to be on the safe side, use {_budget(self.budget)}."
         found = self.feature
         if found is None:
             return self._too_small(budget)
-        best = f"This would fit in {budget} with {found.feature}, about {self._said(found)} ({self._predicted()})."
+        times = self._times(found)
+        said = f"{times:.2f} times as slow" if times >= 1.005 else "as fast"
+        best = f"This would fit in {budget} with {found.feature}, about {said} ({self._predicted()})."
         best += self._moved(found)
         others = [feature for feature in self.features if feature is not found]
-        able = [
-            f"{other.how} alone ({other.feature}) {self._times(other):.2f} times"
-            for other in others
-            if other.step_s is not None
-        ]
-        unable = [f"{other.how} alone ({other.feature}) does not reach it" for other in others if other.step_s is None]
+        able = [f"{_alone(other)} {self._times(other):.2f} times" for other in others if other.step_s is not None]
+        unable = [f"{_alone(other)} does not reach it" for other in others if other.step_s is None]
         return " ".join([best, *([f"By comparison: {', '.join([*able, *unable])}."] if others else [])])
 
     def _too_small(self, budget: str) -> str:
@@ -149,9 +146,6 @@ class Fit:
             + (f' With device_budget="{_written(spare_bytes)}" a part of them stays there.' if may_stay else "")
         )
 
-    def _call(self) -> str:
-        return f'memkit.MemoryBudget("{self.budget}")'
-
     def _predicted(self) -> str:
         article = "an" if self.gpu[:1] in "AEFHILMNORSX" else "a"
         return f"predicted for {article} {self.gpu}" + ("" if self.is_measured else ", not measured on one")
@@ -159,19 +153,24 @@ class Fit:
     def _times(self, feature: FeatureFit) -> float:
         return (feature.step_s or 0.0) / self.plain_s if self.plain_s else 1.0
 
-    def _said(self, feature: FeatureFit) -> str:
-        times = self._times(feature)
-        return f"{times:.2f} times as slow" if times >= 1.005 else "as fast"
+
+def _alone(feature: FeatureFit) -> str:
+    return f"{feature.how} alone ({feature.feature})"
 
 
-def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> None:
-    """Raise TypeError or ValueError if the budget is no number of bytes, or the GPU has less memory."""
+def _budget(written: str) -> str:
+    return f'memkit.MemoryBudget("{written}")'
+
+
+def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> int | float | None:
+    """Return a budget as bytes or as a share. Raises TypeError or ValueError if it is neither, or the GPU has less memory."""
     checked = None if budget is None else budget_or_share(budget)
     if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
         raise ValueError(
             f"the {gpu.name} has {_size(gpu.memory_bytes)} that can be allocated; found {budget!r}. Ask for less, or leave the "
             f"size out to ask for all of it"
         )
+    return checked
 
 
 def fit_step(
@@ -183,16 +182,16 @@ def fit_step(
 ) -> Fit:
     """Return whether a step fits in a budget; None stands for the GPU's memory. See `MemoryReport.fit_in`."""
     spec = find_gpu(DEFAULT_GPU if gpu is None else gpu)
-    check_fit(budget, None if gpu is None else spec)
+    checked = check_fit(budget, None if gpu is None else spec)
     problem = make_problem(trace, spec, optimizer_bytes=0 if optimizer is None else optimizer.state_bytes)
-    checked = spec.memory_bytes if budget is None else budget_or_share(budget)
+    checked = spec.memory_bytes if checked is None else checked
     budget_bytes = checked if isinstance(checked, int) else int(checked * problem.plain_peak_bytes)
     written = budget.replace(" ", "") if isinstance(budget, str) else _written(budget_bytes)
     features: list[FeatureFit] = []
     if problem.plain_peak_bytes > budget_bytes:
         planner = JointPlanner(problem)
-        features.append(_feature(planner, f'memkit.MemoryBudget("{written}")', "recomputing and offloading", budget_bytes))
-        features += [_feature(planner.alone[action], feature, _HOW[action], budget_bytes) for action, feature in _ALONE.items()]
+        features.append(_feature(planner, _budget(written), "recomputing and offloading", budget_bytes))
+        features += [_feature(planner.alone[action], *alone, budget_bytes) for action, alone in _ALONE.items()]
         if optimizer is not None:
             features += _with_states(trace, spec, optimizer, features, budget_bytes)
     return Fit(
@@ -218,26 +217,23 @@ def _with_states(
     if room_bytes is None or room_bytes >= optimizer.state_bytes:
         return
     problem = make_problem(trace, spec, optimizer_bytes=room_bytes)
-    least_bytes = problem.plain_peak_bytes
+    least_bytes, moving_s = problem.plain_peak_bytes, optimizer.state_bytes / spec.both_bytes_per_s
     if least_bytes <= budget_bytes:
-        yield FeatureFit(
+        found = FeatureFit(
             feature=_STATES,
             how="moving optimizer states",
             peak_bytes=least_bytes,
-            step_s=problem.plain_s + optimizer.state_bytes / spec.both_bytes_per_s,
+            step_s=problem.plain_s,
             least_bytes=least_bytes,
-            link_bytes=optimizer.state_bytes,
-            room_bytes=room_bytes,
         )
     elif all(feature.step_s is None for feature in features):
-        mix = _feature(JointPlanner(problem), f"{_STATES} and {features[0].feature}", features[0].how, budget_bytes)
-        yield replace(
-            mix,
-            how=f"moving optimizer states, {mix.how}",
-            step_s=None if mix.step_s is None else mix.step_s + optimizer.state_bytes / spec.both_bytes_per_s,
-            link_bytes=optimizer.state_bytes,
-            room_bytes=room_bytes,
-        )
+        mix = features[0]
+        how = f"moving optimizer states, {mix.how}"
+        found = _feature(JointPlanner(problem), f"{_STATES} and {mix.feature}", how, budget_bytes)
+    else:
+        return
+    step_s = None if found.step_s is None else found.step_s + moving_s
+    yield replace(found, step_s=step_s, link_bytes=optimizer.state_bytes, room_bytes=room_bytes)
 
 
 def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -> FeatureFit:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from memkit.core import torch_private
+from memkit.core.sizes import rounded
 from memkit.core.tensors import storage_bytes
 from memkit.core.torch_state import local_of
 from memkit.errors import ProfileError
 from memkit.optimizers import KeptState, kept_states, unwrapped
 from memkit.plan import ParameterCosts, aligned, plan_states
-from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory, parameter_names
+from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
 from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
 
@@ -66,41 +67,34 @@ def optimizer_memory(
     there: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
         made = unwrapped(optimizer)
-        _check_parameters(step, made)
         own = stepped = [parameter for group in made.param_groups for parameter in group["params"]]
+        _check_parameters(step, own)
         there = [leaf for leaf in torch_private.tree_leaves([*made.state.values()]) if isinstance(leaf, Tensor)]
     else:
-        parameters = [parameter for module in step.modules() for parameter in module.parameters()]
-        own = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+        parameters = dict.fromkeys(parameter for module in step.modules() for parameter in module.parameters())
+        own = [parameter for parameter in parameters if parameter.requires_grad]
         made, stepped = _made(optimizer, own)
-    kind, kept = type(made), _kept(made)
-    streamed = {id(parameter) for parameter in step.streamed.parameters}
-    names = parameter_names(step, tree)
+    kept, streamed = _kept(made), {id(parameter) for parameter in step.streamed.parameters}
+    names: dict[int, tuple[str, str]] = {}
+    for tensor, category, row, name in step.named_tensors(tree):
+        if category is MemoryCategory.PARAM:
+            names.setdefault(id(tensor), (row, name))
     states, leaving = [], list[tuple[Tensor, int]]()
     for parameter, twin in zip(own, stepped, strict=True):
-        if id(parameter) in streamed or not (parameter.requires_grad or kind is torch.optim.LBFGS):
+        if id(parameter) in streamed or not (parameter.requires_grad or isinstance(made, torch.optim.LBFGS)):
             continue
         module, name = names.get(id(parameter), (OUTSIDE_NAME, "parameter"))
         for state in kept[id(twin)]:
-            if not state.is_there or not state.num_bytes:
-                continue
-            leaving.append((parameter, state.num_bytes))
-            states.append(
-                AliveStorage(
-                    category=MemoryCategory.OPTIMIZER_STATE,
-                    module=module,
-                    what=f"{name}.{state.name}",
-                    num_bytes=-(-state.num_bytes // rounding_bytes) * rounding_bytes,
-                    begin=0,
-                    end=0,
-                )
-            )
-    there_bytes = storage_bytes(tensor for tensor in there if tensor.device == device and not tensor.is_meta)
+            if state.is_there and state.num_bytes:
+                leaving.append((parameter, state.num_bytes))
+                what, num_bytes = f"{name}.{state.name}", rounded(state.num_bytes, rounding_bytes)
+                kind = MemoryCategory.OPTIMIZER_STATE
+                states.append(AliveStorage(category=kind, module=module, what=what, num_bytes=num_bytes, begin=0, end=0))
     memory = OptimizerMemory(
-        name=kind.__name__,
+        name=type(made).__name__,
         state_bytes=sum(num_bytes for _, num_bytes in leaving),
-        there_bytes=there_bytes,
-        room_bytes=_room_bytes(kind, leaving),
+        there_bytes=storage_bytes(tensor for tensor in there if tensor.device == device and not tensor.is_meta),
+        room_bytes=_room_bytes(type(made), leaving),
     )
     return memory, tuple(states)
 
@@ -111,19 +105,18 @@ def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, in
     if not states or issubclass(kind, _AS_A_WHOLE):
         return None
     is_known = any(kind is getattr(torch.optim, name) for name in _BY_ELEMENT)
-    parameters = {id(parameter): parameter for parameter, _ in states}
-    sizes = dict.fromkeys(parameters, 0)
+    sizes: dict[int, tuple[Tensor, int]] = {}
     for parameter, num_bytes in states:
-        sizes[id(parameter)] += aligned(num_bytes)
+        sizes[id(parameter)] = local_of(parameter), sizes.get(id(parameter), (None, 0))[1] + aligned(num_bytes)
     costs = [
         ParameterCosts(
             name=str(number),
             numel=own.numel(),
             parameter_bytes=aligned(own.nbytes),
-            state_bytes=sizes[key],
+            state_bytes=num_bytes,
             is_elementwise=is_known and own.is_contiguous(),
         )
-        for number, (key, own) in enumerate((key, local_of(parameter)) for key, parameter in parameters.items())
+        for number, (own, num_bytes) in enumerate(sizes.values())
     ]
     plan = plan_states(costs)
     return plan.room_bytes + plan.undo_bytes
@@ -162,9 +155,8 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[int, list[KeptState]]:
         ) from error
 
 
-def _check_parameters(step: ProfiledStep, optimizer: torch.optim.Optimizer) -> None:
+def _check_parameters(step: ProfiledStep, given: list[Tensor]) -> None:
     own = {id(parameter) for module in step.modules() for parameter in module.parameters()}
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [parameter for parameter in given if id(parameter) not in own]
     if strangers:
         raise ValueError(

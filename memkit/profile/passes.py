@@ -5,80 +5,86 @@ Memory and time are never taken in the same run: watching what is saved costs ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from memkit.core import torch_private
 from memkit.core.hooks import HookSet, SavedTensorHooks
-from memkit.core.tensors import unique_storages
 from memkit.device import Device
-from memkit.profile.alive import StorageLog
-from memkit.profile.calls import CUDA_ROUNDING_BYTES, CallStack, Gauge, PeakGauge, TimeGauge
-from memkit.profile.report import ModuleRecord
+from memkit.profile.calls import CallStack, Gauge, PeakGauge, TimeGauge
+from memkit.profile.report import ModuleRecord, SavedCategory, SavedTensorRecord
+from memkit.profile.simulate import rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import ProfiledStep, say_where
+from memkit.profile.step import ProfiledStep, nothing, say_where
 from memkit.profile.tree import Mark, ModuleTree, Signatures, children_of
 from memkit.profile.watch import (
     HiddenRegions,
-    LiveStorages,
     OpObserver,
     OpWatch,
     ParamCasts,
     SavedStorages,
+    SaveObserver,
     SaveTimes,
+    StorageLog,
     Writes,
 )
 
 
 def module_records(
-    tree: ModuleTree, watch: Watch, forward_s: Mapping[int, float], backward_s: Mapping[int, float]
+    tree: ModuleTree,
+    watch: Watch,
+    saved: Iterable[SavedTensorRecord],
+    forward_s: Mapping[int, float],
+    backward_s: Mapping[int, float],
 ) -> tuple[ModuleRecord, ...]:
     """Return the rows: each module of the tree, and what was done outside of any."""
     parents = [*(node.parent for node in tree.nodes), None]
     below = children_of(parents)
-    saved = watch.saves.counts()
+    owners: dict[int, str] = {}  # each storage belongs to the module that saved it first
+    self_bytes, num_storages, num_saves = Counter[str](), Counter[str](), Counter[str]()
+    for record in saved:
+        if record.category is not SavedCategory.PARAM_CAST:
+            if record.storage not in owners:
+                owners[record.storage] = record.module
+                self_bytes[record.module] += record.storage_bytes
+                num_storages[record.module] += 1
+            num_saves[owners[record.storage]] += len(record.save_ordinals)
     param_bytes = _with_children({index: node.self_param_bytes for index, node in enumerate(tree.nodes)}, below)
     host_param_bytes = _with_children({index: node.self_host_param_bytes for index, node in enumerate(tree.nodes)}, below)
-    self_bytes = {index: count.num_bytes for index, count in saved.items()}
-    activation_bytes = _with_children(self_bytes, below)
+    activation_bytes = _with_children({index: self_bytes[tree.fqn(index)] for index in range(len(parents))}, below)
     backward_s = _with_children(backward_s, below)
     backward_peaks = _with_children(watch.gauge.backward_peaks, below, max)
-    marks = {
-        Mark.CHECKPOINTED: watch.hidden.checkpointed,
-        Mark.OTHER_HOOKS: watch.hidden.under_other_hooks,
-        Mark.BACKEND_DEPENDENT: watch.backend_dependent,
-    }
     records = []
-    for index in range(len(parents)):
-        node = tree.nodes[index] if index < tree.outside else None
-        inputs, outputs, dtype = watch.signatures.first(index)
-        count = saved.get(index)
+    for index, parent in enumerate(parents):
+        node, fqn = tree.nodes[index] if index < tree.outside else None, tree.fqn(index)
+        inputs, outputs, dtype, num_signatures = watch.signatures.of(index)
         records.append(
             ModuleRecord(
-                fqn=tree.fqn(index),
+                fqn=fqn,
                 type_name="" if node is None else type(node.module).__name__,
-                parent=parents[index],
+                parent=parent,
                 depth=0 if node is None else node.depth,
                 num_calls=watch.stack.num_calls.get(index, 0),
                 param_bytes=param_bytes.get(index, 0),
                 host_param_bytes=host_param_bytes.get(index, 0),
-                activation_bytes=activation_bytes.get(index, 0),
-                self_bytes=self_bytes.get(index, 0),
-                num_storages=0 if count is None else count.num_storages,
-                num_saves=0 if count is None else count.num_saves,
+                activation_bytes=activation_bytes[index],
+                self_bytes=self_bytes[fqn],
+                num_storages=num_storages[fqn],
+                num_saves=num_saves[fqn],
                 input_shapes=inputs,
                 output_shapes=outputs,
-                num_signatures=watch.signatures.num_kinds(index),
+                num_signatures=num_signatures,
                 dtype=dtype,
                 peak_bytes=watch.gauge.forward_peaks.get(index),
                 forward_s=forward_s.get(index),
                 backward_s=backward_s.get(index),
                 backward_peak_bytes=backward_peaks.get(index),
-                marks=(() if node is None else node.marks)
-                + tuple(mark.value for mark, marked in marks.items() if index in marked),
+                marks=(*(() if node is None else node.marks), *watch.marks(index)),
             )
         )
     return tuple(records)
@@ -122,28 +128,17 @@ def save_times_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Sav
 
 def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
     counter = device.memory_counter()
-    log = StorageLog() if (step.backward or step.sharded) and not tree.has_compiled else None
-    live: list[LiveStorages] = []
-    if not tree.has_compiled and (counter is None or log is not None):
-        live = [
-            LiveStorages(
-                step.storages(),
-                elsewhere=step.streamed.parameters,
-                rounding_bytes=1 if counter is None else CUDA_ROUNDING_BYTES,
-                observer=log,
-                only=None if counter is None else device.torch_device.type,
-                resized=step.sharded.gathered.resized,
-            )
-        ]
-        counter = counter or live[0]
+    log = None
+    if not tree.has_compiled and (counter is None or step.backward or step.sharded):
+        only = None if counter is None else device.torch_device.type
+        log = StorageLog(step, rounding_bytes=rounding_bytes("cpu" if counter is None else "cuda"), only=only)
+        counter = counter or log
     device.synchronize()
     watch = Watch(step, tree, Gauge() if counter is None else PeakGauge(counter), log)
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
-    below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
-    with below:
+    with nullcontext() if tree.has_compiled else OpWatch(*watch.observers):
         watch.run()
-    for counted in live:
-        counted.look()
+    watch.close()
     device.synchronize()
     return watch
 
@@ -153,25 +148,43 @@ def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str) -> Watch:
     tensors."""
     refuse_scripted(step)
     step = without_data(step)
-    rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
-    log = StorageLog() if step.backward else None
-    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes, observer=log)
-    watch = Watch(step, tree, PeakGauge(live), log)
-    with as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
+    log = StorageLog(step, rounding_bytes=rounding_bytes(target))
+    watch = Watch(step, tree, PeakGauge(log), log)
+    with as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(*watch.observers):
         watch.run(at_node=mode.resume, explain=say_why_not)
+    watch.close()
     return watch
 
 
-def _pack(log: StorageLog | None, saves: SavedStorages, tensor: Tensor) -> Any:
+def _pack(log: StorageLog | None, tracer: SaveObserver | None, saves: SavedStorages, tensor: Tensor) -> Any:
+    if tracer is not None:
+        traced = tracer.note_save(tensor)
+        with torch_private.without_dispatch_modes():
+            packed = saves.pack(tensor)
+        packed.traced = traced
+        return packed
     if log is not None:
         log.note_saved(tensor)
     return saves.pack(tensor)
 
 
-class Watch:
-    """What is noted in the run for memory."""
+def _unpack(tracer: SaveObserver | None, saves: SavedStorages, packed: Any) -> Tensor:
+    if tracer is not None and packed.traced is not None:
+        tracer.note_use(*packed.traced)
+    return saves.unpack(packed)
 
-    def __init__(self, step: ProfiledStep, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
+
+class Watch:
+    """Notes memory in a run, of which `log` counts the storages, if ops can be seen, and `tracer` makes a trace, if given."""
+
+    def __init__(
+        self,
+        step: ProfiledStep,
+        tree: ModuleTree,
+        gauge: Gauge,
+        log: StorageLog | None,
+        tracer: SaveObserver | None = None,
+    ) -> None:
         self._step = step
         self._tree = tree
         self._log = log
@@ -180,21 +193,18 @@ class Watch:
         self.signatures = Signatures()
         resident = step.resident_storages()
         casts = ParamCasts(resident)
-        self.saves = SavedStorages(
-            resident=resident,
-            inputs=set(unique_storages(step.input_tensors())),
-            is_param_cast=casts.__contains__,
-            stack=self.stack,
-        )
+        self.saves = SavedStorages(resident=resident, inputs=step.input_tensors(), casts=casts, stack=self.stack)
         if log is not None:
-            log.follow(step, tree, self.stack)
-        self._pack = partial(_pack, log, self.saves)  # no method, which would keep the model until it is collected
-        self.hidden = HiddenRegions(self._pack, self.stack)
+            log.follow(step, tree, self.stack, casts)
+        # no methods, which would keep the model until it is collected
+        self._pack, self._unpack = partial(_pack, log, tracer, self.saves), partial(_unpack, tracer, self.saves)
+        self._hidden = HiddenRegions(self._pack, self.stack)
         self.writes = Writes(step.names_of_storages())
         self.backend_dependent: set[int] = set()
         self.forward_peak_bytes: int | None = None
         self.backward_peak_bytes: int | None = None
-        self.observers: tuple[OpObserver, ...] = (casts, self.hidden, self.writes, *([log] if log is not None else []))
+        counting = [observer for observer in (tracer or log,) if observer is not None]
+        self.observers: tuple[OpObserver, ...] = (*counting, casts, self._hidden, self.writes)
 
     @property
     def storages(self) -> StorageLog | None:
@@ -206,29 +216,50 @@ class Watch:
         """See `ShardInfo`; also None if no parameter is gathered."""
         return self._log.gathered_bytes() if self._log is not None and self._step.sharded else None
 
+    def marks(self, index: int) -> list[str]:
+        """Return the marks of a row that the run has shown."""
+        marked = {
+            Mark.CHECKPOINTED: self._hidden.checkpointed,
+            Mark.OTHER_HOOKS: self._hidden.under_other_hooks,
+            Mark.BACKEND_DEPENDENT: self.backend_dependent,
+        }
+        return [mark.value for mark, rows in marked.items() if index in rows]
+
     def note_backend_dependent(self) -> None:
         """Note that an operation runs of which only the backend knows what it saves."""
         self.backend_dependent.add(self.stack.current)
 
-    def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
+    def ends(self) -> dict[int, int]:
+        return {} if self._log is None else self._log.ends()
+
+    def run(
+        self,
+        *,
+        forward_done: Callable[[], None] = nothing,
+        at_node: Callable[[], None] | None = None,
+        explain: Callable[[Exception, str], None] = say_where,
+    ) -> None:
         """Run the step; for the arguments see `ProfiledStep.run`."""
+
+        def done() -> None:
+            self.forward_peak_bytes = self.gauge.take_highest()
+            forward_done()
+
         with HookSet() as hooks:
             self.signatures.hook(self._tree, hooks)
             self._step.run(
                 self.stack,
-                packing=SavedTensorHooks(self._pack, self.saves.unpack),
-                forward_done=self._forward_done,
-                backward_done=self._backward_done,
+                packing=SavedTensorHooks(self._pack, self._unpack),
+                forward_done=done,
+                backward_done=nothing if self._log is None else self._log.note_grads,
                 at_node=at_node,
                 explain=explain,
             )
         if self._step.backward:
             self.backward_peak_bytes = self.gauge.take_highest()
 
-    def _forward_done(self) -> None:
-        self.forward_peak_bytes = self.gauge.take_highest()
-        self.saves.start_backward()
-
-    def _backward_done(self, leaves: Sequence[Tensor]) -> None:
+    def close(self) -> None:
+        """Let the log count what has changed at last, and let go of the model."""
         if self._log is not None:
-            self._log.note_grads(leaves)
+            self._log.look()
+            self._log.leave()

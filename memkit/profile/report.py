@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
@@ -454,33 +454,32 @@ class MemoryReport:
         return sum(sizes.values())
 
 
-RecordT = TypeVar("RecordT", SavedTensorRecord, ModuleRecord, RunInfo)
+_Record = TypeVar("_Record", SavedTensorRecord, ModuleRecord, RunInfo)
 
 
-def _record_from(kind: type[RecordT], values: Mapping[str, Any], **made: Any) -> RecordT:
+def _record_from(kind: type[_Record], values: Mapping[str, Any], **made: Any) -> _Record:
     names = {field.name for field in fields(kind)}
     return kind(**{name: _frozen(value) for name, value in values.items() if name in names and name not in made}, **made)
 
 
 def _report_from(content: Mapping[str, Any]) -> MemoryReport:
+    def part(name: str, read: Callable[[Any], Any]) -> Any:
+        return None if content.get(name) is None else read(content[name])
+
+    names = ("tag", "buffer_bytes", "before_bytes", "forward_peak_bytes", "backward_peak_bytes", "reserved_peak_bytes")
     report = MemoryReport(
-        tag=content["tag"],
+        **{name: content[name] for name in names},
         run=_record_from(RunInfo, content["run"]),
         modules=tuple(_record_from(ModuleRecord, row) for row in content["modules"]),
         saved=tuple(
             _record_from(SavedTensorRecord, record, category=SavedCategory(record["category"])) for record in content["saved"]
         ),
-        buffer_bytes=content["buffer_bytes"],
         slot_bytes=content.get("slot_bytes", 0),
-        before_bytes=content["before_bytes"],
-        forward_peak_bytes=content["forward_peak_bytes"],
-        backward_peak_bytes=content["backward_peak_bytes"],
-        reserved_peak_bytes=content["reserved_peak_bytes"],
-        trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
-        fit=None if content.get("fit") is None else fit_from(content["fit"]),
-        optimizer=None if content.get("optimizer") is None else OptimizerMemory(**content["optimizer"]),
-        sharding=None if content.get("sharding") is None else ShardInfo(**content["sharding"]),
-        step_memory=None if content.get("step_memory") is None else StepMemory.from_plain(content["step_memory"]),
+        trace=part("trace", trace_from_plain),
+        fit=part("fit", fit_from),
+        optimizer=part("optimizer", lambda it: OptimizerMemory(**it)),
+        sharding=part("sharding", lambda it: ShardInfo(**it)),
+        step_memory=part("step_memory", StepMemory.from_plain),
     )
     if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:
         raise ValueError(f'the rows do not end with "{OUTSIDE_NAME}"')

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -44,12 +45,10 @@ class ShardInfo:
     runs a part of the model, whose inside can't be seen."""
 
 
+@dataclass(slots=True)
 class _Group:
-    __slots__ = ("seen_bytes", "storages")
-
-    def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
-        self.seen_bytes = 0
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    seen_bytes: int = 0
 
 
 class GatheredParameters:
@@ -82,19 +81,16 @@ class GatheredParameters:
 
     def _look(self) -> None:
         """Find the storages of groups that were gathered for the first time."""
-        if not self._unknown:
-            return
-        unknown = []
-        for item, group in self._unknown:
+        unknown, self._unknown = self._unknown, []
+        for item, group in unknown:
             whole = getattr(item, torch_private.FSDP_GATHERED, None)
             if whole is None:
-                unknown.append((item, group))
+                self._unknown.append((item, group))
                 continue
             for storage in storages_of(whole.detach()):
                 self._shards[storage_key(storage)] = item.sharded_param
                 group.storages.append(storage)
                 group.seen_bytes = -1
-        self._unknown = unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +143,8 @@ NOTHING_SHARDED = Shards()
 
 
 def _num_shards(parameter: Any) -> int:
-    num_shards = 1
-    for dim, placement in enumerate(parameter.placements):
-        num_shards *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
-    return num_shards
+    mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+    return math.prod(mesh.size(dim) for dim, placement in placements if placement.is_shard())
 
 
 def find_shards(modules: Sequence[nn.Module]) -> Shards:
@@ -169,12 +163,8 @@ def find_shards(modules: Sequence[nn.Module]) -> Shards:
         module.reshard()
     shards = Shards(modules=tuple(sharded), groups=groups, gathered=GatheredParameters(groups))
     own = {id(parameter) for parameter in shards.parameters()}
-    others = [
-        name
-        for module in modules
-        for name, parameter in module.named_parameters()
-        if is_dtensor(parameter.data) and id(parameter) not in own
-    ]
+    named = [pair for module in modules for pair in module.named_parameters()]
+    others = [name for name, parameter in named if is_dtensor(parameter.data) and id(parameter) not in own]
     if others or any(item.is_dtensor for group in groups for item in group.fsdp_params):
         raise ProfileError(
             f"the model is sharded by fully_shard, and {others[0] if others else 'a parameter'} was a DTensor before, as of "
@@ -189,11 +179,12 @@ def _state_of(module: Any) -> Any:
 
 def _check_names(modules: Sequence[Any], groups: Sequence[Any]) -> None:
     of_group = (*torch_private.FSDP_PARTS, *torch_private.FSDP_COLLECTIVES, torch_private.FSDP_INDICES, torch_private.FSDP_SUMS)
-    of_state = (torch_private.FSDP_BEGIN, torch_private.FSDP_CONTEXT, torch_private.FSDP_TO_RUN)
-    asked = [(groups[0], name) for name in (*of_group, "reduce_grads", "all_reduce_grads")]
-    asked += [(groups[0].fsdp_params[0], name) for name in ("unsharded_accumulated_grad", "is_dtensor")]
-    asked += [(_state_of(modules[0]), name) for name in of_state]
-    for owner, name in asked:
+    needed = {
+        groups[0]: (*of_group, "reduce_grads", "all_reduce_grads"),
+        groups[0].fsdp_params[0]: ("unsharded_accumulated_grad", "is_dtensor"),
+        _state_of(modules[0]): (torch_private.FSDP_BEGIN, torch_private.FSDP_CONTEXT, torch_private.FSDP_TO_RUN),
+    }
+    for owner, name in ((owner, name) for owner, names in needed.items() for name in names):
         if not hasattr(owner, name):
             symbol = f"{type(owner).__module__}.{type(owner).__qualname__}.{name}"
             raise MissingTorchNameError(
@@ -210,19 +201,17 @@ def _check_ranks(groups: Sequence[Any]) -> None:
         raise ProfileError(
             "the model is sharded by fully_shard, and its process group is gone; profile it before that is destroyed"
         )
-    for group in groups:
-        for item in group.fsdp_params:
-            parameter = item.sharded_param
-            if parameter.is_meta:
-                raise ProfileError(
-                    "the model is sharded by fully_shard, and its shards are on the meta device, without data; fill them first "
-                    f"(model.to_empty(device=...)), or ask without data and shards: {INSTEAD}"
-                )
-            if parameter.device_mesh.size() != dist.get_world_size():
-                raise ProfileError(
-                    f"a profile of a model that is sharded needs all {dist.get_world_size()} ranks of the process group; found "
-                    f"one that is split between {parameter.device_mesh.size()} of them. {INSTEAD[0].upper()}{INSTEAD[1:]}"
-                )
+    for parameter in (item.sharded_param for group in groups for item in group.fsdp_params):
+        if parameter.is_meta:
+            raise ProfileError(
+                "the model is sharded by fully_shard, and its shards are on the meta device, without data; fill them first "
+                f"(model.to_empty(device=...)), or ask without data and shards: {INSTEAD}"
+            )
+        if parameter.device_mesh.size() != dist.get_world_size():
+            raise ProfileError(
+                f"a profile of a model that is sharded needs all {dist.get_world_size()} ranks of the process group; found "
+                f"one that is split between {parameter.device_mesh.size()} of them. {INSTEAD[0].upper()}{INSTEAD[1:]}"
+            )
 
 
 def _check_sync(module: Any) -> None:
@@ -239,9 +228,6 @@ def _check_sync(module: Any) -> None:
                 "(set_requires_gradient_sync(False), set_requires_all_reduce(False) or set_is_last_backward(False)): a profile "
                 "would add to them. Profile between two steps, with all of these True"
             )
-
-
-# What all ranks do together
 
 
 def with_others(
@@ -278,9 +264,8 @@ class _Waiting:
         self._inner = inner
         self._wait = wait
 
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensor: Tensor = self._inner.allocate(*args, **kwargs)
-        return tensor
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.allocate(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._wait()
@@ -291,13 +276,11 @@ class _Waiting:
 def _waiting(shards: Shards, wait: Callable[[int], None]) -> Iterator[None]:
     """Make each collective wait for the same one on other ranks, so that ranks that run different layers are noticed."""
     before = [(group, name, getattr(group, name)) for group in shards.groups for name in torch_private.FSDP_COLLECTIVES]
-    try:
+    with ExitStack() as after:
         for number, (group, name, inner) in enumerate(before, start=1):
+            after.callback(setattr, group, name, inner)
             setattr(group, name, _Waiting(inner, partial(wait, number)))
         yield
-    finally:
-        for group, name, inner in before:
-            setattr(group, name, inner)
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from memkit.core.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks
 from memkit.core.owners import NOTHING_STREAMED, ModelStorages, StreamedWeights
 from memkit.core.tensors import byte_view, unique_storages
 from memkit.errors import ProfileError, note_on
+from memkit.profile.alive import MemoryCategory
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.sharded import NOTHING_SHARDED, Shards
-from memkit.profile.tree import ROOT
+from memkit.profile.tree import OUTSIDE_NAME, ROOT, ROOT_NAME, ModuleTree
 
 
 @contextmanager
@@ -36,9 +37,9 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
     with ExitStack() as after:  # each of these runs, whatever becomes of the others
         states = [_ModuleState(module) for module in distinct]
         if contents:
-            tensors = [tensor for state in states for tensor in state.tensors()]
-            versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+            tensors = [tensor for state in states for tensor in state.tensors]
             # The bytes will be what they were, so that graphs which the user holds are as good as before.
+            versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
             after.enter_context(torch_private.keeping_versions(versioned))
             for storage in unique_storages(tensors).values():
                 after.callback(_put_back_bytes, storage, byte_view(storage).to("cpu", copy=True))
@@ -76,17 +77,13 @@ def _put_back_bytes(storage: torch.UntypedStorage, kept: Tensor) -> None:
 class _ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._scripted = isinstance(module, torch.jit.ScriptModule)
-        self._attributes = {} if self._scripted else dict(module.__dict__)
-        self._containers = [(value, copy.copy(value)) for value in self._attributes.values() if type(value) in _CONTAINERS]
-        self._aliases = [(tensor, tensor.detach()) for tensor in (*self.tensors(), *module.parameters(recurse=False))]
-        generators = (value for value in self._attributes.values() if isinstance(value, torch.Generator))
-        self._generators = [(generator, generator.get_state()) for generator in generators]
-
-    def tensors(self) -> list[Tensor]:
-        """Return the buffers, and the tensors that are plain attributes."""
-        plain = (value for value in self._attributes.values() if isinstance(value, Tensor))
-        return [*self._module.buffers(recurse=False), *plain]
+        self._attributes = None if isinstance(module, torch.jit.ScriptModule) else dict(module.__dict__)
+        values = list((self._attributes or {}).values())
+        self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
+        self.tensors = [*module.buffers(recurse=False), *(value for value in values if isinstance(value, Tensor))]
+        """The buffers, and the tensors that are plain attributes."""
+        self._aliases = [(tensor, tensor.detach()) for tensor in (*self.tensors, *module.parameters(recurse=False))]
+        self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
 
     def put_back(self) -> None:
         """Restore the attributes, but not the contents of tensors."""
@@ -97,22 +94,18 @@ class _ModuleState:
                 tensor.data = alias  # the forward gave it other bytes by `tensor.data = ...`
         for container, items in self._containers:
             container.clear()
-            if isinstance(container, (list, deque)):
-                container.extend(items)
-            else:
-                container.update(items)
-        if self._scripted:
-            return
-        attributes = self._module.__dict__
-        for name in [name for name in attributes if name not in self._attributes]:
-            del attributes[name]
-        attributes.update(self._attributes)
+            (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+        if self._attributes is not None:
+            attributes = self._module.__dict__
+            for name in attributes.keys() - self._attributes.keys():
+                del attributes[name]
+            attributes.update(self._attributes)
 
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     pass
 
 
@@ -169,6 +162,17 @@ class ProfiledStep:
         streamed = {id(parameter) for parameter in self.streamed.parameters}
         return [tensor for tensor in self.resident_tensors() if id(tensor) not in streamed]
 
+    def named_tensors(self, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
+        """Yield each tensor that exists before the step, with category, row, and name in the row; parameters come first."""
+        owners = [(tree.fqn(index), node.module, False) for index, node in enumerate(tree.nodes)]
+        owners += [(OUTSIDE_NAME, module, True) for module in self.modules()[1:]]
+        for category, named in ((MemoryCategory.PARAM, "named_parameters"), (MemoryCategory.BUFFER, "named_buffers")):
+            for row, module, recurse in owners:
+                for name, tensor in getattr(module, named)(recurse=recurse):
+                    yield tensor, category, row, name
+        for number, tensor in enumerate(self.input_tensors()):
+            yield tensor, MemoryCategory.INPUT, ROOT_NAME, f"input {number}"
+
     def names_of_storages(self) -> dict[int, str]:
         """Return names for the storages that a profile can't restore: those of parameters and inputs."""
         names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
@@ -182,11 +186,7 @@ class ProfiledStep:
         return [*unique_storages([*self.device_tensors(), *self.input_tensors()]).values(), *self.streamed.slots]
 
     def check_surroundings(self) -> None:
-        """Check that no other hooks would see, or hide, what autograd saves.
-
-        Raises:
-            ProfileError: the caller runs under saved-tensor hooks.
-        """
+        """Raise ProfileError if the caller runs under saved-tensor hooks, which would see, or hide, what autograd saves."""
         end_left()
         around = name_of_hooks_around()
         if around:
@@ -200,8 +200,8 @@ class ProfiledStep:
         stack: CallStack,
         *,
         packing: AbstractContextManager[Any] | None = None,
-        forward_done: Callable[[], None] = _nothing,
-        backward_done: Callable[[Sequence[Tensor]], None] = _nothing,
+        forward_done: Callable[[], None] = nothing,
+        backward_done: Callable[[Sequence[Tensor]], None] = nothing,
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
     ) -> None:
@@ -215,7 +215,10 @@ class ProfiledStep:
             at_node: called before each autograd node, if given.
             explain: called with an exception of the model's and the name of the module that raised it; may raise another.
         """
-        step = self._for_one_run()
+        # Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward ends
+        # there and not in a graph of the caller's.
+        args, kwargs = torch_private.tree_map(_as_leaf, (self.args, self.kwargs))
+        step = replace(self, args=args, kwargs=kwargs)
         owned = step.resident_tensors()  # before FSDP2 has others in their place
         with HookSet() as hooks, Profiled() as block:
             stack.hook(hooks)
@@ -226,36 +229,19 @@ class ProfiledStep:
                 if step.loss_fn is not None:
                     result = stack.call(stack.outside, step.loss_fn, result)
             forward_done()
-            if step.backward:
-                step._run_backward(result, owned, stack, hooks, backward_done, at_node, explain)
-
-    def _for_one_run(self) -> ProfiledStep:
-        """Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward
-        ends there and not in a graph of the caller's."""
-        args, kwargs = torch_private.tree_map(_as_leaf, (self.args, self.kwargs))
-        return replace(self, args=args, kwargs=kwargs)
-
-    def _run_backward(
-        self,
-        result: Any,
-        owned: Sequence[Tensor],
-        stack: CallStack,
-        hooks: HookSet,
-        backward_done: Callable[[Sequence[Tensor]], None],
-        at_node: Callable[[], None] | None,
-        explain: Callable[[Exception, str], None],
-    ) -> None:
-        roots = _backward_roots(self, result)
-        graph = BackwardGraph(roots)
-        _check_graph(graph, stack)
-        if at_node is not None:
-            for node in graph.nodes:
-                hooks.before_backward(node, at_node)
-        leaves = [*owned, *self.resident_tensors(), *self.input_tensors(), *graph.leaves]
-        ones = [_gradient_of_sum(root) for root in roots]
-        with grads_set_aside(leaves), _explained(stack, explain):
-            stack.backward(hooks, graph, lambda: torch.autograd.backward(roots, ones))
-            backward_done(leaves)
+            if not step.backward:
+                return
+            roots = _backward_roots(step, result)
+            graph = BackwardGraph(roots)
+            _check_graph(graph, stack)
+            if at_node is not None:
+                for node in graph.nodes:
+                    hooks.before_backward(node, at_node)
+            leaves = [*owned, *step.resident_tensors(), *step.input_tensors(), *graph.leaves]
+            ones = [_gradient_of_sum(root) for root in roots]
+            with grads_set_aside(leaves), _explained(stack, explain):
+                stack.backward(hooks, graph, lambda: torch.autograd.backward(roots, ones))
+                backward_done(leaves)
 
 
 def _as_leaf(value: Any) -> Any:
@@ -308,7 +294,8 @@ def _explained(stack: CallStack, explain: Callable[[Exception, str], None]) -> I
     try:
         yield
     except Exception as error:
-        explain(error, stack.where(error))
-        if misfit := stack.misfit(error):
+        where, misfit = stack.explain(error)
+        explain(error, where)
+        if misfit:
             note_on(error, f"memkit: {misfit}")
         raise

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memkit.core.sizes import MIB, format_mib, unit_of
 from memkit.core.terminal import LAST, TextColumn, table_text, wrapped
-from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, short_name
-from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, children_of
+from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped, short_name
+from memkit.profile.tree import MEANINGS, OUTSIDE_NAME, ROOT_NAME, Mark, children_of
 
 if TYPE_CHECKING:
     from memkit.profile.report import MemoryReport, ModuleRecord
@@ -75,7 +76,16 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
     shown, rest = items[:top], items[len(items[:top]) :]
     at = memory.moments[memory.peak]
     title = f"alive at the peak of the step, {where(at)} ({short_name(at.op)}): {format_mib(memory.peak_bytes)}"
-    lines = [wrapped(title, width), "", _table(shown, memory.peak_bytes, width)]
+    shares = [f"{100 * item.num_bytes / memory.peak_bytes:.1f}" if memory.peak_bytes else "-" for item in shown]
+    columns = [
+        TextColumn(heading="size (MiB)", cells=[_mib(item.num_bytes) for item in shown]),
+        TextColumn(heading="share (%)", cells=shares, goes=LAST),
+        TextColumn(heading="category", cells=[item.category.value for item in shown], right=False),
+        TextColumn(heading="module", cells=[item.module for item in shown], right=False, shortens=True),
+        TextColumn(heading="storages", cells=[str(item.num_storages) for item in shown], goes=0),
+        TextColumn(heading="largest", cells=[item.what for item in shown], right=False, shortens=True),
+    ]
+    lines = [wrapped(title, width), "", table_text(columns, width)]
     if rest:
         lines += ["", f"... and {len(rest)} more: {format_mib(sum(item.num_bytes for item in rest))}"]
     unseen_bytes = (report.step_peak_bytes or 0) - memory.peak_bytes
@@ -87,20 +97,9 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
     """Return what exists at the peak by category and module, largest first; unless `full`, names that differ in numbers are
     one."""
-    groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
-    for item in memory.grouped_at(memory.peak):
-        item = replace(item, module=_above(item.module, depth))
-        groups.setdefault((item.category, item.module if full else re.sub(r"\b\d+\b", "*", item.module)), []).append(item)
-    found = [
-        replace(
-            items[0],
-            module=_one_name([item.module for item in items]),
-            num_bytes=sum(item.num_bytes for item in items),
-            num_storages=sum(item.num_storages for item in items),
-        )
-        for items in groups.values()
-    ]
-    return sorted(found, key=lambda item: -item.num_bytes)
+    items = [replace(item, module=_above(item.module, depth)) for item in memory.grouped_at(memory.peak)]
+    found = grouped(items, lambda item: item.module if full else re.sub(r"\b\d+\b", "*", item.module))
+    return [replace(item, module=_one_name(modules)) for item, modules in found]
 
 
 def _above(module: str, depth: int | None) -> str:
@@ -109,9 +108,8 @@ def _above(module: str, depth: int | None) -> str:
     return ".".join(module.split(".")[:depth]) or ROOT_NAME
 
 
-def _one_name(modules: Sequence[str]) -> str:
+def _one_name(distinct: Sequence[str]) -> str:
     """Return one name for modules whose names differ in numbers alone."""
-    distinct = list(dict.fromkeys(modules))
     if len(distinct) == 1:
         return distinct[0]
     parts = []
@@ -126,30 +124,12 @@ def _one_name(modules: Sequence[str]) -> str:
 _MOST_NUMBERS = 4
 
 
-def _table(items: Sequence[AliveItem], peak_bytes: int, width: int | None) -> str:
-    shares = [f"{100 * item.num_bytes / peak_bytes:.1f}" if peak_bytes else "-" for item in items]
-    return table_text(
-        [
-            TextColumn(heading="size (MiB)", cells=[f"{item.num_bytes / MIB:.2f}" for item in items]),
-            TextColumn(heading="share (%)", cells=shares, goes=LAST),
-            TextColumn(heading="category", cells=[item.category.value for item in items], right=False),
-            TextColumn(heading="module", cells=[item.module for item in items], right=False, shortens=True),
-            TextColumn(heading="storages", cells=[str(item.num_storages) for item in items], goes=0),
-            TextColumn(heading="largest", cells=[item.what for item in items], right=False, shortens=True),
-        ],
-        width,
-    )
-
-
-# The table shows so many shapes of a call; the report holds them all.
 _MAX_SHAPES = 2
+"""The table shows so many shapes of a call; the report holds them all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A column of the table: its header, its cells, and whether it is left out if the table is too wide."""
-
-    header: str
+class _Column(NamedTuple):
+    heading: str
     cell: Callable[[ModuleRecord, MemoryReport], str]
     right: bool = True
     goes: int | None = None
@@ -164,64 +144,52 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
-def _shapes(shapes: Shapes) -> str:
+def _shapes(shapes: Shapes, num_kinds: int = 1) -> str:
     shown = [f"({', '.join(map(str, shape))})" for shape in shapes[:_MAX_SHAPES]]
     more = len(shapes) - len(shown)
-    return ", ".join(shown) + (f" +{more}" if more else "") or "-"
+    kinds = f" x{num_kinds} kinds" if num_kinds > 1 else ""
+    return (", ".join(shown) + (f" +{more}" if more else "") or "-") + kinds
 
 
 def _name(row: ModuleRecord, report: MemoryReport) -> str:
     return f"{row.fqn} [{', '.join(row.marks)}]" if row.marks else row.fqn
 
 
-def _input_shapes(row: ModuleRecord, report: MemoryReport) -> str:
-    kinds = f" x{row.num_signatures} kinds" if row.num_signatures > 1 else ""
-    return _shapes(row.input_shapes) + kinds
-
-
 def _share(row: ModuleRecord, report: MemoryReport) -> str:
     return f"{100 * row.self_bytes / report.activation_bytes:.1f}" if report.activation_bytes else "-"
 
 
-NAME = Column(header="module name", cell=_name, right=False)
-TYPE = Column(header="type", cell=lambda row, _: row.type_name or "-", right=False, goes=2)
-PARAMS = Column(header="parameter size (MiB)", cell=lambda row, _: _mib(row.param_bytes))
-HOST_PARAMS = Column(header="of it on the host (MiB)", cell=lambda row, _: _mib(row.host_param_bytes or None), goes=LAST + 2)
-ACTIVATIONS = Column(header="activation size (MiB)", cell=lambda row, _: _mib(row.activation_bytes))
-CALLS = Column(header="#calls", cell=lambda row, _: str(row.num_calls), goes=LAST + 1)
-INPUT = Column(header="input shape", cell=_input_shapes, right=False, goes=0)
-OUTPUT = Column(header="output shape", cell=lambda row, _: _shapes(row.output_shapes), right=False, goes=1)
-PEAK = Column(header="peak mem (MiB)", cell=lambda row, _: _mib(row.peak_bytes), goes=LAST + 5)
-FORWARD = Column(header="forward time (ms)", cell=lambda row, _: _ms(row.forward_s), goes=LAST + 6)
-SELF = Column(header="self (MiB)", cell=lambda row, _: _mib(row.self_bytes))
-SHARE = Column(header="self share (%)", cell=_share, goes=LAST)
-SAVES = Column(header="storages saved", cell=lambda row, _: f"{row.num_storages} ({row.num_saves}x)", goes=4)
-DTYPE = Column(header="dtype", cell=lambda row, _: row.dtype or "-", right=False, goes=3)
-BACKWARD = Column(header="backward time (ms)", cell=lambda row, _: _ms(row.backward_s), goes=LAST + 4)
-BACKWARD_PEAK = Column(header="backward peak (MiB)", cell=lambda row, _: _mib(row.backward_peak_bytes), goes=LAST + 3)
-
-DEFAULT_COLUMNS = (NAME, TYPE, PARAMS, ACTIVATIONS, CALLS, INPUT, OUTPUT, PEAK, FORWARD)
-FULL_COLUMNS = (
-    *(NAME, TYPE, PARAMS, ACTIVATIONS, SELF, SHARE, SAVES, CALLS, INPUT, OUTPUT, DTYPE, PEAK, FORWARD),
-    *(BACKWARD, BACKWARD_PEAK),
-)
-
-# Columns that are shown beside the default ones when the rows are sorted by them.
-EXTRA_COLUMNS = {"self": SELF, "backward": BACKWARD}
-
-# What rows are sorted by never goes.
-_COLUMN_OF = {"calls": CALLS, "peak": PEAK, "forward": FORWARD, "backward": BACKWARD}
-
-SORT_KEYS: dict[str, Callable[[ModuleRecord], Any]] = {
-    "activation": lambda row: -row.activation_bytes,
-    "self": lambda row: -row.self_bytes,
-    "params": lambda row: -row.param_bytes,
-    "calls": lambda row: -row.num_calls,
-    "peak": lambda row: -(row.peak_bytes or 0),
-    "forward": lambda row: -(row.forward_s or 0.0),
-    "backward": lambda row: -(row.backward_s or 0.0),
-    "name": lambda row: row.fqn,
+_COLUMNS = {
+    "name": _Column("module name", _name, right=False),
+    "type": _Column("type", lambda row, _: row.type_name or "-", right=False, goes=2),
+    "params": _Column("parameter size (MiB)", lambda row, _: _mib(row.param_bytes)),
+    "host": _Column("of it on the host (MiB)", lambda row, _: _mib(row.host_param_bytes or None), goes=LAST + 2),
+    "activation": _Column("activation size (MiB)", lambda row, _: _mib(row.activation_bytes)),
+    "self": _Column("self (MiB)", lambda row, _: _mib(row.self_bytes)),
+    "share": _Column("self share (%)", _share, goes=LAST),
+    "saves": _Column("storages saved", lambda row, _: f"{row.num_storages} ({row.num_saves}x)", goes=4),
+    "calls": _Column("#calls", lambda row, _: str(row.num_calls), goes=LAST + 1),
+    "input": _Column("input shape", lambda row, _: _shapes(row.input_shapes, row.num_signatures), right=False, goes=0),
+    "output": _Column("output shape", lambda row, _: _shapes(row.output_shapes), right=False, goes=1),
+    "dtype": _Column("dtype", lambda row, _: row.dtype or "-", right=False, goes=3),
+    "peak": _Column("peak mem (MiB)", lambda row, _: _mib(row.peak_bytes), goes=LAST + 5),
+    "forward": _Column("forward time (ms)", lambda row, _: _ms(row.forward_s), goes=LAST + 6),
+    "backward": _Column("backward time (ms)", lambda row, _: _ms(row.backward_s), goes=LAST + 4),
+    "backward peak": _Column("backward peak (MiB)", lambda row, _: _mib(row.backward_peak_bytes), goes=LAST + 3),
 }
+_IN_FULL = ("self", "share", "saves", "dtype", "backward", "backward peak")
+
+SORT_KEYS = {
+    "activation": "activation_bytes",
+    "self": "self_bytes",
+    "params": "param_bytes",
+    "calls": "num_calls",
+    "peak": "peak_bytes",
+    "forward": "forward_s",
+    "backward": "backward_s",
+    "name": "fqn",
+}
+"""The fields of rows that they can be sorted by. Those of the same name are columns."""
 
 
 def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> None:
@@ -237,33 +205,31 @@ def to_text(
     report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool, width: int | None
 ) -> str:
     check_view(depth=depth, sort_by=sort_by, top=top)
-    columns = _with_host(report, FULL_COLUMNS if full else DEFAULT_COLUMNS)
-    if sort_by in EXTRA_COLUMNS and EXTRA_COLUMNS[sort_by] not in columns:
-        columns = (*columns, EXTRA_COLUMNS[sort_by])
-    rows = _rows(report, depth=depth, sort_by=sort_by, full=full)
+    names = [name for name in _COLUMNS if (full or name not in _IN_FULL) and (name != "host" or report.host_param_bytes)]
+    if sort_by is not None and sort_by not in names:
+        names.append(sort_by)
+    rows = _folded(report.modules, depth)
+    if not full:
+        rows = _collapsed(rows)
+    if sort_by == "name":
+        rows.sort(key=lambda row: row.fqn)
+    elif sort_by is not None:
+        rows.sort(key=lambda row: -(getattr(row, SORT_KEYS[sort_by]) or 0))
     shown, hidden = rows[:top], rows[len(rows[:top]) :]
-    table = table_text([_as_text(column, shown, report, sort_by) for column in columns], width)
+    columns = [
+        TextColumn(
+            heading=column.heading,
+            cells=[column.cell(row, report) for row in shown],
+            right=column.right,
+            goes=None if name == sort_by else column.goes,  # what rows are sorted by never goes
+            shortens=name == "name",
+        )
+        for name, column in ((name, _COLUMNS[name]) for name in names)
+    ]
     words = report.in_words()
     below = [*_largest_hidden(shown, hidden), _lines(_notes(report)), *(["", words, ""] if words else [])]
-    return "\n".join(
-        [
-            wrapped(_headline(report), width),
-            "",
-            table,
-            "",
-            *(wrapped(part, width) for part in [*below, _lines(_totals(report))]),
-        ]
-    )
-
-
-def _as_text(column: Column, rows: Sequence[ModuleRecord], report: MemoryReport, sort_by: str | None) -> TextColumn:
-    return TextColumn(
-        heading=column.header,
-        cells=[column.cell(row, report) for row in rows],
-        right=column.right,
-        goes=None if sort_by is not None and column is _COLUMN_OF.get(sort_by) else column.goes,
-        shortens=column is NAME,
-    )
+    parts = [wrapped(part, width) for part in [*below, _lines(_totals(report))]]
+    return "\n".join([wrapped(_headline(report), width), "", table_text(columns, width), "", *parts])
 
 
 def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
@@ -272,22 +238,6 @@ def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord
     if largest in shown or not largest.self_bytes:
         return []
     return [f"not shown: {len(hidden)} rows, with the largest, {largest.fqn} (self {format_mib(largest.self_bytes)})"]
-
-
-def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    if not report.host_param_bytes:
-        return columns
-    place = columns.index(PARAMS) + 1
-    return (*columns[:place], HOST_PARAMS, *columns[place:])
-
-
-def _rows(report: MemoryReport, *, depth: int | None, sort_by: str | None, full: bool) -> list[ModuleRecord]:
-    rows = _folded(report.modules, depth)
-    if not full:
-        rows = _collapsed(rows)
-    if sort_by is not None:
-        rows.sort(key=SORT_KEYS[sort_by])
-    return rows
 
 
 def _headline(report: MemoryReport) -> str:
@@ -307,39 +257,39 @@ def _headline(report: MemoryReport) -> str:
 
 
 def _notes(report: MemoryReport) -> list[tuple[str, str]]:
-    notes = [("model inputs among the activations", format_mib(report.input_bytes))]
+    optimizer, sharding, on_host = report.optimizer, report.sharding, report.host_param_bytes
+    sizes: list[tuple[str, int | None]] = [("model inputs among the activations", report.input_bytes)]
     if report.param_cast_bytes:
-        notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
-    notes.append(("buffers", format_mib(report.buffer_bytes)))
-    if report.optimizer is not None:
-        notes.append(("gradients", "-" if report.grad_bytes is None else format_mib(report.grad_bytes)))
-        notes.append((f"states of {report.optimizer.name}", format_mib(report.optimizer.state_bytes)))
-    if report.sharding is not None:
-        split = f"parameters as a whole, split between {report.sharding.num_shards} ranks"
-        notes.append((split, format_mib(report.sharding.whole_bytes)))
-        if report.sharding.gathered_bytes is not None:
-            notes.append(("... gathered at once, at most", format_mib(report.sharding.gathered_bytes)))
-    if report.host_param_bytes:
-        notes.append(("parameters on the device", format_mib(report.device_param_bytes)))
-        notes.append(("... in host memory, streamed", format_mib(report.host_param_bytes)))
-    if report.host_param_bytes and report.sharding is None:
-        notes.append(("slots on the device for what streams", format_mib(report.slot_bytes)))
+        sizes.append(("parameter casts (not counted as activations)", report.param_cast_bytes))
+    sizes.append(("buffers", report.buffer_bytes))
+    if optimizer is not None:
+        sizes += [("gradients", report.grad_bytes), (f"states of {optimizer.name}", optimizer.state_bytes)]
+    if sharding is not None:
+        sizes.append((f"parameters as a whole, split between {sharding.num_shards} ranks", sharding.whole_bytes))
+        if sharding.gathered_bytes is not None:
+            sizes.append(("... gathered at once, at most", sharding.gathered_bytes))
+    if on_host:
+        sizes += [("parameters on the device", report.device_param_bytes), ("... in host memory, streamed", on_host)]
+    if on_host and sharding is None:
+        sizes.append(("slots on the device for what streams", report.slot_bytes))
+    notes = _with_sizes(sizes)
     for mark in Mark:
         names = report.marked(mark.value)
         if names:
             shown = ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
-            notes.append((f"{mark.value} ({mark.meaning})", shown))
+            notes.append((f"{mark.value} ({MEANINGS[mark]})", shown))
+    peaks: list[tuple[str, int | None]] = []
     if report.forward_peak_bytes is not None and report.before_bytes is not None:
-        notes.append(("allocated before", format_mib(report.before_bytes)))
-        notes.append(("peak of the forward", format_mib(report.forward_peak_bytes)))
-        notes.append(("... unaccounted: neither from before nor saved", format_mib(report.unaccounted_bytes or 0)))
-    if report.backward_peak_bytes is not None:
-        notes.append(("peak of the backward", format_mib(report.backward_peak_bytes)))
-    if report.reserved_peak_bytes is not None:
-        notes.append(("reserved by the allocator, at most", format_mib(report.reserved_peak_bytes)))
-    if report.backward_s is not None:
-        notes.append(("backward time in all", f"{_ms(report.backward_s)} ms"))
-    return notes
+        peaks += [("allocated before", report.before_bytes), ("peak of the forward", report.forward_peak_bytes)]
+        peaks.append(("... unaccounted: neither from before nor saved", report.unaccounted_bytes))
+    peaks.append(("peak of the backward", report.backward_peak_bytes))
+    peaks.append(("reserved by the allocator, at most", report.reserved_peak_bytes))
+    notes += _with_sizes([pair for pair in peaks if pair[1] is not None])
+    return [*notes, *([] if report.backward_s is None else [("backward time in all", f"{_ms(report.backward_s)} ms")])]
+
+
+def _with_sizes(sizes: list[tuple[str, int | None]]) -> list[tuple[str, str]]:
+    return [(name, "-" if num_bytes is None else format_mib(num_bytes)) for name, num_bytes in sizes]
 
 
 def _totals(report: MemoryReport) -> list[tuple[str, str]]:
@@ -385,21 +335,22 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
     kinds = _kinds(rows, below)
     found: list[ModuleRecord] = []
 
-    def alike(first: int, other: int) -> bool:
-        positions = rows[first].fqn.rpartition(".")[2].isdigit() and rows[other].fqn.rpartition(".")[2].isdigit()
-        return positions and bool(kinds[first] == kinds[other])
+    def last_name(index: int) -> str:
+        return rows[index].fqn.rpartition(".")[2]
 
     def walk(group: list[int], name: str) -> None:
         found.append(_merged([rows[index] for index in group], name))
         children = [below[index] for index in group]
-        start = 0
-        while start < len(children[0]):
-            end = start + 1
-            while end < len(children[0]) and all(alike(own[start], own[end]) for own in children):
-                end += 1
-            members = [own[position] for own in children for position in range(start, end)]
-            walk(members, _joined(name, [rows[index].fqn.rpartition(".")[2] for index in children[0][start:end]]))
-            start = end
+
+        def kind(place: int) -> list[int]:
+            return [kinds[own[place]] if last_name(own[place]).isdigit() else ~own[place] for own in children]
+
+        for _, run in groupby(range(len(children[0])), kind):
+            places = list(run)
+            names = [last_name(children[0][place]) for place in places]
+            last = names[0] if len(names) == 1 else f"[{names[0]}-{names[-1]}]"
+            members = [own[place] for own in children for place in places]
+            walk(members, last if name == ROOT_NAME else f"{name}.{last}")
 
     for index, row in enumerate(rows):
         if row.parent is None:
@@ -407,13 +358,13 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
     return found
 
 
-def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
-    """Return for each row a value that is equal for rows with identical subtrees.
+def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[int]:
+    """Return for each row a number that is equal for rows with identical subtrees.
 
     How often storages are saved again doesn't count: the last layer of a stack differs from the others in that.
     """
     numbers: dict[Any, int] = {}
-    kinds: list[Any] = [None] * len(rows)
+    kinds = [0] * len(rows)
     for index in reversed(range(len(rows))):
         own = replace(rows[index], fqn="", parent=None, num_saves=0, peak_bytes=None, backward_peak_bytes=None)
         own = replace(own, forward_s=None, backward_s=None)
@@ -424,24 +375,18 @@ def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
     return kinds
 
 
-def _joined(parent: str, names: list[str]) -> str:
-    last = names[0] if len(names) == 1 else f"[{names[0]}-{names[-1]}]"
-    return last if parent == "(model)" else f"{parent}.{last}"
-
-
 def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
     if len(rows) == 1:
         return replace(rows[0], fqn=name)
-
-    def there(field: str) -> list[Any]:
-        return [getattr(row, field) for row in rows if getattr(row, field) is not None]
-
     added = (
         *("num_calls", "param_bytes", "host_param_bytes", "activation_bytes", "self_bytes", "num_storages", "num_saves"),
         *("forward_s", "backward_s"),
     )
-    figures: dict[str, Any] = {field: sum(there(field)) if there(field) else None for field in added}
-    figures |= {field: max(there(field), default=None) for field in ("peak_bytes", "backward_peak_bytes")}
+    figures: dict[str, Any] = {}
+    for how, fields in ((sum, added), (max, ("peak_bytes", "backward_peak_bytes"))):
+        for field in fields:
+            known = [getattr(row, field) for row in rows if getattr(row, field) is not None]
+            figures[field] = how(known) if known else None
     return replace(rows[0], fqn=f"{name} (x{len(rows)})", **figures)
 
 
@@ -495,25 +440,18 @@ class Comparison:
         unit, unit_bytes = unit_of(int(largest))
 
         def cell(figure: ComparedFigure, value: float | None) -> str:
-            if value is None:
-                return "-"
-            return f"{1e3 * value:.2f}" if figure.in_s else f"{value / unit_bytes:.2f}"
+            return _ms(value) if figure.in_s else "-" if value is None else f"{value / unit_bytes:.2f}"
 
         shown = [figure for figure in self.figures if figure.before or figure.after]
-        table = table_text(
-            [
-                TextColumn(
-                    heading="", cells=[f"{it.name} ({'ms' if it.in_s else unit})" for it in shown], right=False, shortens=True
-                ),
-                TextColumn(heading="before", cells=[cell(it, it.before) for it in shown]),
-                TextColumn(heading="after", cells=[cell(it, it.after) for it in shown]),
-                TextColumn(
-                    heading="change (%)", cells=["-" if it.change is None else f"{100 * it.change:+.1f}" for it in shown]
-                ),
-            ],
-            width,
-        )
-        return f"{wrapped(self._verdict(unit, unit_bytes), width)}\n\n{table}"
+        names = [f"{it.name} ({'ms' if it.in_s else unit})" for it in shown]
+        changes = ["-" if it.change is None else f"{100 * it.change:+.1f}" for it in shown]
+        columns = [
+            TextColumn(heading="", cells=names, right=False, shortens=True),
+            TextColumn(heading="before", cells=[cell(it, it.before) for it in shown]),
+            TextColumn(heading="after", cells=[cell(it, it.after) for it in shown]),
+            TextColumn(heading="change (%)", cells=changes),
+        ]
+        return f"{wrapped(self._verdict(unit, unit_bytes), width)}\n\n{table_text(columns, width)}"
 
     def _verdict(self, unit: str, unit_bytes: int) -> str:
         peak, time = self.peak, self.time
@@ -533,12 +471,17 @@ _PEAK = "peak of the step"
 
 
 def compare(before: MemoryReport, after: Any) -> Comparison:
+    peak = ComparedFigure(name=_PEAK, before=before.step_peak_bytes, after=getattr(after, "step_peak_bytes", None))
     if not hasattr(after, "step_memory"):
-        return _with_taken(before, after)
-    if before.step_peak_bytes is None or after.step_peak_bytes is None:
-        first = ComparedFigure(name="peak of the forward", before=before.forward_peak_bytes, after=after.forward_peak_bytes)
-    else:
-        first = ComparedFigure(name=_PEAK, before=before.step_peak_bytes, after=after.step_peak_bytes)
+        if not hasattr(after, "step_s"):
+            raise TypeError(
+                f"a report is compared with another, or with what memkit.stats returns; found {type(after).__name__}"
+            )
+        plain_s = getattr(after, "plain_s", None)
+        time = ComparedFigure(name=_TIME, before=plain_s or _seconds(before), after=after.step_s, in_s=True)
+        return Comparison(figures=(peak, time))
+    if peak.before is None or peak.after is None:
+        peak = ComparedFigure(name="peak of the forward", before=before.forward_peak_bytes, after=after.forward_peak_bytes)
     parts = [
         ComparedFigure(name=f"... {PLURALS[category]}", before=_at_peak(before, category), after=_at_peak(after, category))
         for category in MemoryCategory
@@ -546,16 +489,7 @@ def compare(before: MemoryReport, after: Any) -> Comparison:
     parts.sort(key=lambda figure: -max(figure.before or 0, figure.after or 0))
     kept = ComparedFigure(name="saved activations", before=before.activation_bytes, after=after.activation_bytes)
     times = ComparedFigure(name=_TIME, before=_seconds(before), after=_seconds(after), in_s=True)
-    return Comparison(figures=(first, *parts, kept, times))
-
-
-def _with_taken(before: MemoryReport, taken: Any) -> Comparison:
-    if not hasattr(taken, "step_s"):
-        raise TypeError(f"a report is compared with another, or with what memkit.stats returns; found {type(taken).__name__}")
-    peak = ComparedFigure(name=_PEAK, before=before.step_peak_bytes, after=taken.step_peak_bytes)
-    plain_s = getattr(taken, "plain_s", None)
-    plain_s = plain_s if plain_s is not None else _seconds(before)
-    return Comparison(figures=(peak, ComparedFigure(name=_TIME, before=plain_s, after=taken.step_s, in_s=True)))
+    return Comparison(figures=(peak, *parts, kept, times))
 
 
 def _at_peak(report: MemoryReport, category: MemoryCategory) -> int | None:

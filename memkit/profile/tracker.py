@@ -7,10 +7,10 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,20 @@ from memkit.errors import ProfileError
 from memkit.optimizers.steppers import stepped_shards
 from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpu import GPUS
-from memkit.profile.alive import AliveStorage, OptimizerMemory, StorageLog
-from memkit.profile.calls import CUDA_ROUNDING_BYTES
+from memkit.profile.alive import AliveStorage, OptimizerMemory
 from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.registry import file_report
 from memkit.profile.report import MemoryReport, RunInfo
 from memkit.profile.sharded import INSTEAD, find_shards, with_others
-from memkit.profile.simulate import META, TARGETS
+from memkit.profile.simulate import META, TARGETS, rounding_bytes
 from memkit.profile.step import USE_META, ProfiledStep, preserved
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 
 if TYPE_CHECKING:
-    pass
-
+    from memkit.profile.optimizer_states import OptimizerLike
+    from memkit.profile.passes import Watch
 
 _Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -99,7 +98,7 @@ def profile_memory(
         sort_by: order of the printed rows; see `MemoryReport.to_text`.
         warmup: runs before the ones that are watched; none are made on meta.
         print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`. Of several ranks the first one does.
-        trace: also follow the step op by op, in two more runs without data, for plans: see `MemoryReport.trace`. Needs
+        trace: also follow the step op by op, and run the forward once more, for plans: see `MemoryReport.trace`. Needs
             `device="meta"` and `backward=True`.
         min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
         fit: also say whether the whole step fits in some memory, and with which feature of memkit it would: text such as
@@ -151,86 +150,91 @@ def profile_memory(
 
     Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
     """
-    is_fitted = fit is not None or gpu is not None
-
-    def look() -> _Prepared:
-        spec = None if gpu is None else find_gpu(gpu)
-        counted = check_optimizer(optimizer)
-        if is_fitted:
-            check_fit(fit, spec)
-        goes_back = backward or counted is not None or is_fitted
-        step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=goes_back)
-        check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
-        if trace is True or is_fitted or str(device).startswith("meta"):
-            refuse_sharded(step)
-        sharded = find_shards(step.modules())
-        check_model(step)
-        streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
-        step = replace(step, streamed=streamed, sharded=sharded)
-        run_at = run_device(step, device)
-        traced_from = traced_bytes(step, run_at, trace=trace, min_bytes=min_bytes)
-        tree = ModuleTree(step.model, step.streamed)
-        memory, states = None, tuple[AliveStorage, ...]()
-        if counted is not None:
-            rounding_bytes = CUDA_ROUNDING_BYTES if run_at.type == "cuda" or (run_at == META and target == "cuda") else 1
-            memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding_bytes)
-        return _Prepared(
-            step=step, tree=tree, run_device=run_at, traced_bytes=traced_from, gpu=spec, optimizer=memory, states=states
-        )
-
-    asked = _together(look, (model, getattr(loss_fn, "__self__", loss_fn)), warmup)
-    step, tree, run_at, traced_from, spec = asked.step, asked.tree, asked.run_device, asked.traced_bytes, asked.gpu
-    report, log = _measure(step, tree, run_at, target=target, tag=tag, warmup=warmup)
-    if traced_from is not None or is_fitted:
-        from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
-
-        _logger.info("forward and backward without data, op by op")
-        traced = StorageLog()
-        kernels = target if run_at == META else "cuda"
-        trace_bytes = traced_from if traced_from is not None else check_bytes("min_bytes", min_bytes)
-        report = replace(report, trace=trace_step(step, kernels, trace_bytes, traced))
-        unused, log = (log, traced) if run_at == META else (traced, log)
-        if unused is not None:
-            unused.leave()
-    if log is not None:
-        steps = None if asked.optimizer is None else asked.optimizer.name
-        report = replace(report, step_memory=log.finished(asked.states, optimizer=steps))
-    report = replace(report, optimizer=asked.optimizer)
-    if is_fitted and report.trace is not None:
-        spec = spec or _gpu_named(report.run.device_name)
+    step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
+    options: dict[str, Any] = {"target": target, "tag": tag, "warmup": warmup, "depth": depth, "sort_by": sort_by}
+    options |= {"optimizer": optimizer, "device": device, "trace": trace, "min_bytes": min_bytes, "fit": fit, "gpu": gpu}
+    prepared = _together(partial(_prepare, step, **options), step, warmup)
+    report = _measure(prepared, tag=tag, warmup=warmup)
+    if (fit is not None or gpu is not None) and report.trace is not None:
+        spec = prepared.gpu or _gpu_named(report.run.device_name)
         _logger.info("planning for the %s", DEFAULT_GPU if spec is None else spec.name)
-        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=asked.optimizer))
+        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=prepared.optimizer))
     file_report(report)
     if print_table and (report.sharding is None or report.sharding.rank == 0):
         print(report.to_text(depth=depth, sort_by=sort_by, width=terminal_width()))
     return report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """What is to be run, and what is known before anything runs."""
+class _Prepared(NamedTuple):
+    """The step to run, and what is known before anything runs."""
 
     step: ProfiledStep
     tree: ModuleTree
     run_device: torch.device
-    traced_bytes: int | None
+    target: str
+    min_bytes: int | None  # for the trace; None if there is none
     gpu: GpuSpec | None
     optimizer: OptimizerMemory | None
     states: tuple[AliveStorage, ...]
 
 
-def _together(look: Callable[[], _Prepared], parts: Sequence[object], warmup: object) -> _Prepared:
+def _prepare(
+    step: ProfiledStep,
+    *,
+    optimizer: OptimizerLike | None,
+    device: str | torch.device | Device | None,
+    target: str,
+    tag: str,
+    depth: int | None,
+    sort_by: str | None,
+    warmup: int,
+    trace: bool,
+    min_bytes: int | str,
+    fit: int | float | str | None,
+    gpu: str | os.PathLike[str] | GpuSpec | None,
+) -> _Prepared:
+    """Check the arguments of `profile_memory`."""
+    spec = None if gpu is None else find_gpu(gpu)
+    counted = check_optimizer(optimizer)
+    is_fitted = fit is not None or gpu is not None
+    if is_fitted:
+        check_fit(fit, spec)
+    step = replace(step, backward=step.backward or counted is not None or is_fitted)
+    _check_arguments(step, target=target, tag=tag, warmup=warmup)
+    check_view(depth=depth, sort_by=sort_by, top=None)
+    if not torch.is_grad_enabled():
+        raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
+    step.check_surroundings()
+    if trace is True or is_fitted or str(device).startswith("meta"):
+        _refuse_sharded(step)
+    sharded = find_shards(step.modules())
+    _check_model(step)
+    streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
+    step = replace(step, streamed=streamed, sharded=sharded)
+    run_at = _run_device(step, device)
+    num_bytes = check_bytes("min_bytes", min_bytes)
+    _check_trace(step, run_at, trace=trace)
+    tree = ModuleTree(step.model, step.streamed)
+    memory, states = None, tuple[AliveStorage, ...]()
+    if counted is not None:
+        rounding = rounding_bytes(target if run_at == META else run_at.type)
+        memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding)
+    trace_bytes = num_bytes if trace or is_fitted else None
+    return _Prepared(step, tree, run_at, target, trace_bytes, spec, memory, states)
+
+
+def _together(look: Callable[[], _Prepared], step: ProfiledStep, warmup: object) -> _Prepared:
     """Call `look`; if a part of the model is sharded, on all ranks, which must have the same arguments."""
     import torch.distributed as dist
 
-    is_sharded = bool(fsdp_modules([part for part in parts if isinstance(part, nn.Module)]))
+    is_sharded = bool(fsdp_modules([module for module in step.modules() if isinstance(module, nn.Module)]))
     if not (is_sharded and dist.is_available() and dist.is_initialized()):
         return look()
     from memkit.core.agreement import together
 
-    def describe(asked: _Prepared) -> Iterator[object]:
-        step = asked.step
-        yield step.backward, warmup, asked.run_device.type, asked.optimizer is None, step.model.training
+    def describe(prepared: _Prepared) -> Iterator[object]:
+        step = prepared.step
+        yield step.backward, warmup, prepared.run_device.type, prepared.optimizer is None, step.model.training
         for name, item in step.model.named_parameters():
             yield name, tuple(item.shape), item.dtype, item.requires_grad
 
@@ -248,38 +252,34 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     trace=True)`."""
     step = ProfiledStep(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
     step.check_surroundings()
-    check_model(step)
-    refuse_sharded(step)
+    _check_model(step)
+    _refuse_sharded(step)
     if any(isinstance(module, _REPLICATED) for module in model.modules()):
         raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
     step = replace(step, streamed=find_streamed(step.modules()))
-    check_gradients_without_data(step)
-    from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
-
-    return trace_step(step, target, max(1, min_bytes))
+    _check_gradients_without_data(step)
+    return _traced(step, ModuleTree(step.model, step.streamed), target, max(1, min_bytes))[0]
 
 
-def _measure(
-    step: ProfiledStep, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
-) -> tuple[MemoryReport, StorageLog | None]:
-    """Return the report without its `step_memory`, and the log for that."""
+def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
+    """Return the report, but for whether the step fits."""
     # Only now: a private class of torch is the base of what watches the ops.
     from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
 
-    simulated = run_device == META
-    device = None if simulated else open_device(run_device, advice=USE_META)
-
-    def untraced() -> AbstractContextManager[None]:
-        return preserved(step.modules(), run_device, contents=not simulated)
+    step, tree, run_device = prepared.step, prepared.tree, prepared.run_device
+    device = None if run_device == META else open_device(run_device, advice=USE_META)
 
     def run(work: Callable[[], _Value], doing: str, *, is_timed: bool = False) -> _Value:
         _logger.info("forward%s%s", " and backward" * step.backward, doing)
-
-        return with_others(work, step.sharded, doing=f"running a step{doing}", around=untraced, checks=not is_timed)
+        around = partial(preserved, step.modules(), run_device, contents=device is not None)
+        return with_others(work, step.sharded, doing=f"running a step{doing}", around=around, checks=not is_timed)
 
     save_times, forward_s, backward_s = None, dict[int, float](), dict[int, float]()
-    if device is None:
-        watch = run(lambda: simulated_pass(step, tree, target), " without data")
+    trace = None
+    if prepared.min_bytes is not None and device is None:
+        trace, watch = _traced(step, tree, prepared.target, prepared.min_bytes)
+    elif device is None:
+        watch = run(lambda: simulated_pass(step, tree, prepared.target), " without data")
     else:
         if step.sharded:
             run(step.sharded.gather_once, ", gathering each layer")
@@ -289,30 +289,41 @@ def _measure(
         num_calls = sum(watch.stack.num_calls.values())
         forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
         save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
-        _warn_of_written(list(watch.writes.written))
-    report = MemoryReport(
+        if watch.writes.written:
+            names = list(watch.writes.written)
+            warnings.warn(
+                f"the forward wrote to {', '.join(names[:3])}{', ...' * (len(names) > 3)}, and profile_memory does not put "
+                'these back; profile a copy, or use device="meta"',
+                stacklevel=3,
+            )
+    if prepared.min_bytes is not None and trace is None:
+        trace, _ = _traced(step, tree, "cuda", prepared.min_bytes)
+    log, optimizer = watch.storages, prepared.optimizer
+    steps = None if optimizer is None else optimizer.name
+    saved = watch.saves.records(save_times)
+    return MemoryReport(
         tag=tag,
-        run=_run_info(step, tree, run_device, device, target),
-        modules=module_records(tree, watch, forward_s, backward_s),
-        saved=watch.saves.records(tree.fqn, save_times),
+        run=_run_info(step, tree, run_device, device, prepared.target),
+        modules=module_records(tree, watch, saved, forward_s, backward_s),
+        saved=saved,
         buffer_bytes=storage_bytes(step.model.buffers()),
         slot_bytes=sum(slot.nbytes() for slot in step.streamed.slots),
         before_bytes=watch.gauge.before_bytes,
         forward_peak_bytes=watch.forward_peak_bytes,
         backward_peak_bytes=watch.backward_peak_bytes,
         reserved_peak_bytes=watch.gauge.highest_reserved_bytes,
+        trace=trace,
+        optimizer=optimizer,
         sharding=step.sharded.info(watch.gathered_bytes) if step.sharded else None,
+        step_memory=None if log is None else log.finished(prepared.states, optimizer=steps),
     )
-    return report, watch.storages
 
 
-def _warn_of_written(names: Sequence[str]) -> None:
-    if names:
-        warnings.warn(
-            f"the forward wrote to {', '.join(names[:3])}{', ...' * (len(names) > 3)}, and profile_memory does not put these "
-            'back; profile a copy, or use device="meta"',
-            stacklevel=4,
-        )
+def _traced(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
+    from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
+
+    _logger.info("forward and backward without data, op by op")
+    return trace_step(step, tree, target, min_bytes)
 
 
 def _run_info(step: ProfiledStep, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:
@@ -333,7 +344,7 @@ def _run_info(step: ProfiledStep, tree: ModuleTree, run_device: torch.device, de
     )
 
 
-def check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
+def _check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int) -> None:
     if not isinstance(step.model, nn.Module):
         raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
     if step.loss_fn is not None and not callable(step.loss_fn):
@@ -344,28 +355,20 @@ def check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int, d
         raise ValueError(f"tag must be a name; found {tag!r}")
     if not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup must be a number of runs, 0 or more; found {warmup!r}")
-    check_view(depth=depth, sort_by=sort_by, top=None)
-    if not torch.is_grad_enabled():
-        raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
-    step.check_surroundings()
 
 
-def traced_bytes(step: ProfiledStep, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
-    num_bytes = check_bytes("min_bytes", min_bytes)
+def _check_trace(step: ProfiledStep, run_device: torch.device, *, trace: bool) -> None:
     if not isinstance(trace, bool):
         raise ValueError(f"trace is True or False; found {trace!r}")
-    if not trace:
-        return None
-    if run_device != META:
+    if trace and run_device != META:
         raise ValueError(
             f'trace=True needs device="meta", where no data is needed; found a run on {run_device}. Pass device="meta"'
         )
-    if not step.backward:
+    if trace and not step.backward:
         raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
-    return num_bytes
 
 
-def check_model(step: ProfiledStep) -> None:
+def _check_model(step: ProfiledStep) -> None:
     """Raise ProfileError if the model can't run, or if running it would train something."""
     named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
@@ -380,10 +383,10 @@ def check_model(step: ProfiledStep) -> None:
         )
 
 
-def run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -> torch.device:
+def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -> torch.device:
     """Return the device of the run: meta, or the one device that model and inputs are on."""
     if asked is not None and str(asked) in ("meta", "meta:0"):
-        check_gradients_without_data(step)
+        _check_gradients_without_data(step)
         return META
     model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
     input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
@@ -411,7 +414,7 @@ def run_device(step: ProfiledStep, asked: str | torch.device | Device | None) ->
     return found
 
 
-def refuse_sharded(step: ProfiledStep) -> None:
+def _refuse_sharded(step: ProfiledStep) -> None:
     """Raise ProfileError if a model that FSDP2 has sharded is to run without data."""
     if fsdp_modules(step.modules()):
         raise ProfileError(
@@ -420,7 +423,7 @@ def refuse_sharded(step: ProfiledStep) -> None:
         )
 
 
-def check_gradients_without_data(step: ProfiledStep) -> None:
+def _check_gradients_without_data(step: ProfiledStep) -> None:
     """Raise ProfileError if gradients would go to the host in a run without data."""
     if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
         raise ProfileError(

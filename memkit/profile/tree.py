@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,8 @@ class Mark(Enum):
     OTHER_HOOKS = "other hooks"
     BACKEND_DEPENDENT = "backend-dependent"
 
-    @property
-    def meaning(self) -> str:
-        return _MEANINGS[self]
 
-
-_MEANINGS = {
+MEANINGS = {
     Mark.STREAMED: "weights in host memory, brought to slots on the device around each use",
     Mark.SHARDED: "parameters are this rank's shards, which are gathered around each use",
     Mark.CHECKPOINTED: "of these regions only the inputs can be seen; what a policy keeps of them is unaccounted",
@@ -179,26 +176,18 @@ class Signatures:
 
     def hook(self, tree: ModuleTree, hooks: HookSet) -> None:
         for index, node in tree.hookable():
-            hooks.after_forward(node.module, self._after(index))
+            hooks.after_forward(node.module, partial(self._note, index))
 
-    def note(self, index: int, inputs: Any, output: Any) -> None:
-        kind = (shapes_of(inputs), shapes_of(output))
-        self._kinds.setdefault(index, {}).setdefault(kind, first_dtype(output))
+    def of(self, index: int) -> tuple[Shapes, Shapes, str, int]:
+        """Return input shapes, output shapes and output dtype of the first call, empty if there was none, and the number."""
+        kinds = self._kinds.get(index, {((), ()): ""})
+        (inputs, outputs), dtype = next(iter(kinds.items()))
+        return inputs, outputs, dtype, len(self._kinds.get(index, {}))
 
-    def first(self, index: int) -> tuple[Shapes, Shapes, str]:
-        """Return input shapes, output shapes and output dtype of the first call; empty if there was none."""
-        for (inputs, outputs), dtype in self._kinds.get(index, {}).items():
-            return inputs, outputs, dtype
-        return (), (), ""
-
-    def num_kinds(self, index: int) -> int:
-        return len(self._kinds.get(index, {}))
-
-    def _after(self, index: int) -> Callable[..., None]:
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self.note(index, (args, kwargs), output)
-
-        return after
+    def _note(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        dtypes = (dtype_name(leaf.dtype) for leaf in torch_private.tree_leaves(output) if isinstance(leaf, Tensor))
+        kind = (shapes_of((args, kwargs)), shapes_of(output))
+        self._kinds.setdefault(index, {}).setdefault(kind, next(dtypes, ""))
 
 
 def shapes_of(nested: Any) -> Shapes:
@@ -210,10 +199,6 @@ def _shape_of(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_nested and tensor.layout == torch.strided:
         return (-1,) * tensor.dim()
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
-
-
-def first_dtype(nested: Any) -> str:
-    return next((dtype_name(leaf.dtype) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor)), "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

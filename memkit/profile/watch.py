@@ -1,5 +1,5 @@
-"""Sees what happens in a run: what autograd saves, live storages, casts of parameters, and code whose saved tensors are hidden,
-such as a checkpoint.
+"""Sees what happens in a run: what autograd saves, which storages live, casts of parameters, and code whose saved tensors are
+hidden, such as a checkpoint.
 
 One dispatch mode calls a few observers after every operation. It is on in the memory run only, never when time is measured.
 """
@@ -7,8 +7,9 @@ One dispatch mode calls a few observers after every operation. It is on in the m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,23 +17,34 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.hooks import in_checkpoint, receiving_pack
+from memkit.core.kept import KeptHandle
 from memkit.core.modes import Mode
 from memkit.core.owners import ModelStorages
+from memkit.core.sizes import rounded
 from memkit.core.tensors import storage_key, storages_of, unique_storages
 from memkit.device.base import Device, Event, MemoryCounter
+from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
 from memkit.profile.calls import CallStack
 from memkit.profile.report import SavedCategory, SavedTensorRecord
-from memkit.profile.tree import dtype_name, shapes_of
+from memkit.profile.step import ProfiledStep
+from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree, dtype_name, shapes_of
 
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
-    from memkit.profile.alive import StorageLog
 
 
 class OpObserver(Protocol):
     """Sees every operation that runs under an `OpWatch`."""
 
-    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None: ...
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None: ...
+
+
+class SaveObserver(OpObserver, Protocol):
+    """Sees also what autograd saves and requests."""
+
+    def note_save(self, tensor: Tensor) -> tuple[int, int] | None: ...
+
+    def note_use(self, value: int, node: int) -> None: ...
 
 
 class OpWatch(Mode):
@@ -47,35 +59,48 @@ class OpWatch(Mode):
     ) -> Any:
         outputs = op(*args, **(kwargs or {}))
         for observer in self._observers:
-            observer.saw(op, args, outputs)
+            observer.saw(op, args, kwargs or {}, outputs)
         return outputs
 
 
-class LiveStorages(MemoryCounter):
-    """Counts the bytes of live storages: the `initial` ones, and others from the op that made them until nothing refers to
-    them. Scratch memory inside a kernel is not seen. `elsewhere` has tensors in host memory, `only` the type of the device that
-    counts; `resized` returns storages whose sizes have changed without an op."""
+@dataclass(slots=True)
+class _Entry:
+    """A storage during the step; becomes an `AliveStorage`."""
 
-    def __init__(
-        self,
-        initial: Iterable[torch.UntypedStorage],
-        *,
-        elsewhere: Iterable[Tensor] = (),
-        rounding_bytes: int = 1,
-        observer: StorageLog | None = None,
-        only: str | None = None,
-        resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
-    ) -> None:
-        self._observer = observer
-        self._resized = resized
-        self._only = only
-        self._elsewhere = unique_storages(elsewhere)
+    num_bytes: int
+    begin: int
+    place: int
+    """Which it was among all; where its size has changed, that of the first with its storage."""
+    category: MemoryCategory = MemoryCategory.TEMP
+    module: str = OUTSIDE_NAME
+    what: str = ""
+    end: int | None = None
+    is_gathered: bool = False
+    """Whether it is of whole parameters, or a communication buffer for these."""
+
+
+class StorageLog(MemoryCounter):
+    """Counts live storages, and notes at which ops each exists: those that a step begins with, and others from the op that made
+    them until nothing refers to them; `only` is the type of the device that counts, None for any. Scratch memory inside a
+    kernel is not seen. The log holds no tensor."""
+
+    def __init__(self, step: ProfiledStep, *, rounding_bytes: int = 1, only: str | None = None) -> None:
         self._rounding_bytes = rounding_bytes
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._only = only
+        self._elsewhere = unique_storages(step.streamed.parameters)
+        self._shards = step.sharded
+        self._entries: list[_Entry] = []
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Entry]] = {}
+        self._moments: list[Moment] = []
+        self._num_named = 0
+        self._names: dict[int, tuple[str, str]] = {}
+        self._casts: ParamCasts | None = None
+        self._stack: CallStack | None = None
         self._allocated_bytes = 0  # of `_live`, kept by hand: it is read at every edge of a call
         self._peak_bytes = 0
-        for storage in initial:
+        for storage in step.storages():
             self._add(storage)
+        self._num_before = len(self._entries)
 
     def allocated_bytes(self) -> int:
         self.look()
@@ -92,53 +117,179 @@ class LiveStorages(MemoryCounter):
         self.look()
         self._peak_bytes = self._allocated_bytes
 
-    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        self.look()
-        for tensor in tensors_in(outputs):
-            self.add(tensor)
+    def __len__(self) -> int:
+        """The number of storages so far; one whose size has changed counts again."""
+        return len(self._entries)
+
+    def place_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the place in the log of a storage that was made in the step; None for others. It stays, whatever its size."""
+        _, entry = self._live.get(storage_key(storage), (None, None))
+        return None if entry is None or entry.place < self._num_before else entry.place
+
+    def begin_of(self, place: int) -> int:
+        return self._entries[place].begin
+
+    def ends(self) -> dict[int, int]:
+        """Return for each storage that was freed, by its place, how many ops had run by then."""
+        ends = {entry.place: entry.end for entry in self._entries}  # the last one of equal places counts
+        return {place: end for place, end in ends.items() if end is not None}
+
+    def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
+        """Name the storages that are there before a step, and ask `stack` from now on which module is running."""
+        self._stack, self._casts = stack, casts
+        for tensor, category, module, what in step.named_tensors(tree):
+            if category is not MemoryCategory.BUFFER:  # only leaves have gradients
+                self._names.setdefault(id(tensor), (module, what))
+            for storage in storages_of(tensor):
+                self._name_first(storage, category, module, what)
+        for number, slot in enumerate(step.streamed.slots):
+            self._name_first(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
+        self._num_named = len(self._entries)
+
+    def leave(self) -> None:
+        """Let go of the model after a step: storages that live on still report their end."""
+        self._stack = self._casts = None
+        self._names = {}
 
     def look(self) -> None:
-        """Count storages anew whose sizes have changed."""
-        for storage in self._resized():
+        """Count storages anew whose sizes have changed without an op."""
+        for storage in self._shards.gathered.resized():
             if storage.nbytes() or storage_key(storage) in self._live:
                 self._add(storage)
 
-    def add(self, tensor: Tensor) -> None:
-        for storage in storages_of(tensor):
+    def see(self, outputs: Any) -> None:
+        """Count the storages in an op's outputs."""
+        self.look()
+        for storage in storages_in(outputs):
             self._add(storage)
+
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        self.see(outputs)
+        if self._shards and str(op).startswith(_PACKING):
+            self._note_packing(args)
+        if len(self._entries) > self._num_named or torch_private.schema_of(op).is_mutable:
+            self.note_op(str(op))
+
+    def note_op(self, name: str) -> None:
+        """Note an op that has run: the maker of the storages since the last one."""
+        what = short_name(name)
+        for entry in self._entries[self._num_named :]:
+            entry.what = entry.what or what
+        self._num_named = len(self._entries)
+        self._moments.append(Moment(phase=self._phase(), op=name, module=self._module()))
+
+    def note_saved(self, tensor: Tensor) -> None:
+        for storage in storages_of(tensor):
+            entry = self._temp(storage)
+            if entry is not None:
+                is_cast = self._casts is not None and storage in self._casts
+                entry.category = MemoryCategory.PARAM_CAST if is_cast else MemoryCategory.ACTIVATION
+                entry.module = self._module()
+
+    def note_grads(self, leaves: Iterable[Tensor]) -> None:
+        """Mark the gradients of the leaves after a backward."""
+        for leaf in leaves:
+            if leaf.grad is None:
+                continue
+            module, what = self._names.get(id(leaf), (ROOT_NAME, "input"))
+            for storage in storages_of(leaf.grad):
+                entry = self._temp(storage)
+                if entry is not None:
+                    entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
+
+    def gathered_bytes(self) -> int:
+        """Return the peak of gathered parameters, with their communication buffers."""
+        changes = [0] * (len(self._moments) + 2)
+        for entry in self._entries:
+            if entry.is_gathered:
+                changes[entry.begin] += entry.num_bytes
+                changes[len(self._moments) + 1 if entry.end is None else entry.end] -= entry.num_bytes
+        return max(accumulate(changes))
+
+    def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
+        """Return the value. `states` are the optimizer's, there all the time; its step follows the last op."""
+        moments, num_ops = [*self._moments], len(self._moments)
+        if optimizer is not None:
+            moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
+        storages = [replace(state, begin=0, end=len(moments)) for state in states]
+        found = [*(self._alive(entry, num_ops, len(moments)) for entry in self._entries), *storages]
+        return StepMemory(moments=tuple(moments), storages=tuple(it for it in found if it.begin < it.end and it.num_bytes))
+
+    def _alive(self, entry: _Entry, num_ops: int, num_moments: int) -> AliveStorage:
+        end = num_ops if entry.end is None else entry.end
+        if end == num_ops and entry.category in _OUTLIVE_THE_STEP and not (entry.is_gathered and entry.end is not None):
+            end = num_moments
+        return AliveStorage(
+            category=entry.category, module=entry.module, what=entry.what, num_bytes=entry.num_bytes, begin=entry.begin, end=end
+        )
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
         if key in self._elsewhere or (self._only is not None and storage.device.type != self._only):
             return
+        num_bytes = rounded(storage.nbytes(), self._rounding_bytes)
         known = self._live.get(key)
-        num_bytes = -(-storage.nbytes() // self._rounding_bytes) * self._rounding_bytes
-        if known is not None and known[1] == num_bytes:
+        if known is None:
+            reference = weakref.ref(storage, self._forget(key))
+        elif known[1].num_bytes == num_bytes:
             return
-        if known is not None:  # resized in place
-            self._allocated_bytes -= known[1]
-            self._live[key] = (known[0], num_bytes)
-            if self._observer is not None:
-                self._observer.end(key)
-        else:
-            self._live[key] = (weakref.ref(storage, self._forget(key)), num_bytes)
-        if self._observer is not None:
-            self._observer.begin(key, num_bytes)
+        else:  # resized in place
+            reference = known[0]
+            self._end(known[1])
+        place = len(self._entries) if known is None else known[1].place
+        entry = _Entry(num_bytes, len(self._moments), place, module=self._module())
+        shard = self._shards.gathered.shard_of(key) if self._shards and self._names else None
+        if shard is not None:
+            entry.module, name = self._names.get(id(shard), (entry.module, "parameter"))
+            entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, f"{name}, gathered", True
+        self._entries.append(entry)
+        self._live[key] = reference, entry
         self._allocated_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+
+    def _end(self, entry: _Entry) -> None:
+        entry.end = len(self._moments)
+        self._allocated_bytes -= entry.num_bytes
 
     def _forget(self, key: int) -> Callable[[Any], None]:
         # The reference back is weak: the callbacks live as long as the storages, which may outlive the profile.
         weak_self = weakref.ref(self)
 
         def forget(_: Any) -> None:
-            counter = weak_self()
-            if counter is not None:
-                counter._allocated_bytes -= counter._live.pop(key)[1]
-                if counter._observer is not None:
-                    counter._observer.end(key)
+            log = weak_self()
+            if log is not None:
+                log._end(log._live.pop(key)[1])
 
         return forget
+
+    def _note_packing(self, args: Sequence[Any]) -> None:
+        """Note the buffer into which FSDP2 has packed shards for a gather."""
+        for storage in storages_in([tensor for tensor in args if isinstance(tensor, Tensor)]):
+            entry = self._temp(storage)
+            if entry is not None:
+                entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
+
+    def _name_first(self, storage: torch.UntypedStorage, category: MemoryCategory, module: str, what: str) -> None:
+        entry = self._temp(storage)
+        if entry is not None and not entry.what:
+            entry.category, entry.module, entry.what = category, module, what
+
+    def _temp(self, storage: torch.UntypedStorage) -> _Entry | None:
+        """Return the entry of a storage that is nothing more than a temporary so far."""
+        _, entry = self._live.get(storage_key(storage), (None, None))
+        return entry if entry is not None and entry.category is MemoryCategory.TEMP else None
+
+    def _module(self) -> str:
+        return OUTSIDE_NAME if self._stack is None else self._stack.row
+
+    def _phase(self) -> Phase:
+        if self._stack is None or self._stack.in_backward:
+            return Phase.BACKWARD
+        return Phase.LOSS if self._stack.current == self._stack.outside else Phase.FORWARD
+
+
+_PACKING = "fsdp.all_gather_copy_in"
+_OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
 
 
 class ParamCasts:
@@ -148,7 +299,7 @@ class ParamCasts:
         self._resident = resident
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         if op in torch_private.known("to_copy") and any(
             source in self._resident or source in self for source in storages_of(args[0])
         ):
@@ -167,16 +318,13 @@ class Writes:
         self._names = names
         self.written: dict[str, None] = {}
 
-    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        if not torch_private.schema_of(op).is_mutable:
-            return
-        for argument, value in zip(torch_private.schema_of(op).arguments, args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in tensors_in(value):
-                for storage in storages_of(tensor):
-                    if storage_key(storage) in self._names:
-                        self.written[self._names[storage_key(storage)]] = None
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        schema = torch_private.schema_of(op)
+        if schema.is_mutable:
+            given = zip(schema.arguments, args, strict=False)
+            over = [value for it, value in given if it.alias_info is not None and it.alias_info.is_write]
+            keys = (storage_key(storage) for storage in storages_in(over))
+            self.written.update((self._names[key], None) for key in keys if key in self._names)
 
 
 class HiddenRegions:
@@ -189,7 +337,7 @@ class HiddenRegions:
         self.under_other_hooks: set[int] = set()
         """Modules in which the innermost saved-tensor hooks were others, not a checkpoint's."""
 
-    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         pack = receiving_pack()
         if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
             return
@@ -208,16 +356,20 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
             yield from tensors_in(item)
 
 
+def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors_in(value):
+        yield from storages_of(tensor)
+
+
 @dataclass(slots=True)
 class _Save:
     """One version of a storage during the run; becomes a `SavedTensorRecord`."""
 
     storage: int
-    first: bool
     version: int
     storage_bytes: int
     category: SavedCategory
-    module: int
+    module: str
     dtype: str
     ordinals: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -225,31 +377,14 @@ class _Save:
     needed_position: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """What autograd holds in place of a saved tensor."""
+class _Packed(KeptHandle):
+    __slots__ = ("saves", "traced")
 
-    alias: Tensor
-    version: int
-    saves: tuple[_Save, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A storage that was saved: its number, and its version at that time."""
-
-    reference: weakref.ref[torch.UntypedStorage]
-    number: int
-    first_version: int
-
-
-@dataclass(slots=True)
-class SavedCount:
-    """What one module saved first."""
-
-    num_bytes: int = 0
-    num_storages: int = 0
-    num_saves: int = 0
+    def __init__(self, tensor: Tensor, saves: tuple[_Save, ...]) -> None:
+        super().__init__(tensor)
+        self.saves = saves
+        self.traced: tuple[int, int] | None = None
+        """Its value and its node in a trace, if it counts there."""
 
 
 class SavedStorages:
@@ -257,66 +392,34 @@ class SavedStorages:
     (parameters, buffers) are left out. Holds weak references only: what the model drops is freed as in a run that is not
     watched."""
 
-    def __init__(
-        self,
-        *,
-        resident: ModelStorages,
-        inputs: set[int],
-        is_param_cast: Callable[[torch.UntypedStorage], bool],
-        stack: CallStack,
-    ) -> None:
+    def __init__(self, *, resident: ModelStorages, inputs: Iterable[Tensor], casts: ParamCasts, stack: CallStack) -> None:
         self._resident = resident
-        self._inputs = inputs
-        self._is_param_cast = is_param_cast
+        self._inputs = set(unique_storages(inputs))
+        self._casts = casts
         self._stack = stack
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        """Each storage with its number and its version at its first save, by its key."""
         self._saves: dict[tuple[int, int], _Save] = {}
-        self._num_storages = 0
-        self._num_packs = 0
-        self._num_saves = 0
-        self._num_uses = 0
-        self._in_backward = False
+        self._num_storages = self._num_packs = self._num_saves = self._num_uses = 0
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """Note a save; keep an alias (the tensor itself would hold the node that holds it: a cycle)."""
+        """Note a save."""
         saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
         self._num_packs += 1
         self._num_saves += bool(saves)
-        return _Packed(tensor.detach(), torch_private.version_of(tensor), saves)
+        return _Packed(tensor, saves)
 
     def unpack(self, packed: _Packed) -> Tensor:
-        """Note a use. With hooks set, autograd does not check for writes: this does."""
-        if torch_private.version_of(packed.alias) != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {shapes_of(packed.alias)[0]} was saved at version {packed.version} and is at version "
-                f"{torch_private.version_of(packed.alias)}"
-            )
-        if self._in_backward:
+        """Note a use; return the tensor after checking that it was not written to."""
+        tensor = packed.unpack()
+        if self._stack.in_backward:
             for save in packed.saves:
                 if save.needed_position is None:
                     save.needed_position = self._num_uses
             self._num_uses += bool(packed.saves)
-        return packed.alias
+        return tensor
 
-    def start_backward(self) -> None:
-        self._in_backward = True
-
-    def counts(self) -> dict[int, SavedCount]:
-        """Return per module what counts as activation: each storage once, where it was saved first."""
-        owners: dict[int, int] = {}
-        counts: dict[int, SavedCount] = {}
-        for save in self._saves.values():
-            if save.category is SavedCategory.PARAM_CAST:
-                continue
-            count = counts.setdefault(owners.setdefault(save.storage, save.module), SavedCount())
-            count.num_saves += len(save.ordinals)
-            if save.first:
-                count.num_bytes += save.storage_bytes
-                count.num_storages += 1
-        return counts
-
-    def records(self, fqn: Callable[[int], str], times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
+    def records(self, times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
         """Return the list as values; `times` are from another run of the same step."""
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
@@ -326,7 +429,7 @@ class SavedStorages:
                 version=save.version,
                 storage_bytes=save.storage_bytes,
                 category=save.category,
-                module=fqn(save.module),
+                module=save.module,
                 dtype=save.dtype,
                 save_ordinals=tuple(save.ordinals),
                 shapes=tuple(save.shapes),
@@ -338,25 +441,21 @@ class SavedStorages:
         )
 
     def _note(self, storage: torch.UntypedStorage, tensor: Tensor) -> _Save:
-        seen = self._seen.get(storage_key(storage))
-        first = seen is None or seen.reference() is not storage
-        if seen is None or first:
-            seen = _Seen(weakref.ref(storage), self._num_storages, torch_private.version_of(tensor))
-            self._seen[storage_key(storage)] = seen
+        key, version = storage_key(storage), torch_private.version_of(tensor)
+        if key not in self._seen or self._seen[key][0]() is not storage:
+            self._seen[key] = weakref.ref(storage), self._num_storages, version
             self._num_storages += 1
-        version = torch_private.version_of(tensor) - seen.first_version
-        save = self._saves.get((seen.number, version))
+        _, number, first_version = self._seen[key]
+        save = self._saves.get((number, version - first_version))
         if save is None:
-            save = _Save(
-                storage=seen.number,
-                first=first,
-                version=version,
+            save = self._saves[number, version - first_version] = _Save(
+                storage=number,
+                version=version - first_version,
                 storage_bytes=storage.nbytes(),
                 category=self._category(storage),
-                module=self._stack.current,
+                module=self._stack.row,
                 dtype=dtype_name(tensor.dtype),
             )
-            self._saves[seen.number, version] = save
         save.packs.append(self._num_packs)
         save.ordinals.append(self._num_saves)
         save.shapes.extend(shapes_of(tensor))
@@ -365,7 +464,7 @@ class SavedStorages:
     def _category(self, storage: torch.UntypedStorage) -> SavedCategory:
         if storage_key(storage) in self._inputs:
             return SavedCategory.INPUT
-        return SavedCategory.PARAM_CAST if self._is_param_cast(storage) else SavedCategory.ACTIVATION
+        return SavedCategory.PARAM_CAST if storage in self._casts else SavedCategory.ACTIVATION
 
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         # cuDNN's BatchNorm saves a workspace that is often empty.

@@ -15,9 +15,8 @@ from tests.plan.budget.steps import gpu, layers, random_trace
 
 
 def peak_under(trace: StepTrace, plan: MemoryPlan) -> int:
-    found = under_plan(trace, plan)
     base_bytes = plan.plain_peak_bytes - max(trace.live_bytes)
-    levels = zip(trace.live_bytes, found.saved_bytes, found.again_bytes, strict=True)
+    levels = zip(trace.live_bytes, *under_plan(trace, plan), strict=True)
     return base_bytes + max(map(sum, levels))
 
 
@@ -36,7 +35,7 @@ def test_peak_of_layers_is_as_predicted(only: Action | None, share: float) -> No
 
 
 @pytest.mark.parametrize("mib_per_s", [500, 20_000])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_peak_of_a_random_step_is_as_predicted(seed: int, mib_per_s: int) -> None:
     trace = random_trace(seed)
     problem = make_problem(trace, gpu(mib_per_s))
@@ -61,10 +60,10 @@ def test_nothing_changes_where_all_stays() -> None:
     trace = layers(3)
     problem = make_problem(trace, gpu())
 
-    found = under_plan(trace, plan_budget_jointly(problem, problem.plain_peak_bytes))
+    saved, again = under_plan(trace, plan_budget_jointly(problem, problem.plain_peak_bytes))
 
-    assert not any(found.saved_bytes)
-    assert not any(found.again_bytes)
+    assert not any(saved)
+    assert not any(again)
 
 
 def test_what_leaves_is_gone_until_it_is_fetched() -> None:
@@ -73,12 +72,12 @@ def test_what_leaves_is_gone_until_it_is_fetched() -> None:
     plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), actions={Action.OFFLOAD})
     leaving = [value for value in plan.values if value.action is Action.OFFLOAD]
 
-    found = under_plan(trace, plan)
+    saved, _ = under_plan(trace, plan)
 
     assert leaving
-    assert min(found.saved_bytes) < 0
-    assert -min(found.saved_bytes) <= sum(value.num_bytes for value in leaving)
-    assert found.saved_bytes[0] == found.saved_bytes[-1] == 0
+    assert min(saved) < 0
+    assert -min(saved) <= sum(value.num_bytes for value in leaving)
+    assert saved[0] == saved[-1] == 0
 
 
 def test_plan_of_another_step_is_refused() -> None:

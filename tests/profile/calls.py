@@ -163,6 +163,19 @@ DTYPE_CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+AUTOCAST_CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tensordot": lambda x, w: torch.tensordot(x.float(), w, 1),
+    "baddbmm": lambda x, w: torch.baddbmm(x[None], x[None], w[None]),
+    "prod": lambda x, w: functional.softmax(x @ w, -1).prod(),
+    "cosine_similarity": lambda x, w: functional.cosine_similarity(x @ w, x),
+    "normalize": lambda x, w: functional.normalize(x @ w),
+    "interpolate": lambda x, w: functional.interpolate((x @ w)[None, None], scale_factor=2, mode="bilinear"),
+    "pad": lambda x, w: functional.pad((x @ w)[None, None], (1, 1, 1, 1), mode="reflect").exp(),
+    "avg_pool3d": lambda x, w: functional.avg_pool3d((x @ w).view(1, 1, 2, 2, 4), 2).exp(),
+    "max_pool2d": lambda x, w: functional.max_pool2d((x @ w)[None, None], 2),
+}
+
+
 DTYPE_PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64)]
 
 

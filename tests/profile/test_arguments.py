@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -22,52 +23,46 @@ def _message(raised: pytest.ExceptionInfo[BaseException]) -> str:
     return str(raised.value)
 
 
-def test_something_else_than_a_module() -> None:
-    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module; found function"):
-        profile_memory(lambda x: x, torch.zeros(1))
-
-
-def test_loss_that_cannot_be_called() -> None:
-    with pytest.raises(TypeError, match="loss_fn must be callable; found int"):
-        profile_memory(nn.Identity(), torch.zeros(1), loss_fn=3)
+LINEAR, X = nn.Linear(2, 2), torch.zeros(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "x", "options", "error", "message"),
     [
-        ({"target": "tpu"}, "target must be one of 'cuda', 'cpu'; found 'tpu'"),
-        ({"tag": ""}, "tag must be a name; found ''"),
-        ({"warmup": -1}, "warmup must be a number of runs, 0 or more; found -1"),
-        ({"depth": -1}, "depth must be a whole number, 0 or more; found -1"),
-        ({"sort_by": "size"}, "sort_by must be one of 'activation'"),
-        ({"device": "nowhere"}, "device must be the name of a torch.device, such as \"cuda:1\"; found 'nowhere'"),
-        ({"device": "xpu"}, 'memkit runs on "cpu" and "cuda"; found "xpu"'),
+        (lambda x: x, X, {}, TypeError, "profile_memory needs a torch.nn.Module; found function"),
+        (LINEAR, X, {"loss_fn": 3}, TypeError, "loss_fn must be callable; found int"),
+        (LINEAR, X, {"target": "tpu"}, ValueError, "target must be one of 'cuda', 'cpu'; found 'tpu'"),
+        (LINEAR, X, {"tag": ""}, ValueError, "tag must be a name; found ''"),
+        (LINEAR, X, {"warmup": -1}, ValueError, "warmup must be a number of runs, 0 or more; found -1"),
+        (LINEAR, X, {"depth": -1}, ValueError, "depth must be a whole number, 0 or more; found -1"),
+        (LINEAR, X, {"sort_by": "size"}, ValueError, "sort_by must be one of 'activation'"),
+        (LINEAR, X, {"trace": 1}, ValueError, "trace is True or False; found 1"),
+        (LINEAR, X, {"device": "nowhere"}, ValueError, 'device must be the name of a torch.device, such as "cuda:1"; found'),
+        (LINEAR, X, {"device": "xpu"}, ValueError, 'memkit runs on "cpu" and "cuda"; found "xpu"'),
+        (LINEAR, X.to("meta"), {}, ValueError, "the model is on cpu and its inputs are on meta; move the inputs"),
+        (
+            nn.Linear(2, 2, device="meta"),
+            X.to("meta"),
+            {"device": "cpu"},
+            ValueError,
+            "device must be where the model is (meta)",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
+            X,
+            {},
+            ProfileError,
+            "the model is spread over cpu, meta",
+        ),
+        (nn.LazyLinear(4), X, {}, ProfileError, "weight has no shape yet; run the model once"),
+        (nn.ReLU(), X, {"backward": True}, ProfileError, "backward=True needs a tensor to start from"),
     ],
 )
-def test_arguments_out_of_range(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        profile_memory(nn.Identity(), torch.zeros(1), **options)
+def test_what_is_refused(model: nn.Module, x: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        profile_memory(model, x, print_table=False, **options)
 
     assert _message(raised).startswith(message)
-
-
-def test_input_on_another_device() -> None:
-    with pytest.raises(ValueError) as raised:
-        profile_memory(nn.Linear(2, 2), torch.zeros(1, 2, device="meta"))
-
-    assert _message(raised).startswith("the model is on cpu and its inputs are on meta; move the inputs")
-
-
-def test_model_on_several_devices() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-
-    with pytest.raises(ProfileError, match="spread over cpu, meta"):
-        profile_memory(model, torch.zeros(1, 2))
-
-
-def test_lazy_parameters() -> None:
-    with pytest.raises(ProfileError, match="weight has no shape yet; run the model once"):
-        profile_memory(nn.LazyLinear(4), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
@@ -79,6 +74,11 @@ def test_input_that_the_model_refuses_keeps_its_error(device: str | None) -> Non
 
     assert "multiplied" in _message(raised) or "reduction dim" in _message(raised)
     assert raised.value.__notes__[0] == "memkit: raised in 1 (Linear)"
+
+
+def test_no_grad_is_refused() -> None:
+    with torch.no_grad(), pytest.raises(ProfileError, match="grad mode is off"):
+        profile_memory(LINEAR, X)
 
 
 def test_error_in_the_loss_says_so() -> None:
@@ -105,11 +105,6 @@ def test_out_of_memory_says_where_and_what_helps() -> None:
 def test_backward_from_a_loss_that_is_no_number(loss: object) -> None:
     with pytest.raises(ValueError, match="loss_fn must return a tensor with one element; found"):
         profile_memory(nn.Linear(2, 2), torch.zeros(3, 2), loss_fn=loss, backward=True)
-
-
-def test_backward_from_nothing() -> None:
-    with pytest.raises(ProfileError, match="backward=True needs a tensor to start from"):
-        profile_memory(nn.Linear(2, 2).requires_grad_(False), torch.zeros(3, 2), backward=True)
 
 
 def test_report_is_filed_under_its_tag() -> None:
@@ -180,12 +175,6 @@ def test_device_may_be_the_one_that_the_model_is_on(device: str | torch.device |
     report = profile_memory(nn.Linear(4, 4), torch.randn(2, 4), device=device, print_table=False)
 
     assert report.run.device == "cpu"
-
-
-def test_device_that_the_model_is_not_on_is_refused() -> None:
-    model = nn.Linear(4, 4, device="meta")
-    with pytest.raises(ValueError, match=r"device must be where the model is \(meta\), or \"meta\"; found 'cpu'"):
-        profile_memory(model, torch.randn(2, 4, device="meta"), device="cpu", print_table=False)
 
 
 Context = Callable[[], AbstractContextManager[object]]

@@ -10,24 +10,28 @@ from torch.nn import functional
 from memkit import profile_memory
 from memkit.errors import ProfileError
 from memkit.profile.simulate.target import check_dtypes
-from tests.profile.calls import DTYPE_CALLS, DTYPE_PAIRS
+from tests.profile.calls import AUTOCAST_CALLS, DTYPE_CALLS, DTYPE_PAIRS
 from tests.profile.cases import Calls, Function, both, saved
 
 
-@pytest.mark.parametrize(("of_input", "of_weight"), DTYPE_PAIRS)
-@pytest.mark.parametrize("name", DTYPE_CALLS)
+@pytest.mark.parametrize(
+    ("of_input", "of_weight", "amp"),
+    [*((*pair, False) for pair in DTYPE_PAIRS), *((dtype, torch.float32, True) for dtype in (torch.float32, torch.bfloat16))],
+)
+@pytest.mark.parametrize("name", [*DTYPE_CALLS, *AUTOCAST_CALLS])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_dtypes_are_refused_where_the_cpu_refuses_them(name: str, of_input: torch.dtype, of_weight: torch.dtype) -> None:
-    model = Calls(lambda x, w, _: DTYPE_CALLS[name](x, w)).to(of_weight)
+def test_dtypes_are_taken_or_refused_as_by_the_cpu(name: str, of_input: torch.dtype, of_weight: torch.dtype, amp: bool) -> None:
+    model = Calls(lambda x, w, _: {**DTYPE_CALLS, **AUTOCAST_CALLS}[name](x, w)).to(of_weight)
     x = torch.randn(4, 4, dtype=of_input, requires_grad=True)
-    try:
-        model(x)
-    except RuntimeError:
-        with pytest.raises((ProfileError, RuntimeError)):
-            profile_memory(model, x, device="meta", target="cpu", print_table=False)
-    else:
-        real, meta = both(model, x)
-        assert saved(meta) == saved(real)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        try:
+            model(x)
+        except RuntimeError:
+            with pytest.raises((ProfileError, RuntimeError)):
+                profile_memory(model, x, device="meta", target="cpu", print_table=False)
+        else:
+            real, meta = both(model, x)
+            assert saved(meta) == saved(real)
 
 
 def test_a_refusal_names_the_module_the_operation_the_dtypes_and_what_to_do() -> None:
@@ -109,12 +113,6 @@ def test_classes_of_one_byte_go_through_the_backward_as_with_data(weighted: bool
 
     assert saved(meta) == saved(real)
     assert meta.backward_peak_bytes is not None
-
-
-def test_integers_go_with_any_dtype() -> None:
-    real, meta = both(Function(lambda x, i: x[i] * i), torch.randn(4, requires_grad=True), torch.zeros(4, dtype=torch.long))
-
-    assert saved(meta) == saved(real)
 
 
 GROUPED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # the second with its last two dimensions exchanged

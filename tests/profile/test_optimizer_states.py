@@ -200,47 +200,32 @@ def test_states_that_are_there_are_told() -> None:
     assert found.there_bytes == found.state_bytes == storage_bytes(model.parameters())
 
 
-def test_parameters_of_another_model() -> None:
-    optimizer = torch.optim.AdamW(two_matrices().parameters())
+class Asking(torch.optim.SGD):
+    def __init__(self, params: Any, *, rate: float) -> None:
+        super().__init__(params, lr=rate)
 
-    with pytest.raises(ValueError, match=r"found 2 of 2 that are not the model's, the first of shape \(64, 32\)"):
+
+class Odd(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("no kernel for this")
+
+
+OF_ANOTHER = r"found 2 of 2 that are not the model's, the first of shape \(64, 32\)"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        (torch.optim.AdamW(two_matrices().parameters()), ValueError, OF_ANOTHER),
+        ("adamW2", ValueError, r"optimizer must be one of adadelta, adafactor, .*; found 'adamW2'"),
+        (3, TypeError, 'a name such as "adamw"; found int'),
+        (Asking, TypeError, r"Asking needs arguments beside the parameters: .*'rate'. Pass an instance"),
+        (Odd, ProfileError, r"the states of Odd cannot be counted: .* RuntimeError: no kernel for this"),
+    ],
+)
+def test_optimizer_that_cannot_be_counted(optimizer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         counted(two_matrices(), optimizer)
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"optimizer must be one of adadelta, adafactor, .*; found 'adamW2'"):
-        counted(two_matrices(), "adamW2")
-
-
-def test_what_is_no_optimizer() -> None:
-    with pytest.raises(TypeError, match='a name such as "adamw"; found int'):
-        counted(two_matrices(), 3)
-
-
-def test_class_that_is_not_made_of_parameters_alone() -> None:
-    class Asking(torch.optim.SGD):
-        def __init__(self, params: Any, *, rate: float) -> None:
-            super().__init__(params, lr=rate)
-
-    with pytest.raises(TypeError, match=r"Asking needs arguments beside the parameters: .*'rate'. Pass an instance"):
-        counted(two_matrices(), Asking)
-
-
-def test_optimizer_that_cannot_step_without_data() -> None:
-    class Odd(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise RuntimeError("no kernel for this")
-
-    model = two_matrices()
-
-    with pytest.raises(ProfileError, match=r"the states of Odd cannot be counted: .* RuntimeError: no kernel for this"):
-        counted(model, Odd(model.parameters(), lr=0.1))
-
-
-def test_report_with_an_optimizer_and_back() -> None:
-    report = counted(two_matrices(), "adamw")
-
-    assert MemoryReport.from_json(report.to_json()) == report
 
 
 # Room for states on their way

@@ -24,21 +24,23 @@ def report() -> MemoryReport:
     return profile_memory(case.model(), *case.inputs(), backward=True, tag="tagged", print_table=False)
 
 
-def test_json_brings_back_the_same_report(report: MemoryReport) -> None:
-    assert MemoryReport.from_json(report.to_json()) == report
-
-
-def test_json_file_brings_back_the_same_report(report: MemoryReport, tmp_path: Path) -> None:
+def test_json_and_its_file_bring_back_the_same_report(report: MemoryReport, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(report.to_json())
+    bare = profile_memory(nn.Identity(), torch.zeros(()), device="meta", print_table=False)  # without times or shapes
 
-    assert MemoryReport.from_json(path) == report
-
-
-def test_json_of_a_run_without_times_or_shapes_comes_back() -> None:
-    bare = profile_memory(nn.Identity(), torch.zeros(()), device="meta", print_table=False)
-
+    assert MemoryReport.from_json(report.to_json()) == MemoryReport.from_json(path) == report
     assert MemoryReport.from_json(bare.to_json()) == bare
+
+
+def test_file_that_is_no_report_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+
+    with pytest.raises(ReportFormatError, match=r"notes\.txt' is not a memkit report"):
+        MemoryReport.from_json(path)
+    with pytest.raises(FileNotFoundError):
+        MemoryReport.from_json(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
@@ -62,10 +64,7 @@ def _changed(report: MemoryReport, **changes: object) -> str:
         ("[1, 2]", 'it has no "schema": "memkit.MemoryReport"'),
         ('{"schema": "other"}', 'it has no "schema": "memkit.MemoryReport"'),
         ('{"schema": "memkit.MemoryReport"}', '"schema_version" must be a whole number from 1 on; found None'),
-        (
-            '{"schema": "memkit.MemoryReport", "schema_version": 3}',
-            "has schema version 3; this memkit reads versions up to 2",
-        ),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 3}', "has schema version 3; this memkit reads versions up to 2"),
         ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
     ],
 )
@@ -81,19 +80,6 @@ def test_text_that_is_no_report(text: str, message: str) -> None:
 def test_damaged_report(report: MemoryReport, changes: dict[str, object]) -> None:
     with pytest.raises(ReportFormatError, match="not a whole memkit report"):
         MemoryReport.from_json(_changed(report, **changes))
-
-
-def test_damaged_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("hello")
-
-    with pytest.raises(ReportFormatError, match=r"notes\.txt' is not a memkit report"):
-        MemoryReport.from_json(path)
-
-
-def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        MemoryReport.from_json(tmp_path / "none.json")
 
 
 def test_unaccounted_closes_the_sum(report: MemoryReport) -> None:

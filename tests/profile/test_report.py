@@ -89,24 +89,15 @@ def test_identical_siblings_are_one_row_with_their_sum_unless_all_are_asked_for(
     assert [line.split()[0] for line in full] == ["(model)", "0", "1", "2", "3", "(outside"]
 
 
-def test_rows_that_differ_are_not_put_together() -> None:
+def test_rows_that_differ_or_have_names_are_not_put_together() -> None:
     report = _meta(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)), torch.randn(2, 4))
+    named = nn.Sequential()
+    for name in ("first", "second"):
+        named.add_module(name, nn.Linear(4, 4))
 
     assert "[0-1] (x2)" in str(report)
     assert "\n2 " in str(report)
-
-
-def test_named_siblings_are_not_put_together() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.second = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    assert "(x2)" not in str(_meta(Named(), torch.randn(2, 4)))
+    assert "(x2)" not in str(_meta(named, torch.randn(2, 4)))
 
 
 def test_different_shapes_are_counted() -> None:

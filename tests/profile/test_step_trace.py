@@ -65,11 +65,7 @@ def test_chain_is_as_worked_out_by_hand() -> None:
         3: Lifetime(made_at=1, released_at=3, freed_at=3),
         4: Lifetime(made_at=2, released_at=7, freed_at=7),
     }
-    assert found.names == {
-        2: ("aten.mul.Tensor", "Weighted"),
-        3: ("aten.sin.default", "Weighted"),
-        4: ("aten.sum.default", ""),
-    }
+    assert found.names == {2: ("aten.mul.Tensor", "Weighted"), 3: ("aten.sin.default", "Weighted"), 4: ("aten.sum.default", "")}
     assert found.modules == (ModuleOps(module="", kind="Weighted", begin=0, end=2),)
     assert (found.trainable_numel, found.trainable_bytes) == (256 * 256, size)
     assert (found.model, found.inputs, found.target) == ("Weighted", "float32[256, 256]", "cuda")

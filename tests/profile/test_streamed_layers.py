@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import memkit
 from memkit.device import Device, ReferenceDevice
@@ -21,31 +20,6 @@ from tests.weights.cases import RUNS, WIDTH, Block, Stack, assert_same, inputs, 
 pytestmark = pytest.mark.slow
 
 
-class Shortcut(nn.Module):
-    """A convolution around which its input goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Take and return [batch, 4, height, width]."""
-        return x + functional.relu(self.norm(self.conv(x)))
-
-
-class ConvStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Shortcut() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Take [batch, width], return [batch, 4, 2, 2]."""
-        x = x.reshape(-1, 4, 2, 2)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def linears(num_layers: int = 6) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
 
@@ -53,7 +27,6 @@ def linears(num_layers: int = 6) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": linears,
     "blocks": Stack,
-    "conv": ConvStack,
     "checkpoint": lambda: Stack(run=RUNS["checkpoint"]),
     "reentrant checkpoint": lambda: Stack(run=RUNS["reentrant checkpoint"]),
     "segments": lambda: Stack(run=RUNS["segments"]),
@@ -247,41 +220,6 @@ def test_training_goes_on_as_without_a_profile(train: str, ratio: float, backwar
         assert (stats.num_overflows, stats.slot_bytes) == (0, sum(offload.plan.slot_bytes))
 
 
-def test_gradients_that_are_kept_take_room_for_one_more_set() -> None:
-    device, model = ReferenceDevice(), Stack()
-    batches = inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, train="host", device=device) as offload:
-        run_step(model, batches)
-        model.zero_grad()
-        before = offload.stats().host_bytes
-        profile(model, batches[0], backward=True)
-        assert offload.stats().host_bytes == before
-
-        taken = []
-        for _ in range(3):
-            run_step(model, batches)
-            profile(model, batches[0], backward=True)
-            taken.append(offload.stats().host_bytes)
-        assert taken[0] == taken[1] == taken[2]
-
-
-def test_layers_that_were_loaded_by_assignment(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    other = {name: tensor * 2 for name, tensor in plain.state_dict().items()}
-    plain.load_state_dict(other)
-    expected = profile(plain, batches[0])
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        places = {name: tensor.device for name, tensor in model.state_dict().items()}
-        model.load_state_dict({name: tensor.to(places[name]) for name, tensor in other.items()}, assign=True)
-        only_lora(model)
-        report = profile(model, batches[0])
-
-        assert_same_but_for_weights(report, expected)
-        assert report.host_param_bytes > 0
-        assert_same(run_step(model, batches), run_step(plain, batches))
-
-
 def test_casts_of_streamed_weights_are_casts_of_parameters(device: Device) -> None:
     kind = device.torch_device.type
     model = only_lora(Stack()).to(device.torch_device)
@@ -316,38 +254,6 @@ def test_weight_in_another_tensor_is_no_activation() -> None:
         assert profile(model, batch).activation_bytes == expected.activation_bytes
 
 
-@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
-def test_beside_contexts_for_activations(context: Callable[..., object], device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        report = profile(model, batches[0], tag="streamed")
-        for _ in range(2):
-            with context(0.5, tag="streamed", min_bytes=0, device=device):
-                output = model(batches[0])
-            output.square().mean().backward()
-        expected = plain(batches[0])
-        for _ in range(2):
-            plain(batches[0]).square().mean().backward()
-
-        assert report.host_param_bytes > 0
-        assert_same(results(model, [output]), results(plain, [expected]))
-
-
-def test_hooks_of_the_user_inside_of_a_streamed_layer_are_marked(device: Device) -> None:
-    class Hooked(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                return super().forward(x)
-
-    model = only_lora(Stack(3, block=Hooked)).to(device.torch_device)
-    expected = profile(model, inputs(device)[0])
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        report = profile(model, inputs(device)[0])
-
-    assert report.marked("other hooks") == expected.marked("other hooks") != ()
-
-
 def test_a_layer_by_itself(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     batch = inputs(device)[0]
@@ -370,17 +276,6 @@ def test_steps_in_the_backward_are_refused(device: Device) -> None:
             profile(model, batch, backward=True)
 
         assert profile(model, batch).host_param_bytes > 0
-
-
-def test_hooks_of_the_user_on_streamed_parameters_are_refused() -> None:
-    device, model = ReferenceDevice(), Stack()
-    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
-        handle = model.layers[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-        with pytest.raises(memkit.errors.ProfileError, match=r"layers\.0\.up\.weight has a hook"):
-            profile(model, inputs(device)[0], backward=True)
-        handle.remove()
-
-        profile(model, inputs(device)[0], backward=True)
 
 
 def test_table_tells_streamed_layers_from_those_that_stay() -> None:

@@ -158,18 +158,6 @@ def test_passes_see_the_same_model() -> None:
     assert model.total is total
 
 
-def test_attributes_made_by_the_forward_are_removed() -> None:
-    class Caches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            self.cache = x.exp()
-            return self.cache
-
-    model = Caches()
-    profile_memory(model, torch.randn(4, requires_grad=True), print_table=False)
-
-    assert "cache" not in vars(model)
-
-
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_parametrized_modules_are_as_they_were(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = wrap(nn.Linear(4, 4))
@@ -241,14 +229,14 @@ def test_lists_and_plain_tensors_are_as_they_were(device: str | None) -> None:
         def forward(self, x: Tensor) -> Tensor:
             y = x.exp()
             self.outputs.append(y)
-            self.named["y"] = y
+            self.named["y"] = self.cache = y
             self.count.add_(1)
             return torch.cat(self.outputs).tanh()
 
     model = Keeps()
     report = profile_memory(model, torch.randn(4, requires_grad=True), device=device, warmup=2, print_table=False)
 
-    assert (model.outputs, model.named, float(model.count)) == ([], {}, 0.0)
+    assert (model.outputs, model.named, float(model.count), hasattr(model, "cache")) == ([], {}, 0.0, False)
     assert report.activation_bytes == 2 * 16
 
 
@@ -314,20 +302,6 @@ def test_steps_in_the_backward_are_refused() -> None:
 
     with pytest.raises(ProfileError, match="weight has a hook that runs when its gradient is accumulated"):
         profile_memory(model, torch.randn(2, 4), backward=True)
-
-
-def test_sharded_models_are_refused_without_data() -> None:
-    import torch.distributed
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        with pytest.raises(ProfileError, match="sharded by fully_shard"):
-            profile_memory(fully_shard(nn.Linear(4, 4), mesh=mesh), torch.randn(2, 4), device="meta")
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -404,8 +378,3 @@ def test_users_hooks_run_and_stay() -> None:
 
     assert calls == ["pre", "post"] * 3
     assert _hooks_of(model) == 2
-
-
-def test_no_grad_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(ProfileError, match="grad mode is off"):
-        profile_memory(nn.Linear(2, 2), torch.randn(1, 2))

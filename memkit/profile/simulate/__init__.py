@@ -9,5 +9,12 @@ The files are imported where a model is run, and not here: some derive from priv
 
 import torch
 
+from memkit.core.sizes import ALIGNMENT_BYTES
+
 META = torch.device("meta")
 TARGETS = ("cuda", "cpu")
+
+
+def rounding_bytes(kind: str) -> int:
+    """Return what the allocator of a target, or of a type of device, rounds sizes up to a multiple of."""
+    return ALIGNMENT_BYTES if kind == "cuda" else 1

@@ -35,12 +35,7 @@ def scaled_dot_product_attention(
     *,
     target: str,
 ) -> Tensor:
-    """Do what `torch.nn.functional.scaled_dot_product_attention` does with tensors on `target`.
-
-    Args:
-        query: `[..., query_len, head_dim]`, on the meta device; `key` and `value` as there.
-        target: "cuda" or "cpu".
-    """
+    """Do what `torch.nn.functional.scaled_dot_product_attention` does with tensors on `target`, on the meta device."""
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if call.is_valid():
         batched = call.batched() if query.dim() == key.dim() == value.dim() == 3 and fused_take_three_dims() else call
@@ -77,28 +72,28 @@ class _Call:
         mask = self.mask
         while mask is not None and mask.dim() < 4:
             mask = mask.unsqueeze(0)
-        query, key, value = (tensor.unsqueeze(0) for tensor in (self.query, self.key, self.value))
+        query, key, value = (tensor.unsqueeze(0) for tensor in self.tensors)
         return replace(self, query=query, key=key, value=value, mask=mask)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
     def is_dense(self) -> bool:
-        tensors = (self.query, self.key, self.value)
         return self.query.shape[0] == self.key.shape[0] == self.value.shape[0] and all(
-            tensor.dim() == 4 and tensor.layout == torch.strided and 0 not in tensor.shape for tensor in tensors
+            tensor.dim() == 4 and tensor.layout == torch.strided and 0 not in tensor.shape for tensor in self.tensors
         )
 
     def has_contiguous_rows(self) -> bool:
-        return all(tensor.stride(-1) == 1 for tensor in (self.query, self.key, self.value))
+        return all(tensor.stride(-1) == 1 for tensor in self.tensors)
 
     def needs_grad(self) -> bool:
-        tensors = (self.query, self.key, self.value)
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def heads_match(self, *, grouped: bool = True, key_as_value: bool = True) -> bool:
         """Tell whether the heads of keys and values can serve those of the queries.
 
-        Args:
-            grouped: whether the operation knows grouped heads.
-            key_as_value: whether it needs as many key heads as value heads.
+        `grouped`: whether the operation knows grouped heads; `key_as_value`: whether it needs as many key heads as value heads.
 
         Source: check_batch_size_and_num_heads_dense and check_grouped_query_attention in sdp_utils_cpp.h.
         """
@@ -193,11 +188,8 @@ def _choose_cuda(call: _Call) -> Fused | None:
 
 @cache
 def fused_broadcast_heads() -> bool:
-    """Tell whether the fused operations of this torch take one key head for all query heads without `enable_gqa`.
-
-    They came to do so together, on all devices, and together with grouped heads in CUDA's memory-efficient operation. The CPU
-    is asked, which is always there.
-    """
+    """Tell whether the fused operations of this torch take one key head for all query heads without `enable_gqa`. They came to
+    do so together, on all devices, and together with grouped heads in CUDA's memory-efficient operation; the CPU is asked."""
     return _is_fused((1, 2, 2, 8), (1, 1, 2, 8))
 
 
@@ -214,17 +206,14 @@ def _is_fused(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> bool:
 
 
 def _flash_cpu(call: _Call) -> Tensor:
-    output: Tensor = torch_private.flash_attention_cpu(
-        call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=call.bias(), scale=call.scale
-    )[0]
+    how = call.dropout_p, call.is_causal
+    output: Tensor = torch_private.flash_attention_cpu(*call.tensors, *how, attn_mask=call.bias(), scale=call.scale)[0]
     return output
 
 
 def _cudnn(call: _Call) -> Tensor:
-    tensors = (call.query, call.key, call.value)
-    output: Tensor = torch_private.cudnn_attention(
-        *tensors, call.bias(), call.needs_grad(), call.dropout_p, call.is_causal, False, scale=call.scale
-    )[0]
+    how = call.bias(), call.needs_grad(), call.dropout_p, call.is_causal, False
+    output: Tensor = torch_private.cudnn_attention(*call.tensors, *how, scale=call.scale)[0]
     return output
 
 
@@ -232,9 +221,7 @@ def _flash_cuda(call: _Call) -> Tensor:
     head_dim = call.query.shape[-1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
     padding = -head_dim % 8
-    tensors = [call.query, call.key, call.value]
-    if padding:
-        tensors = [functional.pad(tensor, (0, padding)) for tensor in tensors]
+    tensors = [functional.pad(tensor, (0, padding)) if padding else tensor for tensor in call.tensors]
     output: Tensor = torch_private.flash_attention(*tensors, call.dropout_p, call.is_causal, False, scale=scale)[0]
     return output[..., :head_dim] if padding else output
 
@@ -247,11 +234,8 @@ def _efficient_cuda(call: _Call) -> Tensor:
             key_len = bias.shape[-1]
             bias = functional.pad(bias, (0, 8 - key_len % 8))[..., :key_len]
         bias = bias.expand(*call.query.shape[:3], call.key.shape[2])
-    output: Tensor = torch_private.efficient_attention(
-        *(call.query, call.key, call.value, bias),
-        *(call.needs_grad(), call.dropout_p, call.is_causal),
-        scale=call.scale,
-    )[0]
+    how = bias, call.needs_grad(), call.dropout_p, call.is_causal
+    output: Tensor = torch_private.efficient_attention(*call.tensors, *how, scale=call.scale)[0]
     return output
 
 

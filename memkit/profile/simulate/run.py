@@ -123,7 +123,7 @@ class MixedDevices(Mode):
             return self._with_data(op, args, kwargs, with_data)
         if with_data:
             if torch_private.schema_of(op).is_mutable:
-                self._note_unknown(with_data)
+                self._unknown.update(unique_storages(with_data))
             args, kwargs = MetaTwins().of_tree((args, kwargs))
         return op(*args, **kwargs)
 
@@ -141,16 +141,11 @@ class MixedDevices(Mode):
             if asks_for_target and isinstance(output, Tensor) and output.is_meta and _is_small_integer(output):
                 output = op(*args, **{**kwargs, "device": torch.device("cpu")})
             elif on_host:
-                self._note_on_host([leaf for leaf in torch_private.tree_leaves(output) if isinstance(leaf, Tensor)])
+                made = unique_storages(_tensors_of(output))
+                self._on_host.update((key, weakref.ref(storage)) for key, storage in made.items())
         if unknown:
-            self._note_unknown([leaf for leaf in torch_private.tree_leaves(output) if isinstance(leaf, Tensor)])
+            self._unknown.update(unique_storages(_tensors_of(output)))
         return output
-
-    def _note_unknown(self, tensors: list[Tensor]) -> None:
-        self._unknown.update(unique_storages(tensors))
-
-    def _note_on_host(self, tensors: list[Tensor]) -> None:
-        self._on_host.update((key, weakref.ref(storage)) for key, storage in unique_storages(tensors).items())
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return all(
@@ -158,14 +153,16 @@ class MixedDevices(Mode):
         )
 
 
+def _tensors_of(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
 def _moved(op: OpOverload, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Move a tensor with data that is on the target already: only what else is asked for is done."""
     changes = {name: kwargs.get(name) not in (None, was) for name, was in (("dtype", tensor.dtype), ("layout", tensor.layout))}
     as_it_was = kwargs.get("memory_format") in (None, torch.preserve_format)
-    if not any(changes.values()) and as_it_was and not tensor.requires_grad:
-        output: Tensor = torch.ops.aten.alias.default(tensor)
-    else:
-        output = op(tensor, **{**kwargs, "device": tensor.device})
+    is_same = not any(changes.values()) and as_it_was and not tensor.requires_grad
+    output: Tensor = torch.ops.aten.alias.default(tensor) if is_same else op(tensor, **{**kwargs, "device": tensor.device})
     return output
 
 

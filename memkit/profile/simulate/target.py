@@ -8,6 +8,7 @@ difference is that it does not ask for function modes again: the mode stays on f
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -21,11 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from memkit.core import torch_private
 from memkit.core.modes import Mode
-from memkit.profile.simulate.attention import (
-    fused_broadcast_heads,
-    fused_take_three_dims,
-    scaled_dot_product_attention,
-)
+from memkit.profile.simulate.attention import fused_broadcast_heads, fused_take_three_dims, scaled_dot_product_attention
+from memkit.profile.tree import dtype_name
 
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
@@ -57,7 +55,7 @@ _LOWER = {
 }
 _FLOAT32_RESULT = {
     "cuda": {
-        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"),
+        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm")
     },
     "cpu": set(),
 }
@@ -77,10 +75,7 @@ _MADE_OF = {
         "einsum": "bmm",
         "tensordot": "mm",
         "chain_matmul": "mm",
-        "lstm_cell": "linear",
-        "gru_cell": "linear",
-        "rnn_tanh_cell": "linear",
-        "rnn_relu_cell": "linear",
+        **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), "linear"),
     },
 }
 
@@ -98,19 +93,11 @@ def rule_for(function_name: str, target: str) -> Rule | None:
     return Rule.FLOAT32
 
 
+@functools.cache
 def autocast_ops(target: str) -> frozenset[str]:
     """Return the names of the operations for which this torch has an autocast kernel on `target`."""
-    if target not in _autocast_ops:
-        key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[target]
-        _autocast_ops[target] = frozenset(
-            name.removeprefix("aten::").partition(".")[0]
-            for name in torch_private.dispatch_registrations(key)
-            if name.startswith("aten::")
-        )
-    return _autocast_ops[target]
-
-
-_autocast_ops: dict[str, frozenset[str]] = {}
+    registered = torch_private.dispatch_registrations({"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[target])
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in registered if name.startswith("aten::"))
 
 
 class MetaAutocast:
@@ -143,12 +130,9 @@ class MetaAutocast:
             dtype = torch.float32 if torch.float32 in dtypes else dtype
         elif rule is Rule.FLOAT32:
             dtype = torch.float32
-
-        def cast(leaf: Any) -> Any:
-            return self._cast(leaf, dtype)
-
-        new_args, new_kwargs = torch_private.tree_map(cast, (args, kwargs))
-        return new_args, new_kwargs
+        cast: tuple[tuple[Any, ...], dict[str, Any]]
+        cast = torch_private.tree_map(lambda leaf: self._cast(leaf, dtype), (args, kwargs))
+        return cast
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if not _is_eligible(value) or value.dtype == dtype:
@@ -180,11 +164,8 @@ _aten = torch.ops.aten
 
 
 class MixedDtypesError(RuntimeError):
-    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together.
-
-    Attributes:
-        advice: what to do.
-    """
+    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together. `advice` says
+    what to do."""
 
     def __init__(
         self, message: str, advice: str = "Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
@@ -203,9 +184,9 @@ def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
         if len(dtypes) > 1:
             raise _refusal(op, dtypes)
         if op in _CLASS_DTYPES and args[1].dtype not in _CLASS_DTYPES[op]:
-            needed = " or ".join(map(_text_of, _CLASS_DTYPES[op]))
+            needed = " or ".join(map(dtype_name, _CLASS_DTYPES[op]))
             raise MixedDtypesError(
-                f"{_name_of(op)} needs classes of {needed}; found {_text_of(args[1].dtype)}", "Cast them: targets.long()"
+                f"{_name_of(op)} needs classes of {needed}; found {dtype_name(args[1].dtype)}", "Cast them: targets.long()"
             )
         return
     positions = _NORMALIZATIONS[target].get(op)
@@ -234,16 +215,12 @@ def _dtypes_at(args: Sequence[Any], positions: Sequence[int]) -> list[torch.dtyp
 
 
 def _refusal(op: OpOverload, dtypes: Sequence[torch.dtype]) -> MixedDtypesError:
-    names = " and ".join(map(_text_of, dtypes))
+    names = " and ".join(map(dtype_name, dtypes))
     return MixedDtypesError(f"{_name_of(op)} needs tensors of one dtype; found {names}")
 
 
 def _name_of(op: OpOverload) -> str:
     return str(torch_private.schema_of(op).name).removeprefix("aten::")
-
-
-def _text_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
@@ -254,22 +231,13 @@ _CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
 
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {
-    _aten.mm.default: (0, 1),
-    _aten.bmm.default: (0, 1),
-    _aten.mv.default: (0, 1),
-    _aten.dot.default: (0, 1),
-    _aten.addmm.default: (0, 1, 2),
-    _aten.addmv.default: (0, 1, 2),
-    _aten.addbmm.default: (0, 1, 2),
-    _aten.baddbmm.default: (0, 1, 2),
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.mv.default, _aten.dot.default), (0, 1)),
+    **dict.fromkeys((_aten.addmm.default, _aten.addmv.default, _aten.addbmm.default, _aten.baddbmm.default), (0, 1, 2)),
     _aten.convolution.default: (0, 1, 2),
     **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1)),
-    _aten.linalg_cross.default: (0, 1),
-    _aten.grid_sampler_2d.default: (0, 1),
-    _aten.grid_sampler_3d.default: (0, 1),
-    _aten.nll_loss_forward.default: (0, 2),
-    _aten.nll_loss2d_forward.default: (0, 2),
-    _aten.binary_cross_entropy.default: (0, 1),
+    **dict.fromkeys((_aten.linalg_cross.default, _aten.binary_cross_entropy.default), (0, 1)),
+    **dict.fromkeys((_aten.grid_sampler_2d.default, _aten.grid_sampler_3d.default), (0, 1)),
+    **dict.fromkeys((_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default), (0, 2)),
     **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), (0, 2)),
     **dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2)),
     **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), (0, 3)),
@@ -278,17 +246,10 @@ _ALIKE: dict[OpOverload, tuple[int, ...]] = {
     **dict.fromkeys((_aten.put.default, _aten.put_.default), (0, 2)),
 }
 # And of these the parameters, and on the CPU the running statistics, at these positions, go with the input.
+_OF_GROUPS_AND_LAYERS = {_aten.native_group_norm.default: (1, 2), _aten.native_layer_norm.default: (2, 3)}
 _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
-    "cuda": {
-        _aten.native_batch_norm.default: (1, 2),
-        _aten.native_group_norm.default: (1, 2),
-        _aten.native_layer_norm.default: (2, 3),
-    },
-    "cpu": {
-        _aten.native_batch_norm.default: (1, 2, 3, 4),
-        _aten.native_group_norm.default: (1, 2),
-        _aten.native_layer_norm.default: (2, 3),
-    },
+    "cuda": {_aten.native_batch_norm.default: (1, 2), **_OF_GROUPS_AND_LAYERS},
+    "cpu": {_aten.native_batch_norm.default: (1, 2, 3, 4), **_OF_GROUPS_AND_LAYERS},
 }
 
 
@@ -371,46 +332,24 @@ def _convolution_cpu(output: Tensor, tensor: Tensor, weight: Tensor, bias: Tenso
     return _in_format(output, memory_format)
 
 
-def _group_norm(
-    outputs: Sequence[Tensor], tensor: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    output, *statistics = _with_statistics(outputs, _dtype_beside(tensor, weight, bias))
+def _group_norm(outputs: Sequence[Tensor], tensor: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    output, *statistics = _with_statistics(outputs, _dtype_beside(tensor, *parameters[:2]))
     return (_as_first(output, tensor), *statistics)
 
 
-def _layer_norm_cpu(
-    outputs: Sequence[Tensor], tensor: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    return _with_statistics(outputs, _dtype_beside(tensor, weight, bias))
+def _layer_norm_cpu(outputs: Sequence[Tensor], tensor: Tensor, shape: Any, *parameters: Any) -> tuple[Tensor, ...]:
+    return _with_statistics(outputs, _dtype_beside(tensor, *parameters[:2]))
 
 
-def _batch_norm_cpu(
-    outputs: Sequence[Tensor],
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    dtype = _dtype_beside(tensor, weight, bias, running_mean, running_var)
-    output, *statistics = _with_statistics(outputs, dtype, keep=training)
+def _batch_norm_cpu(outputs: Sequence[Tensor], tensor: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    *parameters, training = given[:5]
+    output, *statistics = _with_statistics(outputs, _dtype_beside(tensor, *parameters), keep=training)
     return (_as_first(output, tensor), *statistics)
 
 
-def _batch_norm_cuda(
-    outputs: Sequence[Tensor],
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _batch_norm_cuda(outputs: Sequence[Tensor], tensor: Tensor, *given: Any) -> tuple[Tensor, ...]:
     # cuDNN, where it is used, keeps statistics of a batch only in training.
-    keep = training or not uses_cudnn_batch_norm(tensor, weight)
+    keep = given[4] or not uses_cudnn_batch_norm(tensor, given[0])
     return _with_statistics(outputs, outputs[1].dtype, keep=keep)
 
 
@@ -474,36 +413,25 @@ _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.n
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
 # TensorTransformations.cpp), and those in its folder cuda.
+_KEEP_THE_FORMAT = (  # on the CPU
+    *(_aten.reflection_pad2d.default, _aten.reflection_pad3d.default, _aten.replication_pad2d.default),
+    *(_aten.replication_pad3d.default, _aten.max_unpool2d.default, _aten.pixel_shuffle.default),
+    *(_aten.pixel_unshuffle.default, _aten.channel_shuffle.default, _aten.roll.default),
+)
 _CPU_RULES: dict[OpOverload, Fix] = {
     _aten.convolution.default: _convolution_cpu,
     _aten.native_batch_norm.default: _batch_norm_cpu,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _layer_norm_cpu,
     _aten.log_sigmoid_forward.default: _log_sigmoid_cpu,
-    _aten.reflection_pad2d.default: _as_first,
-    _aten.reflection_pad3d.default: _as_first,
-    _aten.replication_pad2d.default: _as_first,
-    _aten.replication_pad3d.default: _as_first,
-    _aten.max_unpool2d.default: _as_first,
-    _aten.pixel_shuffle.default: _as_first,
-    _aten.pixel_unshuffle.default: _as_first,
-    _aten.channel_shuffle.default: _as_first,
-    _aten.roll.default: _as_first,
+    **dict.fromkeys(_KEEP_THE_FORMAT, _as_first),
 }
 _CUDA_RULES: dict[OpOverload, Fix] = {
     _aten.convolution.default: _convolution_cuda,
     _aten.native_batch_norm.default: _batch_norm_cuda,
     _aten.native_group_norm.default: _group_norm,
     _aten.log_sigmoid_forward.default: _log_sigmoid_cuda,
-    _aten.reflection_pad2d.default: _contiguous,
-    _aten.reflection_pad3d.default: _contiguous,
-    _aten.replication_pad2d.default: _contiguous,
-    _aten.replication_pad3d.default: _contiguous,
-    _aten.max_unpool2d.default: _contiguous,
-    _aten.pixel_shuffle.default: _contiguous,
-    _aten.pixel_unshuffle.default: _contiguous,
-    _aten.channel_shuffle.default: _contiguous,
-    _aten.roll.default: _contiguous,
+    **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
 }
 
 
@@ -565,20 +493,12 @@ class TargetMode(TorchFunctionMode):
 
     def _operation(self, name: str, function: Operation) -> Operation:
         if name == "scaled_dot_product_attention":
-            return lambda *args, **kwargs: scaled_dot_product_attention(*args, target=self._target, **kwargs)
+            return functools.partial(scaled_dot_product_attention, target=self._target)
         if name == "pad":
             return self._pad
         if name in BACKEND_DEPENDENT:
             return self._marked(function)
-        if self._target == "cuda" and name == "dropout":
-            return _cuda_dropout
-        if self._target == "cuda" and name == "rms_norm":
-            return _cuda_rms_norm
-        if self._target == "cuda" and name == "batch_norm":
-            return _cuda_batch_norm
-        if self._target == "cpu" and name == "group_norm":
-            return _cpu_group_norm
-        return function
+        return _REPLACED[self._target].get(name, function)
 
     def _marked(self, function: Operation) -> Operation:
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -674,3 +594,9 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         input, weight, _ = ctx.saved_tensors  # noqa: A001 - torch's own name
         return torch.empty_like(input), None if weight is None else torch.empty_like(weight), None
+
+
+_REPLACED: dict[str, dict[str, Operation]] = {
+    "cuda": {"dropout": _cuda_dropout, "rms_norm": _cuda_rms_norm, "batch_norm": _cuda_batch_norm},
+    "cpu": {"group_norm": _cpu_group_norm},
+}
