@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -226,6 +227,9 @@ class DeviceSteps:
                 for value, before in record.numbers:
                     value.copy_(before)
             piece.put_parameters()
+        for record in piece.whole.spoiled_by(self._optimizer):
+            grad = record.parameter.grad
+            record.spoiled = None if grad is None else weakref.ref(grad)
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
         self._release(piece)

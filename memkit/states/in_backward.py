@@ -185,8 +185,9 @@ class BackwardSteps:
         device, own, gradient = self._device, self._device.current_stream(), record.parameter.grad
         assert gradient is not None
         while self._held and self._held_bytes + gradient.nbytes > _HELD_BYTES:
-            stream, stepped, held = self._held.popleft()
+            stream, stepped, held = self._held[0]
             device.wait_event(stream, stepped)
+            self._held.popleft()
             self._held_bytes -= held[0].nbytes
         held = piece.read_by_step(self._optimizer)
         if device.takes_notes:
@@ -228,8 +229,7 @@ class BackwardSteps:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
         device, current = self._device, self._device.current_stream()
-        held, self._held = self._held, deque()  # a backward that has failed may end in its own thread, beside a step
-        for stream, stepped, _ in held:
+        for stream, stepped, _ in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             device.wait_event(stream, stepped)
         device.wait_event(current, device.record_event(self._stream, timed=False))
         self._forget_held()

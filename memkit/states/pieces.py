@@ -38,6 +38,7 @@ class StateRecord:
         "numbers",
         "parameter",
         "position",
+        "spoiled",
         "undo",
     )
 
@@ -57,6 +58,8 @@ class StateRecord:
         """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
         """The gradient that it was stepped with last, and the version of that: see `mark_of`."""
+        self.spoiled: weakref.ref[Tensor] | None = None
+        """A gradient that a step has written to that was undone, as a fused one does to unscale it."""
 
     def is_done(self) -> bool:
         """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
@@ -203,6 +206,8 @@ class Piece:
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
         """The records with a gradient, which the step under way steps."""
+        self._versions: list[int] = []
+        """How often their gradients were written to when that began."""
         self.lost: str | None = None
         """Why it can't be stepped or saved any more: a step has left it, or its states, half written. Loading ends that."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
@@ -295,9 +300,18 @@ class Piece:
         """Whether a step was broken off between its windows, so that some are stepped and others are not."""
         return any(part.is_stepped for part in self.parts)
 
-    def has_written_gradient(self) -> bool:
-        """Tell whether the gradient was written to since the step of windows of it began."""
-        return False
+    def spoiled_by(self, optimizer: torch.optim.Optimizer) -> list[StateRecord]:
+        """Return which are due and have a gradient that the step under way may have written to, or none any more.
+
+        A fused step, which unscales gradients in place, does so without a version that tells.
+        """
+        unscales = getattr(optimizer, "grad_scale", None) is not None and self.plan.update is Update.DEVICE
+        found = []
+        for record, version in zip(self.due, self._versions, strict=True):
+            mark = mark_of(record)
+            if mark is None or mark[1] != version or (unscales and not record.has_master):
+                found.append(record)
+        return found
 
     def forget_loss(self) -> None:
         """Go on with states that were loaded."""
@@ -313,10 +327,21 @@ class Piece:
         """Begin a step of the parameters in `due`. Nothing was copied yet.
 
         Raises:
-            StateOffloadError: it is lost, or a gradient has another dtype than the parameter.
+            StateOffloadError: it is lost, or a gradient has another dtype than the parameter, or isn't its own any more.
         """
         if self.lost is not None:
             raise StateOffloadError(self.lost)
+        versions = []
+        for record in self.due:
+            grad = record.parameter.grad
+            assert grad is not None
+            if record.spoiled is not None and record.spoiled() is grad:
+                raise StateOffloadError(
+                    f"a step that was broken off has written to the gradient of {record.name}, as to unscale it, and a step "
+                    "would do so again. Call optimizer.zero_grad() and run the backward again"
+                )
+            versions.append(version_of(grad) if record.is_shard else torch_private.version_of(grad))
+        self._versions = versions
         if self.plan.update is Update.DEVICE and not self._is_cut:
             return  # the parameters are stepped themselves
         for record in self.due:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit.core import torch_private
 from memkit.core.torch_state import local_of
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
@@ -177,7 +176,7 @@ class CutPiece(Piece):
         """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
         """The states without dimensions that the first window of a step came to: those of all others must be equal."""
-        self._address = self._version = _NOWHERE
+        self._address = _NOWHERE
 
     @property
     def may_come_early(self) -> bool:
@@ -203,7 +202,7 @@ class CutPiece(Piece):
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
             flat = local_of(grad).detach().reshape(-1)
-            self.coming, self._version = self.layout, torch_private.version_of(flat)
+            self.coming = self.layout
             for window in self.windows:
                 own = window.records[0]
                 own.group, own.position = record.group, record.position
@@ -218,10 +217,6 @@ class CutPiece(Piece):
                     self.states[own.parameter] = known
                 else:
                     self.states.pop(own.parameter, None)
-
-    def has_written_gradient(self) -> bool:
-        grad = self.windows[-1].records[0].parameter.grad  # a view: all have one version
-        return grad is None or torch_private.version_of(grad) != self._version
 
     def forget_loss(self) -> None:
         if self.lost is not None:

@@ -350,6 +350,28 @@ def test_the_backward_waits_for_steps_only_where_too_much_is_held(
             assert waits_at_hooks[-1] == 0
 
 
+def test_interrupt_when_a_backward_ends_lets_no_gradient_go_ahead_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with offload(optimizer, device, when="backward") as states:
+        train_within_backwards(model, optimizer, states, device, range(2))
+        waits, wait_event, current = list[Any](), device.wait_event, device.current_stream()
+
+        def wait(stream: Any, event: Any) -> None:
+            waits.extend([event] if stream == current else [])
+            if len(waits) == 2:
+                raise KeyboardInterrupt
+            wait_event(stream, event)
+
+        loss = model(batch(device, 2)).square().mean()
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "wait_event", wait)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+        assert len(waits) == 2 + 9 + 1  # those of all gradients, and of the stream for steps, are made again
+
+
 def test_parameters_may_be_read_once_the_backward_is_over() -> None:
     device = ReferenceDevice()
     model = make_net(device)

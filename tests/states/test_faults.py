@@ -280,6 +280,47 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(net(batch(device, 0)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with memkit.StateOffload(optimizers[1], device=device):
+        step(plain, optimizers[0])
+        step(model, optimizers[1])
+        before = _snapshot(model, optimizers[1])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", _interrupted(torch.optim.AdamW.step))
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizers[1])
+        assert_same(_snapshot(model, optimizers[1]), before)
+        with pytest.raises(StateOffloadError, match=r"has written to the gradient of parameter 0\.\d.* run the backward again"):
+            scaler.step(optimizers[1])
+        scaler.update()
+        del optimizers[1].grad_scale  # which torch leaves there, and multiplies by
+        step(plain, optimizers[0])
+        step(model, optimizers[1])
+        assert_same(_snapshot(model, optimizers[1]), _snapshot(plain, optimizers[0]))
+
+
+def _interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any, **options: Any) -> None:
+        call(*args, **options)
+        raise KeyboardInterrupt
+
+    return step
+
+
 def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
     class Late(DAdapting):
         """Writes to its groups what it has found only after some steps."""
