@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -143,6 +144,22 @@ class Odd(torch.optim.Optimizer):
                 state["old"], state["older"] = old, older
                 old.mul_(0.9).add_(parameter.grad)
                 parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
+
+
+class FailsOnHost(torch.optim.SGD):
+    """Fails in the step of a piece, counted from 1, in the thread that steps on the host: once it is told so."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.told: dict[str, Any] = {"fails": 0, "await": None}
+
+    def step(self, closure: Any = None) -> Any:
+        if threading.current_thread().name.startswith("memkit-step"):
+            self.told["fails"] -= 1
+            if self.told["fails"] == 0:
+                assert self.told["await"] is None or self.told["await"].wait(60)
+                raise ArithmeticError("no")
+        return super().step(closure)
 
 
 class DAdapting(torch.optim.Optimizer):

@@ -17,7 +17,18 @@ from memkit.errors import StateOffloadError
 from memkit.states import host_steps, in_backward
 from memkit.states.memory import StateSlot, StateSlots
 from tests.engine import LateThread
-from tests.states.cases import WAYS, assert_same, assert_same_training, batch, make_net, offload, skip_host_steps, train
+from tests.states.cases import (
+    WAYS,
+    FailsOnHost,
+    assert_same,
+    assert_same_training,
+    batch,
+    is_same,
+    make_net,
+    offload,
+    skip_host_steps,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -192,31 +203,18 @@ def test_a_backward_does_not_wait_for_the_host(device: Device) -> None:
 
 @pytest.mark.parametrize("has_states", [False, True])
 def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: bool) -> None:
-    class Failing(torch.optim.SGD):
-        fails = 0
-
-        def step(self, closure: Any = None) -> Any:
-            if any(group["params"] for group in self.param_groups):  # else it is what torch steps, in this thread
-                Failing.fails -= 1
-                if Failing.fails == 0:
-                    raise ArithmeticError("no")
-            return super().step(closure)
-
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
     with offload(optimizer, device, when="backward", update="host") as states:
         if has_states:
             train(model, optimizer, device, range(2), states=states)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         saved = copy.deepcopy(optimizer.state_dict())
-        Failing.fails = 3
+        optimizer.told["fails"] = 3
         model(batch(device, 5)).square().mean().backward()
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no") as caught:
             optimizer.step()
-        moved = [
-            not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True) if one.count_nonzero()
-        ]
-        assert sum(moved) == 8
+        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8
         assert isinstance(caught.value.__cause__, ArithmeticError)
         if has_states:
             with pytest.raises(StateOffloadError, match=r"they are lost\. Load a checkpoint"):
@@ -319,25 +317,16 @@ def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host(
 def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    class Failing(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure: Any = None) -> Any:
-            if Failing.fails and threading.current_thread().name.startswith("memkit-step"):
-                Failing.fails = False
-                raise ArithmeticError("no")
-            return super().step(closure)
-
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
 
     def interrupted(self: Any, piece: Any) -> None:
         self.settle()
         raise KeyboardInterrupt
 
     with offload(optimizer, device, update="host", **options) as states:
-        Failing.fails = True
+        optimizer.told["fails"] = 1
         model(batch(device, 0)).square().mean().backward()
         if "overlap_forward" in options:
             optimizer.step()

@@ -18,7 +18,8 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.windows import CutPiece
-from tests.states.cases import WAYS, Case, EightBit, assert_same, assert_same_training, batch, offload, train
+from tests.states.cases import WAYS, Case, EightBit, FailsOnHost, assert_same, assert_same_training, batch, offload, train
+from tests.states.test_trial import Momentum
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -176,16 +177,11 @@ def test_room_does_not_grow_with_the_parameter() -> None:
     assert rooms[0] == rooms[1] <= 5 * 1024 * 8  # the least windows that are no smaller than 6000 bytes
 
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float16, torch.float64)),
-]
+OTHERS = torch.bfloat16, torch.float16, torch.float64
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)], ids=str)
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fused: bool) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 400_000)
@@ -193,72 +189,51 @@ def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch
     parameters = [nn.Parameter(values.clone()) for _ in range(2)]
     optimizers = [torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=fused) for parameter in parameters]
     with offload(optimizers[1], ReferenceDevice()) as states:
-        for step in range(4):
+        for step in range(3):
             grad = torch.randn(values.size(), generator=torch.Generator().manual_seed(step + 1)).to(dtype)
             for parameter, own in zip(parameters, optimizers, strict=True):
                 parameter.grad = grad.clone()
                 own.step()
             assert_same(*parameters)
-            assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
         assert num_cut(states) == 1
         assert len(states.plan.pieces[0].windows) >= 3
 
 
-class PerMatrix(torch.optim.SGD):
-    """Scales by the norm of each parameter, as LAMB does."""
+class PerMatrix(Momentum):
+    """Scales each matrix by its own norm, where it is told so."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean, alpha=group["lr"] * float(parameter.norm()))
-        return None
+    def scale(self, group: dict[str, Any], index: int) -> float:
+        return float(group["params"][index].norm()) if group.get("scaled", True) else 1.0
 
 
-class DecaysMatrices(torch.optim.SGD):
-    """Decays what has two dimensions."""
+class DecaysMatrices(Momentum):
+    """Does something else with matrices than with vectors."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.mul_(0.99 if parameter.dim() > 1 else 1.0).sub_(mean, alpha=group["lr"])
-        return None
+    def scale(self, group: dict[str, Any], index: int) -> float:
+        return 0.5 if group["params"][index].dim() > 1 else 1.0
 
 
-class Rounding(torch.optim.SGD):
-    """Adds random numbers."""
+class Rounding(Momentum):
+    """Draws random numbers."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean + torch.rand_like(mean), alpha=group["lr"])
-        return None
+    def noise(self, parameter: Tensor) -> Any:
+        return torch.rand_like(parameter)
 
 
-class Counts(torch.optim.SGD):
-    """Keeps a sum over all elements, and does nothing with it."""
+class Counts(Momentum):
+    """Keeps a sum over all elements, from some step on, and does nothing with it."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
-                    state["sum"] = state.get("sum", 0.0) + float(parameter.grad.sum())
-                    parameter.sub_(state["mean"], alpha=group["lr"])
-        return None
+    begins_at = 0
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        super().step_group(group)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["number"] = state.get("number", 0) + 1
+                if state["number"] > self.begins_at:
+                    state["sum"] = float(parameter.grad.sum())
 
 
 @pytest.mark.parametrize("kind", [PerMatrix, DecaysMatrices, Rounding, Counts, EightBit])
@@ -266,7 +241,7 @@ def test_what_is_not_elementwise_is_stepped_whole(kind: Any) -> None:
     device = ReferenceDevice()
     nets = [Net(only_matrices=True), Net(only_matrices=True)]
     nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [kind(net.parameters(), lr=1e-2) for net in nets]
+    optimizers = [kind(net.parameters()) for net in nets]
     with offload(optimizers[1], device) as states:
         for step in range(3):
             for net, own in zip(nets, optimizers, strict=True):
@@ -278,25 +253,12 @@ def test_what_is_not_elementwise_is_stepped_whole(kind: Any) -> None:
 
 def test_each_group_is_tried_by_itself() -> None:
     """Of an optimizer that steps matrices of some groups as such, the others can be cut."""
-
-    class Hybrid(PerMatrix):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                        mean.lerp_(parameter.grad, 0.1)
-                        scale = float(parameter.norm()) if group["dampening"] else 1.0
-                        parameter.sub_(mean, alpha=group["lr"] * scale)
-            return None
-
-    nets = [make_net(ReferenceDevice()), make_net(ReferenceDevice())]
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
     optimizers = [
-        Hybrid([{"params": [*net.first.parameters()], "dampening": 1}, {"params": [*net.second.parameters()]}], lr=1e-2)
+        PerMatrix([{"params": [*net.first.parameters()]}, {"params": [*net.second.parameters()], "scaled": False}])
         for net in nets
     ]
-    device = ReferenceDevice()
     with offload(optimizers[1], device) as states:
         for net, own in zip(nets, optimizers, strict=True):
             train(net, own, device, range(3))
@@ -306,23 +268,10 @@ def test_each_group_is_tried_by_itself() -> None:
 
 def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
     class Late(Counts):
-        """Begins to count only after some steps."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        state = self.state[parameter]
-                        state["number"] = state.get("number", 0) + 1
-                        state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-                        if state["number"] > 8:
-                            state["sum"] = float(parameter.grad.sum())
-                        parameter.sub_(state["mean"], alpha=group["lr"])
-            return None
+        begins_at = 8
 
     model = make_net(ReferenceDevice())
-    optimizer = Late(model.parameters(), lr=1e-2)
+    optimizer = Late(model.parameters())
     device = ReferenceDevice()
     with offload(optimizer, device) as states:
         train(model, optimizer, device, range(8))
@@ -415,20 +364,9 @@ def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
     failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several are given to the host at once. What it says of the parameter is true: as before, or stepped in part."""
-
-    class Failing(torch.optim.SGD):
-        num_calls = 0
-        fails = 0
-
-        def step(self, closure: Any = None) -> Any:
-            Failing.num_calls += bool(self.param_groups[0]["params"])  # not the step of the caller, which has none left
-            if self.param_groups[0]["params"] and Failing.num_calls == Failing.fails:
-                raise ArithmeticError("no")
-            return super().step(closure)
-
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
     parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
-    optimizer = Failing([parameter], lr=0.1, momentum=0.9)
+    optimizer = FailsOnHost([parameter])
     states = offload(optimizer, ReferenceDevice(), update="host", **options)
 
     def step() -> None:
@@ -440,7 +378,7 @@ def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
     step()
     assert len(states.plan.pieces[0].windows) == 7
     before = parameter.detach().clone()
-    Failing.num_calls, Failing.fails = 0, failing
+    optimizer.told["fails"] = failing
     with pytest.raises((ArithmeticError, StateOffloadError)) as raised:
         step()
     if not torch.equal(parameter, before):

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.device import Device, ReferenceDevice
+from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
-from memkit.states import trial
 from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent
 from tests.refusing import PinLimit
-from tests.states.cases import assert_same, make_net, offload, train
+from tests.states.cases import FailsOnHost, assert_same, cut, make_net, offload, train
 
 SIZES = [(64, 48), (48,), (7, 3), (5,), (64, 64), (1,), ()]
 
@@ -258,9 +258,7 @@ def test_what_windows_have_stepped_since_is_known(
     """A parameter that is contiguous in some steps ("c"), and is transposed ("t") and stepped as a whole in others, is written
     to be what it was when it was last stepped in the same way."""
     skip_a_gpu(device)
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    for module in (state_pieces, trial):
-        monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    cut(monkeypatch)
     ends = []
     for update in ("device", "host"):
         generator, found = torch.Generator().manual_seed(0), list[Tensor]()
@@ -353,31 +351,16 @@ def test_host_follows_cpu_copies(device: Device) -> None:
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 def test_an_error_of_the_class_on_the_host_says_what_is_lost(device: Device) -> None:
-    class Failing(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            if Failing.fails:
-                raise ArithmeticError("no")
-            return result
-
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
     with offload(optimizer, device, update="host"):
         train(model, optimizer, device, range(2))
-        saved = {key: {**entries} for key, entries in optimizer.state_dict()["state"].items()}
-        groups = optimizer.state_dict()["param_groups"]
-        saved = {
-            key: {name: value.clone() for name, value in entries.items() if value is not None} for key, entries in saved.items()
-        }
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        Failing.fails = True
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.told["fails"] = 1
         with pytest.raises(ArithmeticError, match="no"):
             train(model, optimizer, device, range(2, 3))
-        Failing.fails = False
-        assert_same(before, model.state_dict())
-        with pytest.raises(Exception, match=r"they are lost. Load a checkpoint"):
+        assert_same(saved[0]["layers.0.weight"], model.state_dict()["layers.0.weight"])
+        with pytest.raises(StateOffloadError, match=r"they are lost. Load a checkpoint"):
             optimizer.step()
-        optimizer.load_state_dict({"state": saved, "param_groups": groups})
+        optimizer.load_state_dict(saved[1])
         optimizer.step()

@@ -143,17 +143,6 @@ def test_steps_are_the_plain_ones(name: str, has_own: bool, disk: memkit.Disk | 
     both.assert_same_training()
 
 
-@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("name", ["AdamW fused", pytest.param("Adafactor", marks=pytest.mark.slow)])
-def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> None:
-    both = Both(device, in_groups(OPTIMIZERS[name]), ratio=ratio, num_slots=1, dtype=torch.bfloat16, master=torch.float32)
-    for _ in range(4):
-        both.step()
-
-    both.assert_same_training()
-    both.close()
-
-
 @pytest.mark.slow
 def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) -> None:
     both = Both(device, dtype=torch.bfloat16, master=torch.float32)
@@ -314,26 +303,6 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
         both.step()
 
     assert len(both.layers.plan.streamed) == 4
-    both.assert_same_training()
-    both.close()
-
-
-@pytest.mark.slow
-def test_training_is_saved_and_goes_on(device: Device) -> None:
-    both = Both(device, in_groups(OPTIMIZERS["AdamW fused"]))
-    for _ in range(2):
-        both.step()
-    saved = copy.deepcopy((both.model.state_dict(), both.optimizer.state_dict()))
-    expected = copy.deepcopy((both.plain.state_dict(), both.plain_optimizer.state_dict()))
-    assert_same(expected, saved)
-    for _ in range(2):
-        both.step()
-
-    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
-        one.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-    for _ in range(2):
-        both.step()
     both.assert_same_training()
     both.close()
 

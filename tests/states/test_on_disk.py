@@ -193,20 +193,6 @@ def _no_room(what: str, offset: int, num_bytes: int) -> int:
     return num_bytes
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_is_not_writable(tmp_path: Path) -> None:
-    optimizer = adamw(make_net(ReferenceDevice()))
-    tmp_path.chmod(0o500)
-    with pytest.raises(DiskError, match="Permission denied"):
-        offload(optimizer, ReferenceDevice(), disk=memkit.Disk(tmp_path))
-
-
-def test_a_directory_that_all_may_write_to(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match="all users may write"):
-        memkit.Disk(tmp_path)
-
-
 def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, is_direct: bool) -> None:
         if is_direct:

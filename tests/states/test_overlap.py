@@ -14,10 +14,12 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import RaceError, StateOffloadError
 from memkit.states import device_steps, host_steps
 from tests.states.cases import (
+    FailsOnHost,
     ScheduleFree,
     assert_same,
     assert_same_training,
     batch,
+    is_same,
     make_net,
     offload,
     train,
@@ -294,24 +296,14 @@ def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
 
 @pytest.mark.parametrize("ends", ["wait", "forward", "step", "state_dict"])
 def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
-    class Failing(torch.optim.SGD):
-        fails = 0
-
-        def step(self, closure=None):
-            if any(group["params"] for group in self.param_groups):  # else it is what torch steps, in this thread
-                Failing.fails -= 1
-                if Failing.fails == 0:
-                    assert has_returned.wait(60)
-                    raise ArithmeticError("no")
-            return super().step(closure)
-
-    device, has_returned = ReferenceDevice(), threading.Event()
+    device = ReferenceDevice()
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
+    optimizer.told["await"] = has_returned = threading.Event()
     with offload(optimizer, device, overlap_forward=True, update="host") as states:
         model(batch(device, 0)).square().mean().backward()
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        Failing.fails = 3
+        optimizer.told["fails"] = 3
         optimizer.step()
         has_returned.set()
         what = {
@@ -322,10 +314,7 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
         }
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no"):
             what[ends]()
-        moved = [
-            not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True) if one.count_nonzero()
-        ]
-        assert sum(moved) == 8
+        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8
         train(model, optimizer, device, range(2))
         states.wait()
     device.synchronize()
