@@ -172,11 +172,7 @@ def may_be_written(name: str, value: object) -> bool:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, memo: dict[int, Any] | None = None) -> dict[str, Any]:
-    """Return copies of an optimizer's attributes. What can't be copied is left out.
-
-    Args:
-        memo: by its id, what stands in a copy for a parameter, a group, or the optimizer; None for these themselves.
-    """
+    """Return copies of an optimizer's attributes. What can't be copied is left out."""
     memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in vars(optimizer).items():

@@ -29,11 +29,7 @@ _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     """Note that an optimizer has a `StateOffload` from now on. If that is dropped without `close()`, the host waits for what is
-    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped.
-
-    Raises:
-        ValueError: it has one already: both would step it.
-    """
+    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped."""
     known = _opened.get(optimizer)
     found = None if known is None else known()
     if found is not None and found is not states:
@@ -81,11 +77,7 @@ class NotCopied:
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a method of an object without keeping the object alive.
-
-    Args:
-        when_gone: called instead once the object is dead.
-    """
+    """Return a function that calls a method of an object without keeping the object alive, and `when_gone` once it is dead."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -104,12 +96,7 @@ _UPDATES = ("auto", "device", "host")
 def check_options(
     *, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None = None
 ) -> None:
-    """Check what is asked for, and whether it goes together.
-
-    Raises:
-        TypeError: the disk is none, or `overlap_forward` no bool.
-        ValueError: it does not.
-    """
+    """Check what is asked for, and whether it goes together."""
     if update == "both":
         raise ValueError(removed('StateOffload(update="both")', 'use "device", or "host" with a device_budget'))
     if update not in _UPDATES:
@@ -143,11 +130,7 @@ def check_options(
 
 
 def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when: str, overlap_forward: bool) -> None:
-    """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward.
-
-    Raises:
-        ValueError: that can't be.
-    """
+    """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward."""
     if stepper_of(optimizer) is None:
         return
     found = None
@@ -165,11 +148,7 @@ def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when:
 
 
 def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Device | None) -> Device:
-    """Return the device that all parameters of an optimizer are on when they are stepped.
-
-    Raises:
-        ValueError: they are on several, or on another than was asked for, or can't be stepped there.
-    """
+    """Return the device that all parameters of an optimizer are on when they are stepped."""
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = stepper_of(optimizer)
     for parameter in parameters:
@@ -229,14 +208,7 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **asked: Any) -> Device | None:
-    """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such.
-
-    Args:
-        asked: other arguments of `StateOffload` by which something would have to move.
-
-    Raises:
-        ValueError: it has others as well, or something would have to move.
-    """
+    """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such."""
     if not layers_of(optimizer):
         return None
     found = next((f"{name}={value!r}" for name, value in asked.items() if value not in (None, 0)), None)
@@ -251,11 +223,7 @@ def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **as
 
 
 def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
-    """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these.
-
-    Raises:
-        TypeError, ValueError: it has others as well, or can't be stepped in parts.
-    """
+    """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these."""
     refuse_by_kind(optimizer, "StateOffload")
     _refuse_twice(optimizer)
     found = layers_of(optimizer)
@@ -270,14 +238,7 @@ def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
-    """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it.
-
-    Args:
-        is_beside: whether it steps beside the backward or the forward.
-
-    Raises:
-        ValueError: that isn't so, or shards would be stepped beside what gathers them.
-    """
+    """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it."""
     _refuse_twice(optimizer)
     _refuse_streamed(optimizer)
     if is_beside and any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
@@ -326,11 +287,7 @@ def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str, is_beside: bool) -> None:
-    """Check the groups that an optimizer has now, as they were checked at first.
-
-    Raises:
-        ValueError: it can't be stepped in pieces any more.
-    """
+    """Check the groups that an optimizer has now, as they were checked at first."""
     refuse_by_kind(optimizer, where)
     check_parameters(optimizer, is_beside=is_beside)
     if any(group["params"] for group in optimizer.param_groups):
@@ -338,22 +295,14 @@ def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str
 
 
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
-    """Check that copies of higher precision are of use to some parameters.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that copies of higher precision are of use to some parameters."""
     if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
         found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")
 
 
 def refuse_captured(device: Device) -> None:
-    """Raise if a step is being compiled or captured.
-
-    Raises:
-        StateOffloadError: it is.
-    """
+    """Raise if a step is being compiled or captured."""
     if torch.compiler.is_compiling() or device.is_capturing():
         raise StateOffloadError(
             "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
@@ -369,11 +318,7 @@ def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_gradients(records: Sequence[StateRecord]) -> None:
-    """Raise if a gradient is sparse, or is split otherwise than its parameter, or a parameter needs its float32 copy no more.
-
-    Raises:
-        StateOffloadError: it is.
-    """
+    """Raise if a gradient is sparse or split otherwise than its parameter, or a parameter needs its float32 copy no more."""
     for record in records:
         grad = record.parameter.grad
         if record.has_master and record.parameter.dtype.itemsize >= torch.float32.itemsize:

@@ -172,11 +172,7 @@ class StatesAtRest:
 
     def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
         """Return where `optimizer.state` has something that stands for a state on the disk: of which record, in which entries,
-        by which name.
-
-        Raises:
-            StateOffloadError: something stands for states of another parameter, or of an earlier time.
-        """
+        by which name."""
         standing = [
             (number, entries, name)
             for number, record in enumerate(piece.records)
@@ -205,12 +201,7 @@ class StatesAtRest:
         self._disk.forget(before, piece)
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
-        """Return the states that are on the disk, by what stands for each, as new tensors in host memory.
-
-        Raises:
-            DiskError: the disk fails.
-            HostMemoryError: there is no room for all of them.
-        """
+        """Return the states that are on the disk, by what stands for each, as new tensors in host memory."""
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
         if not stored or self._disk is None:
             return {}

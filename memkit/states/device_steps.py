@@ -112,11 +112,7 @@ class DeviceSteps:
             self._disk.tidy(pieces)
 
     def read_ahead(self, parts: Sequence[Piece], start: int = 0) -> None:
-        """Have parts, from one of them on, be read that lie on a disk, as many as there is room for. Nobody waits for them.
-
-        Raises:
-            HostMemoryError: a buffer is too small for one, and there is no more.
-        """
+        """Have parts, from one of them on, be read that lie on a disk, as many as there is room for. Nobody waits for them."""
         if self._disk is not None:
             self._disk.read_ahead(parts[start:])
 

@@ -39,11 +39,6 @@ def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tenso
     are added up modulo 2**64. What is written is told by neither a sum of what is there nor its order, so words that change
     places, or bits that flip in pairs, count as any other write does. It is no protection from those who mean to deceive.
 
-    Args:
-        words: int64, of one dimension.
-        scratch: two tensors like it on the same device, which are written to.
-        found: int64, one element: the fingerprint.
-
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing.
     """
     mixed, shifted = scratch
@@ -175,12 +170,7 @@ class CopyRange:
 
 
 class Route:
-    """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back.
-
-    Args:
-        stepped: where on the device the fingerprint of the parameters is kept, as they were stepped last; None if none has a
-            float32 copy.
-    """
+    """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back."""
 
     def __init__(
         self,

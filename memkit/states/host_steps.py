@@ -100,11 +100,7 @@ class Given:
         self.rows, self._layout = rows, layout
 
     def follow(self, *, is_unwritten: bool) -> None:
-        """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed.
-
-        Args:
-            is_unwritten: whether the copies are what the parameters were rounded from.
-        """
+        """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed."""
         on_host = self._route.on_host
         for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
             if record.has_master and master is None:
@@ -143,11 +139,7 @@ class Given:
             value.copy_(before)
 
     def let_go(self, *, is_steady: bool) -> None:
-        """Drop references to gradients.
-
-        Args:
-            is_steady: whether states are where they were. Otherwise references to them are dropped as well.
-        """
+        """Drop references to gradients."""
         for key in self.keys:
             key.grad = None
         self.state = defaultdict(dict)
@@ -224,11 +216,7 @@ class HostSteps:
 
     def reserve(self, pieces: list[Piece]) -> None:
         """Take host memory for the parameters and gradients of pieces, unless their slots have it already, and 8 bytes of the
-        device for each piece's fingerprint.
-
-        Raises:
-            HostMemoryError: there is not enough of it.
-        """
+        device for each piece's fingerprint."""
         parts = [part for piece in pieces for part in piece.plan.parts]
         plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
         if any(record.has_master for piece in pieces for record in piece.records):

@@ -274,11 +274,7 @@ class BackwardSteps:
         self._fetch_ahead(coming)
 
     def join(self) -> None:
-        """Wait for what is stepped on the host, and have its parameters come back.
-
-        Raises:
-            StateOffloadError: a step there has failed.
-        """
+        """Wait for what is stepped on the host, and have its parameters come back."""
         if self._ends and torch_private.backward_task() == -1:  # one that has failed may yet step something
             backwards.join(self._ends)
         try:

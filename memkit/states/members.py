@@ -22,11 +22,7 @@ from memkit.states.windows import piece_of
 
 
 class Members:
-    """The parameters of an optimizer, as they are now.
-
-    Args:
-        master: the dtype of copies that are stepped instead of parameters of lower precision; None for none.
-    """
+    """The parameters of an optimizer, as they are now."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device, where: str
@@ -46,11 +42,7 @@ class Members:
         self.pieces: list[Piece] = []
 
     def try_out(self) -> None:
-        """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces.
-
-        Raises:
-            ValueError: it can't be, or it has shards and is not elementwise.
-        """
+        """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces."""
         optimizer, where, torch_device, master = self._optimizer, self._where, self._torch_device, self._master
         self.kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
         refuse_mixed_shards(optimizer, where=where, torch_device=torch_device, master=master)
@@ -114,23 +106,14 @@ class Members:
             raise forked(self._where)
 
     def refuse_use(self) -> None:
-        """Raise where states can't be used.
-
-        Raises:
-            ForkedError: they lie in another process.
-            StateOffloadError: `load_state_dict` was broken off.
-        """
+        """Raise where states can't be used."""
         self.refuse_fork()
         if self.is_half_loaded:
             raise StateOffloadError(f"{_HALF}. Load the optimizer and the model again")
         self._replaced = None
 
     def check_before_close(self) -> None:
-        """Warn where the optimizer is about to get back a part of its states.
-
-        Raises:
-            ForkedError: they lie in another process.
-        """
+        """Warn where the optimizer is about to get back a part of its states."""
         self.refuse_fork()
         if self.is_half_loaded:
             warn_user(f"{self._where}: {_HALF}")
@@ -178,11 +161,7 @@ class Members:
         self._known = [[*map(id, group["params"])] for group in groups]
 
     def find_due(self, *, leaves_done: bool) -> list[Piece]:
-        """Set `due` of each piece, and return the pieces in which anything is due.
-
-        Args:
-            leaves_done: whether to leave out parameters that a step that was broken off has stepped already.
-        """
+        """Set `due` of each piece, and return the pieces in which anything is due."""
         found = []
         for piece in self.pieces:
             piece.due = [record for record in piece.records if _is_due(record) and not (leaves_done and record.is_done())]

@@ -86,11 +86,7 @@ class OneStep:
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
-        """Return what is given to the optimizer's step, to step some parameters.
-
-        Raises:
-            StateOffloadError: states don't fit their shards.
-        """
+        """Return what is given to the optimizer's step, to step some parameters."""
         has_shards = False
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
@@ -117,11 +113,7 @@ class OneStep:
         return Prepared(shell, dict(vars(shell)), cuts, before, watched, local)
 
     def step(self, prepared: Prepared) -> Written:
-        """Step some parameters. Return what that has written to groups and attributes.
-
-        Raises:
-            StateOffloadError: the optimizer has written other entries than with another part.
-        """
+        """Step some parameters. Return what that has written to groups and attributes."""
         self._step(prepared.shell)
         of_optimizer = changes_of_shell(prepared.attributes, prepared.shell)
         self._check(self._of_optimizer, of_optimizer)
@@ -254,11 +246,7 @@ class NotedOptions:
         self._noted = []
 
     def check(self) -> None:
-        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come.
-
-        Raises:
-            StateOffloadError: one was, and the backward has stepped without it.
-        """
+        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come."""
         if not self._noted:
             return
         now = self._now() + [_Noted({}, [], [])] * len(self._noted)  # a group that has gone has none

@@ -99,11 +99,7 @@ def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
 
 
 def refuse_another(record: StateRecord) -> NoReturn:
-    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step.
-
-    Raises:
-        StateOffloadError: always.
-    """
+    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step."""
     raise StateOffloadError(
         f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
         "accumulate, put `with states.accumulate():` around all backwards but the last one; after one whose gradients you have "
@@ -163,15 +159,7 @@ class Place(Protocol):
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on, with room for them.
-
-        Args:
-            is_apart: whether what is where they have been is needed yet.
-
-        Raises:
-            HostMemoryError: there is not as much.
-            DiskError: there is not as much.
-        """
+        """Return where states of a piece are from now on, with room for them."""
 
 
 class Piece:
@@ -324,11 +312,7 @@ class Piece:
         """Raise if an earlier window of the same parameter was not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
-        """Begin a step of the parameters in `due`. Nothing was copied yet.
-
-        Raises:
-            StateOffloadError: it is lost, or a gradient has another dtype than the parameter, or isn't its own any more.
-        """
+        """Begin a step of the parameters in `due`. Nothing was copied yet."""
         if self.lost is not None:
             raise StateOffloadError(self.lost)
         versions = []
@@ -419,11 +403,7 @@ class Piece:
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
     ) -> list[tuple[Tensor, dict[Any, Any]]]:
         """Return new entries for `optimizer.state`, by parameter: what a step has made, with tensors in host memory. If the
-        layout has changed, the parameters that were not stepped are among them.
-
-        Args:
-            made: what was stepped, with its new entries.
-        """
+        layout has changed, the parameters that were not stepped are among them."""
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:

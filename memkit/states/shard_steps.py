@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Batch:
-    """Shards of one layer whose gradients have come together.
-
-    Args:
-        landing: events of torch, behind which the gradients are in host memory.
-    """
+    """Shards of one layer whose gradients have come together."""
 
     def __init__(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
         self.layer, self.records, self.run, self.landing = layer, records, run, landing
@@ -70,11 +66,7 @@ class ShardThread:
         """What steps have taken, without what these have waited for gradients."""
 
     def begin(self) -> None:
-        """Have the thread be there. Within a backward, where a system may refuse one, other ranks would wait for this one.
-
-        Raises:
-            RuntimeError: the system starts no more threads.
-        """
+        """Have the thread be there. Within a backward, where a system may refuse one, other ranks would wait for this one."""
         thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
@@ -103,11 +95,7 @@ class ShardThread:
         self._batches.clear()
 
     def raise_failed(self) -> None:
-        """Raise if a step has failed of which nobody has heard.
-
-        Raises:
-            StateOffloadError: one has.
-        """
+        """Raise if a step has failed of which nobody has heard."""
         failed = list(self._failed)
         self._failed.clear()
         if not failed:
@@ -122,11 +110,7 @@ class ShardThread:
         ) from error
 
     def refuse_lost(self, records: Iterable[StateRecord]) -> None:
-        """Raise if any of some parameters may be stepped in part.
-
-        Raises:
-            StateOffloadError: one may be.
-        """
+        """Raise if any of some parameters may be stepped in part."""
         for record in records:
             if record in self._lost:
                 raise StateOffloadError(self._lost[record])
@@ -235,11 +219,7 @@ class ShardSteps:
         return self._thread.step_s
 
     def watch(self, hooks: HookSet) -> None:
-        """Have shards be stepped when their gradients were reduced. The optimizer was tried out.
-
-        Raises:
-            RuntimeError: the system starts no more threads.
-        """
+        """Have shards be stepped when their gradients were reduced. The optimizer was tried out."""
         optimizer = self._optimizer
         self._thread.begin()
         self._follow_groups(is_tried_out=True)
@@ -252,11 +232,7 @@ class ShardSteps:
         hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _follow_groups(self, *, is_tried_out: bool = False) -> None:
-        """Take note of parameters that came to the optimizer or left it.
-
-        Raises:
-            ValueError: it can't be stepped here.
-        """
+        """Take note of parameters that came to the optimizer or left it."""
         groups = self._optimizer.param_groups
         known = [[*map(id, group["params"])] for group in groups]
         if known == self._known:
@@ -411,11 +387,7 @@ class ShardSteps:
             self._unfinished = self._hollow = None
 
     def join(self) -> None:
-        """Wait for what the thread steps.
-
-        Raises:
-            StateOffloadError: something of it has failed, and nobody has heard of it.
-        """
+        """Wait for what the thread steps."""
         self._wait()
         self._thread.raise_failed()
 

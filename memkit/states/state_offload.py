@@ -112,16 +112,7 @@ def in_words(plan: StatePlan, place: torch.device, update: str) -> str:
 def stats_of(
     plan: StatePlan, host: HostStates, slots: StateSlots | None, disk: DiskStates | None, *, undo_bytes: int, num_steps: int
 ) -> StateStats:
-    """Return what was moved so far, and what is taken now.
-
-    Args:
-        plan: where the states are.
-        host: the host memory.
-        slots: the room on the device; None if there is none any more, or yet.
-        disk: where other states are; None for nowhere.
-        undo_bytes: what is taken there beside.
-        num_steps: steps so far.
-    """
+    """Return what was moved so far, and what is taken now."""
     return StateStats(
         num_pieces=len(plan.pieces),
         num_resident=sum(piece.is_resident for piece in plan.pieces),

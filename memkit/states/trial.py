@@ -73,12 +73,7 @@ _LARGEST_SIDE = 24
 
 
 def refuse_by_kind(optimizer: object, where: str) -> None:
-    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters.
-
-    Raises:
-        TypeError: it is no optimizer of torch's.
-        ValueError: it is of such a kind.
-    """
+    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
@@ -101,11 +96,7 @@ def refuse_by_kind(optimizer: object, where: str) -> None:
 def try_out(
     optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
-    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers.
-
-    Raises:
-        ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
-    """
+    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers."""
     groups = groups_to_try(optimizer)
     if not groups:
         return {}, False
@@ -256,11 +247,7 @@ class Trial:
         step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
-        """Step all at once.
-
-        Args:
-            leaves_out: whether the first of each group has no gradient.
-        """
+        """Step all at once."""
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
@@ -375,11 +362,7 @@ def find_elementwise(
 def refuse_mixed_shards(
     optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
 ) -> None:
-    """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks."""
     by_dim = defaultdict[int, list[Group]](list)
     for group in optimizer.param_groups:
         shards = [parameter for parameter in group["params"] if is_dtensor(parameter)]

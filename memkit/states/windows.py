@@ -308,11 +308,7 @@ class CutPiece(Piece):
     def lay_out_window(
         self, window: Window, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int
     ) -> Layout | None:
-        """Return where states of a window are: in host memory among those of the others, on a disk by themselves.
-
-        Raises:
-            StateOffloadError: others of the same parameter have other states.
-        """
+        """Return where states of a window are: in host memory among those of the others, on a disk by themselves."""
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:
             dtypes = {one.name: self._dtype(one, window) for one in row}
@@ -339,11 +335,7 @@ class CutPiece(Piece):
         return packed.dtype
 
     def marks_behind(self, window: Window, optimizer: torch.optim.Optimizer) -> list[partial[None]]:
-        """Return functions that note that a window was stepped, and if it is the last one, the whole parameter.
-
-        Raises:
-            StateOffloadError: others of the same parameter have another count.
-        """
+        """Return functions that note that a window was stepped, and if it is the last one, the whole parameter."""
         numbers = {name: value for _, made in window.entered for name, value in made.items() if is_number(value)}
         if window is self.windows[0]:
             self._numbers = numbers
