@@ -112,27 +112,6 @@ def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in group.items() if isinstance(value, Tensor) and not value.is_inference()]
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """Tensors in groups, as they were: nobody may write to these in place.
-
-    Attributes:
-        tensors: each with its name, and how often it was written to.
-    """
-
-    tensors: tuple[tuple[str, Tensor, int], ...]
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Watched:
-        return cls(tuple([(name, value, torch_private.version_of(value)) for name, value in tensors]))
-
-    def written(self) -> str | None:
-        """Return the name of a tensor that was written to since; None if there is none."""
-        if not self.tensors:
-            return None
-        return next((name for name, value, version in self.tensors if torch_private.version_of(value) != version), None)
-
-
 def changes_of_group(before: Group, after: Group) -> Changes:
     """Return what a step has written to a cut of a group, but for its parameters."""
     return Changes(_changed(before, after, lambda name: name in ("params", "param_names")))

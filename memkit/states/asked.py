@@ -224,7 +224,7 @@ def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **as
 
 def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
     """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these."""
-    refuse_by_kind(optimizer, "StateOffload")
+    refuse_by_kind(optimizer)
     _refuse_twice(optimizer)
     found = layers_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
@@ -286,9 +286,9 @@ def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str, is_beside: bool) -> None:
+def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, is_beside: bool) -> None:
     """Check the groups that an optimizer has now, as they were checked at first."""
-    refuse_by_kind(optimizer, where)
+    refuse_by_kind(optimizer)
     check_parameters(optimizer, is_beside=is_beside)
     if any(group["params"] for group in optimizer.param_groups):
         device_of(optimizer, device)

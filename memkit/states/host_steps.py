@@ -21,7 +21,7 @@ from memkit.core.tensors import tensor_over
 from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
 from memkit.plan.chunks import Residency
-from memkit.states.host_routes import WORD_BYTES, Route, Sections, traits_of
+from memkit.states.host_routes import WORD_BYTES, Route, Sections, WayBack, traits_of
 from memkit.states.memory import HostStates, StateSlot, StateSlots
 from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, follow, may_leave, moved_state, pack
@@ -341,7 +341,7 @@ class HostSteps:
                     laid_out = self._lay_out(piece, made)
                     known = piece.states_in(self._optimizer)
                     piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
-            if staying := route.staying(laid_out):
+            if staying := route.way_back(laid_out).staying:
                 self._put(staying, made, route)
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
@@ -405,12 +405,12 @@ class HostSteps:
         route, slot = self._routes[piece], self._slots.of(piece)
         route.forget()
         slot.piece = piece
-        masters = route.masters(piece.layout)
-        self._bring(piece, route, slot)
+        way_back = route.way_back(piece.layout)
+        self._bring(piece, way_back, slot)
         self._slots.await_copies(slot)
         self._device.note_read(route.storage)
         with torch.no_grad():
-            for record, master, parameter in zip(piece.due, masters, route.on_device.parameters, strict=True):
+            for record, master, parameter in zip(piece.due, way_back.masters, route.on_device.parameters, strict=True):
                 if master is not None:
                     parameter.copy_(master)
                 write_local(record.parameter, parameter)
@@ -424,11 +424,11 @@ class HostSteps:
         self._out.pop(piece, None)
         piece.residency = piece.rest
 
-    def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
+    def _bring(self, piece: Piece, way_back: WayBack, slot: StateSlot) -> None:
         lanes, after = self._lanes, slot.users()
-        for copied in route.to_device(piece.layout):
+        for copied in way_back.ranges:
             slot.arrived = piece.left = lanes.copy(
-                lanes.back, route.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
+                lanes.back, slot.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
             ).done
             self._slots.h2d_bytes += copied.span.num_bytes
 

@@ -21,7 +21,7 @@ from memkit.optimizers.steppers import LayerStepper, stepper_of
 from memkit.plan import Update
 from memkit.plan.chunks import Residency
 from memkit.states.asked import refuse_gradients, weakly
-from memkit.states.one_step import NotedOptions, OneStep
+from memkit.states.one_step import OneStep
 from memkit.states.pieces import ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
 
 if TYPE_CHECKING:
@@ -91,8 +91,6 @@ class BackwardSteps:
         self._met: dict[Piece, None] = {}
         """Which were stepped since the optimizer's last step, in this order."""
         self._num_accumulating = 0
-        self._options = NotedOptions(optimizer)
-        """What the groups had when the backward stepped the first parameter."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         for piece in pieces:
@@ -167,7 +165,7 @@ class BackwardSteps:
         if run is None:
             self._on_device.tidy(self._pieces)
             run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
-            self._options.note()
+            run.note_options()
         stepping.is_broken = True
         try:
             piece.due = list(piece.records)
@@ -190,12 +188,16 @@ class BackwardSteps:
             self._held.popleft()
             self._held_bytes -= held[0].nbytes
         held = piece.read_by_step(self._optimizer)
+        storage = record.parameter.untyped_storage()
+        is_in_slot = owner_of(storage) is not None  # in which others are read meanwhile: its `write_back` tells of writes there
         if device.takes_notes:
-            self._note_brought(record.parameter, gradient)
+            brought = gradient if is_in_slot else record.parameter
+            device.note_written(brought.untyped_storage(), torch_private.version_of(brought))
         device.wait_event(self._stream, device.record_event(own, timed=False))
         with device.on_stream(self._stream):
             if device.takes_notes:
-                self._note_begun(record.parameter, gradient)
+                device.note_read(storage)
+                device.note_read(gradient.untyped_storage())
             ahead = piece.parts
             if not self._rest.is_at_home(piece):
                 self.drop_ahead()
@@ -205,23 +207,12 @@ class BackwardSteps:
                 self._drop(part)
             for part in piece.parts:
                 self._step(part, run)
-            if device.takes_notes:
-                self._note_stepped(record.parameter)
+            if device.takes_notes and not is_in_slot:
+                device.note_written(storage, torch_private.version_of(record.parameter))
             stepped = device.record_event(self._stream, timed=False)
         self._held.append((own, stepped, held))
         self._held_bytes += gradient.nbytes
         return stepped
-
-    # What a device that looks for races is told
-
-    def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
-
-    def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._device.note_read(parameter.untyped_storage())
-
-    def _note_stepped(self, parameter: Tensor) -> None:
-        self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
 
     def _let_go(self, has_failed: bool = False) -> None:
         """Let the current stream, and those that gradients come from, wait for all that is stepped."""
@@ -335,11 +326,13 @@ class BackwardSteps:
             self._follow(met)
             self._on_device.follow(met)
         self._met.clear()
-        self._options.forget()
+        if self._stepping.unfinished is not None:
+            self._stepping.unfinished.forget_options()
         return met
 
     def check_options(self) -> None:
-        self._options.check()
+        if self._stepping.unfinished is not None:
+            self._stepping.unfinished.check_options()
 
     def close(self) -> None:
         """Nothing is on its way any more, and what was stepped has no gradient."""
@@ -396,9 +389,9 @@ class LayeredSteps(BackwardSteps):
 
     is_whole_step = True
 
-    def __init__(self, *given: Any, layers: LayerStepper) -> None:
-        super().__init__(*given)
-        self._layers: LayerStepper | None = layers
+    def __init__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        super().__init__(optimizer, *given)
+        self._layers: LayerStepper | None = stepper_of(optimizer)
         """None once it is closed."""
         self._piece_of: dict[int, Piece] = {}
         """The pieces, by the ids of their parameters."""
@@ -444,7 +437,7 @@ class LayeredSteps(BackwardSteps):
         if run is not None and self._met:
             run.write_all()
             setattr(self._optimizer, torch_private.STEPPED_MARK, True)
-            self._options.note()
+            run.note_options()
             self._stepping.num_steps += 1
 
     def leave(self) -> None:
@@ -493,28 +486,3 @@ class LayeredSteps(BackwardSteps):
 
     def _consume(self, record: StateRecord) -> None:
         """Who has handed the parameter over lets its gradient go."""
-
-    # What a device that looks for races is told: of a slot, in which others are read meanwhile, by its `write_back`
-
-    def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
-        if owner_of(parameter.untyped_storage()) is None:
-            super()._note_brought(parameter, gradient)
-        else:
-            self._device.note_written(gradient.untyped_storage(), torch_private.version_of(gradient))
-
-    def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
-        if owner_of(parameter.untyped_storage()) is not None:
-            self._device.note_read(parameter.untyped_storage())
-            self._device.note_read(gradient.untyped_storage())
-
-    def _note_stepped(self, parameter: Tensor) -> None:
-        if owner_of(parameter.untyped_storage()) is None:
-            super()._note_stepped(parameter)
-
-
-def steps_in_backward(optimizer: torch.optim.Optimizer, *given: Any) -> BackwardSteps:
-    """Return `LayeredSteps` for an optimizer whose parameters a `LayerStepper` hands over, else `BackwardSteps`."""
-    layers = stepper_of(optimizer)
-    if layers is None:
-        return BackwardSteps(optimizer, *given)
-    return LayeredSteps(optimizer, *given, layers=layers)

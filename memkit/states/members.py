@@ -24,13 +24,10 @@ from memkit.states.windows import piece_of
 class Members:
     """The parameters of an optimizer, as they are now."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device, where: str
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device) -> None:
         self._optimizer = optimizer
         self._master = master
         self._torch_device = torch_device
-        self._where = where
         self._process = os.getpid()
         self._replaced: Any = None
         """While states are loaded: what `optimizer.state` was before."""
@@ -43,9 +40,8 @@ class Members:
 
     def try_out(self) -> None:
         """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces."""
-        optimizer, where, torch_device, master = self._optimizer, self._where, self._torch_device, self._master
-        self.kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
-        refuse_mixed_shards(optimizer, where=where, torch_device=torch_device, master=master)
+        self.kept, self.draws = try_out(self._optimizer, torch_device=self._torch_device, master=self._master)
+        refuse_mixed_shards(self._optimizer, torch_device=self._torch_device, master=self._master)
 
     def costs(self) -> list[ParameterCosts]:
         """Return bytes and elements of each parameter and its states: of the states that it has, or else as the trial tells."""
@@ -103,7 +99,7 @@ class Members:
     def refuse_fork(self) -> None:
         """Raise `ForkedError` in a process that was forked from the one in which states lie."""
         if os.getpid() != self._process:
-            raise forked(self._where)
+            raise forked("StateOffload")
 
     def refuse_use(self) -> None:
         """Raise where states can't be used."""
@@ -116,7 +112,7 @@ class Members:
         """Warn where the optimizer is about to get back a part of its states."""
         self.refuse_fork()
         if self.is_half_loaded:
-            warn_user(f"{self._where}: {_HALF}")
+            warn_user(f"StateOffload: {_HALF}")
 
     @property
     def is_half_loaded(self) -> bool:

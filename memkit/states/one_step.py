@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memkit.core import torch_private
 from memkit.errors import StateOffloadError
 from memkit.optimizers.shells import (
     Changes,
     Group,
     StateDict,
-    Watched,
     changes_of_group,
     changes_of_shell,
     hollow_shell,
@@ -44,7 +44,7 @@ class Prepared:
         attributes: what the shell has ahead of it.
         cuts: the groups of the shell, by their numbers.
         before: the same ahead of the step.
-        watched: tensors in them.
+        watched: tensors in them, and how often each was written to: nobody may do so in place.
         local: how what is made becomes that of shards; None if there are none.
     """
 
@@ -52,7 +52,7 @@ class Prepared:
     attributes: Mapping[str, Any]
     cuts: Mapping[int, Group]
     before: Mapping[int, Group]
-    watched: Watched
+    watched: list[tuple[str, Tensor, int]]
     local: LocalStep | None
 
 
@@ -82,6 +82,8 @@ class OneStep:
         self._of_optimizer: Changes | None = None
         self._is_over = False
         """Whether what it writes to groups of which nothing was due was written."""
+        self._noted: list[_Noted] = []
+        """What groups had when the backward stepped the first parameter."""
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
 
@@ -109,7 +111,10 @@ class OneStep:
         shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state, hooks=self._hooks)
         vars(shell).update(self._attributes)
         before = {number: dict(cut) for number, cut in cuts.items()}
-        watched = Watched.of([found for number in cuts for found in self._tensors[number]])
+        watched = []
+        for number in cuts:
+            for name, value in self._tensors[number]:
+                watched.append((name, value, torch_private.version_of(value)))
         return Prepared(shell, dict(vars(shell)), cuts, before, watched, local)
 
     def step(self, prepared: Prepared) -> Written:
@@ -121,9 +126,9 @@ class OneStep:
         for number, cut in prepared.cuts.items():
             found[number] = changes_of_group(prepared.before[number], cut)
             self._check(self._of_groups.get(number), found[number])
-        written = prepared.watched.written()
-        if written is not None:
-            self._refuse(written)
+        for name, value, version in prepared.watched:
+            if torch_private.version_of(value) != version:
+                self._refuse(name)
         if prepared.local is not None:
             prepared.local.finish()
         return found, of_optimizer
@@ -176,6 +181,27 @@ class OneStep:
         if self._of_optimizer is None and not self.awaited:
             vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
         self._is_over = True
+
+    def note_options(self) -> None:
+        """The backward has begun to step: parameters, learning rates and other entries of groups stay until it is over."""
+        self._noted = _options_of(self._optimizer)
+
+    def forget_options(self) -> None:
+        self._noted = []
+
+    def check_options(self) -> None:
+        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come."""
+        if not self._noted:
+            return
+        now = _options_of(self._optimizer) + [_Noted({}, [], [])] * len(self._noted)  # a group that has gone has none
+        changed = next(filter(None, map(_Noted.changed_in, self._noted, now)), None)
+        if changed is not None:
+            self._noted = []
+            raise StateOffloadError(
+                f'"{changed}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
+                "parameters with what it was before. Set it before the backward or after optimizer.step(), or use "
+                'when="step". Another optimizer.step() ends this step as it is'
+            )
 
     def write_all(self) -> None:
         """The step ends without the optimizer's own: write to groups what both write there."""
@@ -231,39 +257,11 @@ class _Noted:
         return names[0] if names else None
 
 
-class NotedOptions:
-    """Parameters, learning rates and other entries of groups, as they were when they were noted."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._noted: list[_Noted] = []
-
-    def note(self) -> None:
-        self._noted = self._now()
-
-    def forget(self) -> None:
-        """The step has ended: anything may be set."""
-        self._noted = []
-
-    def check(self) -> None:
-        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come."""
-        if not self._noted:
-            return
-        now = self._now() + [_Noted({}, [], [])] * len(self._noted)  # a group that has gone has none
-        changed = next(filter(None, map(_Noted.changed_in, self._noted, now)), None)
-        if changed is not None:
-            self._noted = []
-            raise StateOffloadError(
-                f'"{changed}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
-                "parameters with what it was before. Set it before the backward or after optimizer.step(), or use "
-                'when="step". Another optimizer.step() ends this step as it is'
-            )
-
-    def _now(self) -> list[_Noted]:
-        return [
-            _Noted({key: value for key, value in group.items() if key not in _MEMBERS}, versions_in(group), [*group["params"]])
-            for group in self._optimizer.param_groups
-        ]
+def _options_of(optimizer: torch.optim.Optimizer) -> list[_Noted]:
+    return [
+        _Noted({key: value for key, value in group.items() if key not in _MEMBERS}, versions_in(group), [*group["params"]])
+        for group in optimizer.param_groups
+    ]
 
 
 _MEMBERS = ("params", "param_names")

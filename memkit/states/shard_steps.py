@@ -30,7 +30,7 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers.shells import hollow_shell
 from memkit.optimizers.steppers import ReducedLayer
 from memkit.states.asked import host_layers_of, refuse_captured, refuse_gradients, weakly
-from memkit.states.one_step import NotedOptions, OneStep, run_closure
+from memkit.states.one_step import OneStep, run_closure
 from memkit.states.pieces import ConsumedGradient, StateRecord, let_go_of_consumed, mark_of, refuse_another, version_of
 
 if TYPE_CHECKING:
@@ -211,7 +211,6 @@ class ShardSteps:
         self._unfinished: OneStep | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._num_accumulating = 0
-        self._options = NotedOptions(optimizer)
         self.num_steps = 0
 
     @property
@@ -292,8 +291,9 @@ class ShardSteps:
                 brought.append(record)
         if brought and not self._num_accumulating:
             self._in_backward.add(id(layer))
-            if self._send(layer, brought, layer.landing()):
-                self._options.note()
+            run, is_first = self._send(layer, brought, layer.landing())
+            if is_first:
+                run.note_options()
 
     def is_stepping(self, layer: ReducedLayer) -> bool:
         return id(layer) in self._in_backward and torch_private.backward_task() != -1 and not self._is_over
@@ -326,8 +326,8 @@ class ShardSteps:
             if again is not None:
                 refuse_another(again)
 
-    def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> bool:
-        """Have the thread step shards of a layer. Return whether a step of the optimizer begins with that."""
+    def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> tuple[OneStep, bool]:
+        """Have the thread step shards of a layer. Return the step of the optimizer, and whether it begins with that."""
         run, is_first = self._unfinished, self._thread.is_idle
         if run is None or is_first:
             self._follow_groups()
@@ -335,7 +335,7 @@ class ShardSteps:
         due = [record for record in records if record.group >= 0]
         if due:
             self._thread.send(layer, due, run, landing)
-        return is_first
+        return run, is_first
 
     # The optimizer's step
 
@@ -350,7 +350,8 @@ class ShardSteps:
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self._device)
         args, kwargs = run_closure(args, kwargs)
-        self._options.check()
+        if self._unfinished is not None:
+            self._unfinished.check_options()
         self.join()
         self._follow_groups()
         self._thread.refuse_lost(self._records())
@@ -365,8 +366,8 @@ class ShardSteps:
         if run is not None:
             run.write_changes()
         self._put_in_order()
-        self._options.forget()
         self._unfinished = run or OneStep(optimizer)
+        self._unfinished.forget_options()
         self._hollow = hollow_shell(optimizer)
         met.clear()
         self.num_steps += 1
@@ -415,7 +416,6 @@ class ShardSteps:
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._thread.forget_step()
-        self._options.forget()
         self._unfinished = None
 
     def close(self) -> None:

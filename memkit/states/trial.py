@@ -72,29 +72,29 @@ _NUM_STEPS = 4
 _LARGEST_SIDE = 24
 
 
-def refuse_by_kind(optimizer: object, where: str) -> None:
+def refuse_by_kind(optimizer: object) -> None:
     """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
-        raise TypeError(f"{where} needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
+        raise TypeError(f"StateOffload needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise ValueError(
-            f"{where} steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a step. "
-            "Use an optimizer whose step works without one"
+            f"StateOffload steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a "
+            "step. Use an optimizer whose step works without one"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            f"{where} streams dense states, and {name} steps the rows of sparse gradients alone. Use sparse=False and Adam"
+            f"StateOffload streams dense states, and {name} steps the rows of sparse gradients alone. Use sparse=False and Adam"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            raise ValueError(f"{where} needs a step that autograd does not follow; found differentiable=True. Leave it out")
+            raise ValueError("StateOffload needs a step that autograd does not follow; found differentiable=True. Leave it out")
 
 
 def try_out(
-    optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
+    optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
     """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers."""
     groups = groups_to_try(optimizer)
@@ -127,17 +127,17 @@ def try_out(
         kept = kept_states(optimizer, master=master)
     except _WithoutGradientError as error:
         raise ValueError(
-            f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
-            f"another {error}. Use an optimizer that leaves these out"
+            f"StateOffload steps parameters that have a gradient, and {name} does something with those that have none: they "
+            f"gave another {error}. Use an optimizer that leaves these out"
         ) from None
     except _NotSeparableError as error:
         raise ValueError(
-            f"{where} steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave another "
-            f"{error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
+            f"StateOffload steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave "
+            f"another {error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
         ) from None
     except Exception as error:
         raise ValueError(
-            f"{where} tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
+            f"StateOffload tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
@@ -359,9 +359,7 @@ def find_elementwise(
     return found + [all(found)] * (len(groups) - len(found))
 
 
-def refuse_mixed_shards(
-    optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
-) -> None:
+def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None) -> None:
     """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks."""
     by_dim = defaultdict[int, list[Group]](list)
     for group in optimizer.param_groups:
@@ -371,9 +369,9 @@ def refuse_mixed_shards(
     for dim, groups in by_dim.items():
         if not all(find_elementwise(optimizer, groups, torch_device=torch_device, master=master)):
             raise ValueError(
-                f"{where} steps shards (DTensor) on each rank by itself, for which each element has to be stepped by itself; "
-                f"found {type(optimizer).__name__}, which steps those of {dim} dimensions otherwise. Use an optimizer such as "
-                "AdamW for them, or leave them to one without a StateOffload"
+                f"StateOffload steps shards (DTensor) on each rank by itself, for which each element has to be stepped by "
+                f"itself; found {type(optimizer).__name__}, which steps those of {dim} dimensions otherwise. Use an optimizer "
+                "such as AdamW for them, or leave them to one without a StateOffload"
             )
 
 
