@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,24 +24,19 @@ from memkit.states.shards import described, lie_alike
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 
-_opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
+_opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[Any]", "weakref.finalize[..., Any]"]]()
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     """Note that an optimizer has a `StateOffload` from now on. If that is dropped without `close()`, the host waits for what is
     under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped."""
     known = _opened.get(optimizer)
-    found = None if known is None else known()
-    if found is not None and found is not states:
+    found = None if known is None else known[0]()
+    if found is not None:
         raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
-    _opened[optimizer] = ref = weakref.ref(states)
-    with_offloaded_states[optimizer] = partial(_coming_bytes, ref)
-    _dropped[states] = weakref.finalize(states, _await_all, states.device)
-    _dropped[states].atexit = False
-
-
-_dropped = weakref.WeakKeyDictionary[Any, "weakref.finalize[..., Any]"]()
-"""What is done if one is dropped."""
+    ref, dropped = weakref.ref(states), weakref.finalize(states, _await_all, states.device)
+    dropped.atexit = False
+    _opened[optimizer], with_offloaded_states[optimizer] = (ref, dropped), partial(_coming_bytes, ref)
 
 
 def _await_all(device: Device) -> None:
@@ -57,10 +52,10 @@ def _coming_bytes(ref: weakref.ref[Any]) -> int:
 
 def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
     known = _opened.get(optimizer)
-    if known is not None and known() is states:
+    if known is not None and known[0]() is states:
+        known[1].detach()
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
-        _dropped.pop(states).detach()
 
 
 class NotCopied:
@@ -149,7 +144,7 @@ def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when:
 
 def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Device | None) -> Device:
     """Return the device that all parameters of an optimizer are on when they are stepped."""
-    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for _, parameter in _named(optimizer)]
     layers = stepper_of(optimizer)
     for parameter in parameters:
         if is_dtensor(parameter):
@@ -227,21 +222,26 @@ def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
     refuse_by_kind(optimizer)
     _refuse_twice(optimizer)
     found = layers_of(optimizer)
+    for name, parameter in _named(optimizer):
+        if id(parameter) not in found:
+            raise ValueError(
+                "StateOffload steps shards in host memory of a model that memkit.shard has split; found beside them "
+                f"{name}, a {described(parameter)} on {parameter.device}. Leave it to another optimizer"
+            )
+    return found
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in found:
-                raise ValueError(
-                    "StateOffload steps shards in host memory of a model that memkit.shard has split; found beside them "
-                    f"parameter {number}.{index}, a {described(parameter)} on {parameter.device}. Leave it to another optimizer"
-                )
-    return found
+            yield f"parameter {number}.{index}", parameter
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
     """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it."""
     _refuse_twice(optimizer)
     _refuse_streamed(optimizer)
-    if is_beside and any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+    if is_beside and any(is_dtensor(parameter) for _, parameter in _named(optimizer)):
         raise ValueError(
             'StateOffload steps shards (DTensor) with when="step" and without overlap_forward, since FSDP2 sets their '
             "gradients itself, and gathers them ahead of the forward; found the other. Leave it out. Shards in host memory, by "
@@ -256,34 +256,29 @@ def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
     own = set() if layers is None else set(map(id, layers.streamed()))
     streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters} - own
     others = [stepper for stepper in steppers if stepper is not optimizer]
-    stepped = {id(parameter) for stepper in others for group in stepper.param_groups for parameter in group["params"]}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) in stepped:
-                raise ValueError(
-                    f'StateOffload: parameter {number}.{index} is stepped within the backward by LayerOffload(train="fused"), '
-                    "by an optimizer that it has made. Give the StateOffload that one: memkit.StateOffload(offload.optimizer, "
-                    'when="backward")'
-                )
-            if id(parameter) in streamed:
-                raise ValueError(
-                    f"StateOffload: parameter {number}.{index} streams by LayerOffload, and its states are in host memory "
-                    "already. Make one optimizer for the parameters that stream, and another one, with a StateOffload, for "
-                    "the others"
-                )
+    stepped = {id(parameter) for stepper in others for _, parameter in _named(stepper)}
+    for name, parameter in _named(optimizer):
+        if id(parameter) in stepped:
+            raise ValueError(
+                f'StateOffload: {name} is stepped within the backward by LayerOffload(train="fused"), by an optimizer that it '
+                'has made. Give the StateOffload that one: memkit.StateOffload(offload.optimizer, when="backward")'
+            )
+        if id(parameter) in streamed:
+            raise ValueError(
+                f"StateOffload: {name} streams by LayerOffload, and its states are in host memory already. Make one optimizer "
+                "for the parameters that stream, and another one, with a StateOffload, for the others"
+            )
 
 
 def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
     places: dict[int, str] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            place = f"parameter {number}.{index}"
-            known = places.setdefault(id(parameter), place)
-            if known != place:
-                raise ValueError(
-                    f"StateOffload needs each parameter once; found {known} again as {place}. Leave it out there when you make "
-                    "the optimizer"
-                )
+    for place, parameter in _named(optimizer):
+        known = places.setdefault(id(parameter), place)
+        if known != place:
+            raise ValueError(
+                f"StateOffload needs each parameter once; found {known} again as {place}. Leave it out there when you make the "
+                "optimizer"
+            )
 
 
 def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, is_beside: bool) -> None:

@@ -18,7 +18,7 @@ from memkit.plan import Update
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, Rows, StateRecord
+from memkit.states.pieces import Piece, Rows, StateRecord
 
 if TYPE_CHECKING:
     from memkit.states.members import Members
@@ -146,7 +146,11 @@ class StatesAtRest:
         with torch.inference_mode(False), torch.no_grad():
             if piece.plan.is_on_disk:
                 self._put_on_disk(piece, tensors, num_bytes, rows)
-            elif (layout := piece.layout) is not None and tensors == layout.tensors and _is_in_place(layout):
+            elif (
+                (layout := piece.layout) is not None
+                and tensors == layout.tensors
+                and all(map(layout.is_in_place, range(len(rows))))
+            ):
                 for row, mine in zip(rows, layout.host, strict=True):
                     for name, value in row.items():
                         if value is not mine[name]:
@@ -292,10 +296,6 @@ class StatesAtRest:
         )
         for record in piece.records:
             self._optimizer.state.pop(record.parameter, None)
-
-
-def _is_in_place(layout: Layout) -> bool:
-    return all(map(layout.is_in_place, range(len(layout.host))))
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:

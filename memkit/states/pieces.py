@@ -419,13 +419,12 @@ class Piece:
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         state = self.states_in(optimizer)
-        while self.entered:
-            parameter, made = self.entered[-1]
+        for parameter, made in self.entered:
             entries = state[parameter]
             for name in [name for name in entries if name not in made]:
                 del entries[name]
             entries.update(made)
-            self.entered.pop()
+        self.entered = []
 
     def let_go(self) -> None:
         """Drop all references to a slot."""

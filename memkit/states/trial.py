@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,9 +47,24 @@ def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
     return [generator.get_state() for generator in generators]
 
 
-def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
-    for generator in generators:
-        generator.manual_seed(seed)
+@contextmanager
+def _seeding(torch_device: torch.device) -> Iterator[Callable[[int], bool]]:
+    """Within it, yield a function that seeds all generators, and tells whether random numbers were drawn since it did so."""
+    generators = generators_of(torch_device)
+    before, seeded = states_of(generators), list[Tensor]()
+
+    def seed(number: int) -> bool:
+        has_drawn = bool(seeded) and not are_in_states(generators, seeded)
+        for generator in generators:
+            generator.manual_seed(number)
+        seeded[:] = states_of(generators)
+        return has_drawn
+
+    try:
+        yield seed
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> bool:
@@ -101,24 +117,21 @@ def try_out(
     if not groups:
         return {}, False
     name = type(optimizer).__name__
-    generators = generators_of(torch_device)
-    before, draws = states_of(generators), has_generators(optimizer)
+    draws = has_generators(optimizer)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
             whole, apart = (Trial(optimizer, groups, torch_device, master, has_states=not is_lazy) for _ in range(2))
             for step in range(_NUM_STEPS):
                 is_last = step == _NUM_STEPS - 1
-                seed_all(generators, step)
+                seed(step)
                 try:
                     whole.step_all(leaves_out=is_last)
                 except Exception:
                     if is_last:  # it needs all gradients, also without memkit
                         break
                     raise
-                drawn = states_of(generators)
-                seed_all(generators, step)
-                draws = draws or not are_in_states(generators, drawn)
+                draws = seed(step) or draws
                 differing = apart.step_each(leaves_out=is_last)
                 differing = differing or whole.differs_from(apart)
                 if differing is not None:
@@ -140,9 +153,6 @@ def try_out(
             f"StateOffload tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
     return kept.of, draws or kept.draws
 
 
@@ -276,8 +286,7 @@ class Trial:
                 self.state[parameter] = state[parameter]
                 changes = changes_of_group(group, cut)
                 differing = found.setdefault(number, changes).differs_from(changes)
-                changed = {key: value for key, value in vars(shell).items() if before.get(key) is not value}
-                own = Changes({key: value for key, value in changed.items() if key not in ("param_groups", "state")})
+                own = changes_of_shell(before, shell)
                 of_optimizer = of_optimizer or own
                 differing = differing or of_optimizer.differs_from(own)
                 if differing is not None:
@@ -378,27 +387,20 @@ def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch
 def _is_elementwise(
     optimizer: torch.optim.Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None
 ) -> bool:
-    generators = generators_of(torch_device)
-    before = states_of(generators)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             has_states = not makes_states_in_steps(optimizer, [group], torch_device, master)
             whole = _WholeTrial(optimizer, [group], torch_device, master, has_states=has_states)
             cut = _CutTrial(optimizer, [group], torch_device, master, has_states=has_states)
             for step in range(_NUM_CUT_STEPS):
-                seed_all(generators, step)
+                seed(step)
                 whole.step_all(leaves_out=False)
-                drawn = states_of(generators)
-                seed_all(generators, step)
-                if not are_in_states(generators, drawn):
+                if seed(step):
                     return False  # random numbers of windows are others than those of the whole
                 if cut.step_each(leaves_out=False) is not None or not cut.is_like(whole):
                     return False
     except Exception:  # such as that of a class that steps matrices alone
         return False
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
     return True
 
 
