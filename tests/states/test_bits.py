@@ -133,23 +133,6 @@ def test_closure_is_run_once(device: Device) -> None:
     states.close()
 
 
-def test_groups_change(device: Device) -> None:
-    nets, optimizers = [make_net(device), make_net(device)], []
-    for net in nets:
-        optimizers.append(torch.optim.AdamW(net.layers[:2].parameters(), lr=1e-2))
-    with offload(optimizers[1], device):
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2))
-            own.add_param_group({"params": [*net.layers[2:].parameters(), *net.head.parameters()], "lr": 1e-3})
-            train(net, own, device, range(2, 4))
-            own.param_groups[0]["betas"] = (0.5, 0.9)
-            net.layers[0].requires_grad_(False)
-            train(net, own, device, range(4, 6))
-            del own.param_groups[1]["params"][1]
-            train(net, own, device, range(6, 8))
-        assert_same(nets[0].state_dict(), nets[1].state_dict())
-
-
 @pytest.mark.parametrize("way", ["device", "host"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_skips_and_steps(device: Device, fused: bool, way: str) -> None:

@@ -15,7 +15,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.transfer import ReferenceDisk
 from tests.interrupts import interrupts
-from tests.states.cases import WAYS, cut
+from tests.states.cases import WAYS, assert_same, cut
 from tests.states.test_faults import Compared
 from tests.states.test_layered_faults import _Trained
 from tests.threads import num_own_threads
@@ -63,6 +63,16 @@ def test_step(way: str, is_cut: bool, num_lines: int, monkeypatch: pytest.Monkey
     compared.plain_optimizer.load_state_dict(copy.deepcopy(compared.optimizer.state_dict()))
     compared.close()
     assert num_own_threads() == threads
+
+
+@pytest.mark.parametrize("num_lines", NUM_LINES)
+@pytest.mark.parametrize("way", ["device", "disk", "backward, disk"])
+def test_saving(way: str, num_lines: int) -> None:
+    compared = Compared(ReferenceDevice(), way)
+    for place in interrupts(compared.optimizer.state_dict, num_lines):
+        assert_same(compared.optimizer.state_dict(), compared.begin[1], place)
+    compared.assert_goes_on()
+    compared.close()
 
 
 @pytest.mark.parametrize("num_lines", [2, pytest.param(25, marks=pytest.mark.slow)])

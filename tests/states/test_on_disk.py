@@ -429,13 +429,12 @@ def test_a_state_dict_that_can_not_be_read() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_run_takes_no_more_than_a_short_one() -> None:
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_a_long_run_takes_no_more_than_a_short_one(when: str) -> None:
     device = ReferenceDevice()
     model = make_net(device)
     optimizer = adamw(model)
-    counter = device.memory_counter()
-    assert counter is not None
-    with offload(optimizer, device, disk=ReferenceDisk(is_late=False)) as states:
+    with offload(optimizer, device, disk=ReferenceDisk(is_late=False), when=when) as states:
         found = []
         for step in range(60):
             train(model, optimizer, device, [step])
