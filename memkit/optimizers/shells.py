@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -85,21 +84,15 @@ def cut_group(group: Group, positions: list[int]) -> Group:
     return cut
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a step on a shell has written to a group, or to the optimizer's attributes.
+Changes = dict[str, Any]
+"""What a step on a shell has written to a group, or to the optimizer's attributes. Two parts of one step must write the same:
+an optimizer that does not is not separable."""
 
-    Two parts of one step must write the same: an optimizer that does not is not separable.
-    """
 
-    entries: Mapping[str, Any]
-
-    def differs_from(self, other: Changes) -> str | None:
-        """Return the name of an entry that the other has written otherwise; None if there is none."""
-        for name in {**self.entries, **other.entries}:
-            if not _are_equal(self.entries.get(name, _MISSING), other.entries.get(name, _MISSING)):
-                return name
-        return None
+def differing(one: Changes, other: Changes) -> str | None:
+    """Return the name of an entry that two have written otherwise; None if there is none."""
+    names = {**one, **other}
+    return next((name for name in names if not _are_equal(one.get(name, _MISSING), other.get(name, _MISSING))), None)
 
 
 def versions_in(group: Group) -> list[tuple[str, int]]:
@@ -114,15 +107,15 @@ def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
 
 def changes_of_group(before: Group, after: Group) -> Changes:
     """Return what a step has written to a cut of a group, but for its parameters."""
-    return Changes(_changed(before, after, lambda name: name in ("params", "param_names")))
+    return _changed(before, after, lambda name: name in ("params", "param_names"))
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
     """Return what a step has written to a shell's attributes."""
-    return Changes(_changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name)))
+    return _changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name))
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> Changes:
     others = [name for name, value in after.items() if before.get(name, _MISSING) is not value]  # of most there are none
     others = [name for name in others if not is_left_out(name)]
     return {name: after[name] for name in others if not _are_equal(before.get(name, _MISSING), after[name])} if others else {}

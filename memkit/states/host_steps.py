@@ -43,7 +43,7 @@ class Given:
 
     def __init__(self, due: Iterable[StateRecord], route: Route) -> None:
         self._due = list(due)
-        self._route = route
+        self.route = route
         self.keys = route.stand_ins
         """The stand-ins: float32 copies, or copies of parameters that have none."""
         self.state: dict[Any, Entries] = defaultdict(dict)
@@ -71,7 +71,7 @@ class Given:
         else:
             self._look_up(layout, rows)
         self.state = defaultdict(dict)
-        grads = self._route.on_host.grads
+        grads = self.route.on_host.grads
         rows_of_due = zip(self._due, self.keys, grads, self._masters, self._given, strict=True)
         for record, key, grad, master, given in rows_of_due:
             if master is not None:
@@ -91,7 +91,7 @@ class Given:
         self.has_copies = all(master is not None or not record.has_master for record, master in copies)
         values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
         self._numbers = [(value, value.clone()) for value in values]
-        hosts = self._route.rows_of(layout)
+        hosts = self.route.rows_of(layout)
         self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
         self._given = [
             {name: value for name, value in row.items() if not record.has_master or name != MASTER}
@@ -101,7 +101,7 @@ class Given:
 
     def follow(self, *, is_unwritten: bool) -> None:
         """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed."""
-        on_host = self._route.on_host
+        on_host = self.route.on_host
         for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
             if record.has_master and master is None:
                 key.data = on_host.parameters[number].to(torch.float32)
@@ -116,7 +116,7 @@ class Given:
 
     def _is_in_place(self, number: int) -> bool:
         key, master = self.keys[number], self._masters[number]
-        place = self._route.on_host.parameters[number] if master is None else master
+        place = self.route.on_host.parameters[number] if master is None else master
         return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._given[number])
 
     def made(self) -> list[Entries]:
@@ -125,7 +125,7 @@ class Given:
         found = []
         for number, (record, key) in enumerate(zip(self._due, self.keys, strict=True)):
             entries = dict(self.state[key]) if key in self.state else {}
-            view = self._route.on_host.parameters[number]
+            view = self.route.on_host.parameters[number]
             if record.has_master:
                 entries[MASTER] = shard_like(record.parameter, key.data)
             elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
@@ -202,7 +202,6 @@ class HostSteps:
         self._runs_ahead = runs_ahead
         self._rooms: dict[int, Span] = {}
         """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
-        self._routes: dict[Piece, Route] = {}
         self._given: dict[Piece, Given] = {}
         """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
@@ -240,7 +239,6 @@ class HostSteps:
         slot = self._slots.claim(piece)
         route = self._route(piece, slot)
         for other in piece.alternatives:
-            self._routes.pop(other, None)
             self._given.pop(other, None)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.on_device.parameters, strict=True):
@@ -320,7 +318,8 @@ class HostSteps:
         finally:
             begun.set()
         begin_s = time.perf_counter()
-        route, given, layout = self._routes[piece], self._given[piece], piece.layout
+        given, layout = self._given[piece], piece.layout
+        route = given.route
         is_steady, is_unwritten = False, route.is_unwritten()
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
@@ -402,7 +401,7 @@ class HostSteps:
 
     def finish(self, piece: Piece) -> None:
         piece.enter(self._optimizer)
-        route, slot = self._routes[piece], self._slots.of(piece)
+        route, slot = self._given[piece].route, self._slots.of(piece)
         route.forget()
         slot.piece = piece
         way_back = route.way_back(piece.layout)
@@ -441,7 +440,7 @@ class HostSteps:
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
         """Return the route of a piece, made anew where what is due of it has changed."""
-        known = self._routes.get(piece)
+        known = self._given[piece].route if piece in self._given else None
         due = [traits_of(record) for record in piece.due]
         place = id(piece.plan) if self._runs_ahead else piece.slot
         room = self._rooms.get(place)
@@ -455,14 +454,12 @@ class HostSteps:
             self._rooms[place] = room
         route = Route(piece, due, sections, slot.storage, room, self._stepped.get(id(piece.plan)))
         self._given[piece] = Given(piece.due, route)
-        self._routes[piece] = route
         return route
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        self._routes.clear()
         self._given.clear()
         self._begun.clear()
         self._rooms.clear()

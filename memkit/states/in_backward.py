@@ -81,8 +81,6 @@ class BackwardSteps:
         """What is stepped on the host, and whose parameters are yet to come back."""
         self._pieces: list[Piece] = []
         self._watches_replicas = False
-        self._has_host = False
-        """Whether any are stepped on the host, perhaps behind the backward."""
         self._order: list[Piece] = []
         self._places: dict[Piece, int] = {}
         """Which piece comes when in the backward."""
@@ -107,7 +105,6 @@ class BackwardSteps:
 
     def _note_pieces(self, pieces: list[Piece]) -> None:
         self._pieces = [*self._pieces, *pieces]
-        self._has_host = any(piece.plan.update is Update.HOST for piece in self._pieces)
         self._follow([*reversed(pieces), *self._order])
 
     def _refuse_replica(self, module: nn.Module, _: object) -> None:
@@ -164,7 +161,8 @@ class BackwardSteps:
         run = stepping.unfinished
         if run is None:
             self._on_device.tidy(self._pieces)
-            run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
+            are_late = any(piece.plan.update is Update.HOST for piece in self._pieces)  # stepped behind the backward perhaps
+            run = stepping.unfinished = OneStep(self._optimizer, copies=are_late)
             run.note_options()
         stepping.is_broken = True
         try:

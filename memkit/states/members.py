@@ -16,7 +16,7 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import ConsumedGradient, Piece, StateRecord
+from memkit.states.pieces import Piece, StateRecord
 from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out
 from memkit.states.windows import piece_of
 
@@ -160,7 +160,7 @@ class Members:
         """Set `due` of each piece, and return the pieces in which anything is due."""
         found = []
         for piece in self.pieces:
-            piece.due = [record for record in piece.records if _is_due(record) and not (leaves_done and record.is_done())]
+            piece.due = [record for record in piece.records if record.is_due() and not (leaves_done and record.is_done())]
             if piece.due:
                 found.append(piece)
         return found
@@ -170,11 +170,6 @@ class Members:
 
 
 _HALF = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
-
-
-def _is_due(record: StateRecord) -> bool:
-    grad = record.parameter.grad
-    return grad is not None and record.group >= 0 and type(grad) is not ConsumedGradient
 
 
 def are_any_done(pieces: list[Piece]) -> bool:

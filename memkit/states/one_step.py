@@ -18,6 +18,7 @@ from memkit.optimizers.shells import (
     StateDict,
     changes_of_group,
     changes_of_shell,
+    differing,
     hollow_shell,
     hooks_of,
     shell_of,
@@ -134,11 +135,9 @@ class OneStep:
         return found, of_optimizer
 
     def _check(self, known: Changes | None, found: Changes) -> None:
-        if known is None or not (known.entries or found.entries):
-            return
-        differing = known.differs_from(found)
-        if differing is not None:
-            self._refuse(differing)
+        name = differing(known, found) if known is not None and (known or found) else None
+        if name is not None:
+            self._refuse(name)
 
     def _refuse(self, name: str) -> None:
         raise StateOffloadError(
@@ -155,10 +154,10 @@ class OneStep:
     def write_changes(self) -> None:
         """All parts are done: write what they have written to the groups and the attributes of the user's optimizer."""
         for number, changes in self._of_groups.items():
-            if changes.entries:
-                self._now(self._own[number]).update(changes.entries)
+            if changes:
+                self._now(self._own[number]).update(changes)
         if self._of_optimizer is not None:
-            vars(self._optimizer).update(self._of_optimizer.entries)
+            vars(self._optimizer).update(self._of_optimizer)
 
     def _now(self, own: Group) -> Group:
         """Return one of the user's groups, or the copy that has taken its place in `param_groups`."""
@@ -177,9 +176,9 @@ class OneStep:
         stepped = {*map(id, due)}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
             if id(group) not in stepped and not any(self._now(own) is group for own in due):
-                group.update(changes_of_group(group, cut).entries)
+                group.update(changes_of_group(group, cut))
         if self._of_optimizer is None and not self.awaited:
-            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
+            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow))
         self._is_over = True
 
     def note_options(self) -> None:
@@ -251,7 +250,7 @@ class _Noted:
 
     def changed_in(self, now: _Noted) -> str | None:
         """Return the name of an entry that is another one by now; None if there is none."""
-        names = [*changes_of_group(self.entries, now.entries).entries]
+        names = [*changes_of_group(self.entries, now.entries)]
         names += [name for name, _ in {*now.versions} - {*self.versions}]
         names += ["params"] * ([*map(id, self.members)] != [*map(id, now.members)])
         return names[0] if names else None

@@ -61,6 +61,10 @@ class StateRecord:
         self.spoiled: weakref.ref[Tensor] | None = None
         """A gradient that a step has written to that was undone, as a fused one does to unscale it."""
 
+    def is_due(self) -> bool:
+        grad = self.parameter.grad
+        return grad is not None and self.group >= 0 and type(grad) is not ConsumedGradient
+
     def is_done(self) -> bool:
         """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
         grad = self.parameter.grad

@@ -355,7 +355,7 @@ class ShardSteps:
         self.join()
         self._follow_groups()
         self._thread.refuse_lost(self._records())
-        due = {layer: [record for record in records if _is_due(record)] for layer, records in self._layers.items()}
+        due = {layer: [record for record in records if record.is_due()] for layer, records in self._layers.items()}
         refuse_gradients([record for records in due.values() for record in records])
         for layer, records in due.items():
             if records:
@@ -428,8 +428,3 @@ class ShardSteps:
             layer.end_steps(self)
         let_go_of_consumed(self._records())
         self._thread.close()
-
-
-def _is_due(record: StateRecord) -> bool:
-    grad = record.parameter.grad
-    return grad is not None and type(grad) is not ConsumedGradient

@@ -26,6 +26,7 @@ from memkit.optimizers.shells import (
     changes_of_group,
     changes_of_shell,
     cut_group,
+    differing,
     may_be_written,
     needs_closure,
     own_attributes,
@@ -132,10 +133,9 @@ def try_out(
                         break
                     raise
                 draws = seed(step) or draws
-                differing = apart.step_each(leaves_out=is_last)
-                differing = differing or whole.differs_from(apart)
-                if differing is not None:
-                    raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
+                other = apart.step_each(leaves_out=is_last) or whole.differs_from(apart)
+                if other is not None:
+                    raise _WithoutGradientError(other) if is_last else _NotSeparableError(other)
             whole.step_none()
         kept = kept_states(optimizer, master=master)
     except _WithoutGradientError as error:
@@ -233,7 +233,7 @@ class Trial:
         self.attributes = own_attributes(optimizer)
         shell = self._shell(self.groups, self.state)
         put_in_train_mode(shell)
-        self.attributes.update(changes_of_shell(vars(optimizer), shell).entries)
+        self.attributes.update(changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         """Return what stands for the largest parameter of a group."""
@@ -261,7 +261,7 @@ class Trial:
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
-        self.attributes.update(changes_of_shell(vars(self._optimizer), shell).entries)
+        self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
         """Step each parameter by itself. Return what two of them have written differently."""
@@ -285,17 +285,17 @@ class Trial:
                     return f"state ({others[0]!r}, which is of no parameter)"
                 self.state[parameter] = state[parameter]
                 changes = changes_of_group(group, cut)
-                differing = found.setdefault(number, changes).differs_from(changes)
+                name = differing(found.setdefault(number, changes), changes)
                 own = changes_of_shell(before, shell)
-                of_optimizer = of_optimizer or own
-                differing = differing or of_optimizer.differs_from(own)
-                if differing is not None:
-                    return f'"{differing}"'
+                of_optimizer = own if of_optimizer is None else of_optimizer
+                name = name or differing(of_optimizer, own)
+                if name is not None:
+                    return f'"{name}"'
             if versions_in(group) != versions:
                 return "entry of its groups, a tensor that is written to in place,"
         for number, changes in found.items():
-            self.groups[number].update(changes.entries)
-        self.attributes.update(of_optimizer.entries if of_optimizer is not None else {})
+            self.groups[number].update(changes)
+        self.attributes.update(of_optimizer or {})
         return None
 
     def differs_from(self, other: Trial) -> str | None:
@@ -310,9 +310,8 @@ class Trial:
     def differs_in_groups(self, other: Trial) -> str | None:
         """Return what another one has of other value in its groups, or in attributes."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
-            differing = changes_of_group(group, others_group).entries
-            if differing:
-                return f'entry of its groups ("{next(iter(differing))}")'
+            for name in changes_of_group(group, others_group):
+                return f'entry of its groups ("{name}")'
         known = vars(self._optimizer)
         for name, value in {**known, **self.attributes}.items():
             if may_be_written(name, value) and not are_alike(value, other.attributes.get(name, known.get(name))):
