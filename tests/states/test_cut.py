@@ -401,53 +401,33 @@ def test_rest_is_not_stepped_with_a_gradient_that_the_step_has_written_to() -> N
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("num_before", [0, 1])
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_states_that_are_loaded_behind_a_step_that_was_broken_off(update: str, num_before: int, amsgrad: bool) -> None:
-    (parameter, optimizer), (plain, other) = averaged(), averaged()
-    with offload(optimizer, ReferenceDevice(), update=update):
-        for _ in range(num_before):
-            for each, its in ((parameter, optimizer), (plain, other)):
-                each.grad = torch.full_like(each, 2.0)
-                its.step()
-        saved, before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
-        optimizer.param_groups[0]["amsgrad"] = amsgrad
-        parameter.grad = failing_at(parameter, 3)
-        with pytest.raises(StateOffloadError, match=r"the step was broken off|are lost"):
-            optimizer.step()
-        with torch.no_grad():
-            parameter.copy_(before)
-        optimizer.load_state_dict(saved)
-        for _ in range(2):
-            for each, its in ((parameter, optimizer), (plain, other)):
-                each.grad = torch.full_like(each, 2.0)
-                its.step()
-
-    assert torch.equal(parameter, plain)
-    assert torch.equal(optimizer.state[parameter]["mean"], other.state[plain]["mean"])
-
-
-@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
-def test_failure_is_not_told_again_once_states_are_loaded(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["device", "host", "backward, host", "beside, host"])
+def test_states_that_are_loaded_behind_a_step_that_was_broken_off(way: str, num_before: int, amsgrad: bool) -> None:
+    """Nothing of that step is told again, or stepped with."""
     (parameter, optimizer), (plain, other) = averaged(), averaged()
 
-    def step(each: nn.Parameter, its: Averaged, *, fails: bool = False) -> None:
+    def step(each: nn.Parameter, its: torch.optim.Optimizer, *, fails: bool = False) -> None:
         (each * (failing_at(each, 3) if fails else torch.full_like(each, 2.0))).sum().backward()
         its.step()
         its.zero_grad()
         if each is parameter:
             states.wait()
 
-    with offload(optimizer, ReferenceDevice(), update="host", **options) as states:
-        step(parameter, optimizer)
-        step(plain, other)
+    with offload(optimizer, ReferenceDevice(), **WAYS[way]) as states:
+        for _ in range(num_before):
+            step(parameter, optimizer)
+            step(plain, other)
         saved, before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
-        with pytest.raises(StateOffloadError):
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        with pytest.raises(StateOffloadError, match=r"the step was broken off|are lost|has failed"):
             step(parameter, optimizer, fails=True)
         with torch.no_grad():
             parameter.copy_(before)
         optimizer.zero_grad()
         optimizer.load_state_dict(saved)
-        step(parameter, optimizer)
-        step(plain, other)
+        for _ in range(2):
+            step(parameter, optimizer)
+            step(plain, other)
 
     assert torch.equal(parameter, plain)
+    assert torch.equal(optimizer.state[parameter]["mean"], other.state[plain]["mean"])
