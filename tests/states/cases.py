@@ -292,11 +292,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def in_all_ways(cases: Iterable[Case]) -> list[Any]:
-    """Return cases with the name of each way, in every other with large parameters that are cut into windows. The plain run of
-    pytest has all on the device, and each other way with some of the usual ones."""
+    """Return usual cases with the name of each way, the others with some; every other one with large parameters in windows. The
+    plain run of pytest has all on the device, and each other way with some of the usual ones."""
     usual, found = list(_OFTEN), []
     for number, case in enumerate(cases):
         for place, way in enumerate(WAYS):
+            if way != "device" and case.name not in usual and (number + place) % 4:
+                continue
             is_usual = case.name in usual and (usual.index(case.name) + place) % 5 == 0
             marks = () if way == "device" or is_usual else pytest.mark.slow
             found.append(pytest.param(case, way, (number + place) % 2 == 1, id=f"{case}, {way}", marks=marks))

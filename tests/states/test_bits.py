@@ -28,6 +28,7 @@ from tests.states.cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("case", "way", "is_cut"), in_all_ways([*OPTIMIZERS, Case("eight bits", EightBit)]))
 def test_steps_as_the_plain_optimizer(
     case: Case, way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch

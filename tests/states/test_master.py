@@ -79,6 +79,7 @@ def test_steps_as_the_plain_optimizer_over_copies(device: Device, case: Case, bu
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("way", "is_cut"), [(way, number % 2 == 0) for number, way in enumerate(WAYS)])
 def test_ways_of_stepping_copies(way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_host_steps(device, way)

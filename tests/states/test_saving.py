@@ -30,6 +30,7 @@ from tests.states.cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("case", "way", "is_cut"),
     in_all_ways(case for case in OPTIMIZERS if case.name != "rebinding"),  # it counts outside
