@@ -74,15 +74,7 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
 def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = None) -> Kept:
     """Return the states that a step keeps for each parameter of an optimizer, as if all had gradients.
 
-    Of a shard (`DTensor`), this rank's part counts.
-
-    Args:
-        optimizer: with states or without.
-        master: the dtype of copies that are stepped in the place of parameters of lower precision; None for none.
-
-    Raises:
-        Exception: what the step of the copy raised.
-    """
+    Of a shard (`DTensor`), this rank's part counts."""
     optimizer, raised = unwrapped(optimizer), list[Exception]()
     places = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     drawn_from = [place for place in places if place.type not in ("cpu", "meta")]
@@ -98,11 +90,7 @@ def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None 
 
 
 class _Copy:
-    """A copy of an optimizer over twins of its parameters.
-
-    Args:
-        most: the longest side of a twin; None for twins without data, as large as the parameters.
-    """
+    """A copy of an optimizer over twins of its parameters, of sides of at most `most`, or as large and without data."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, most: int | None, master: torch.dtype | None, *, has_states: bool

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -85,21 +84,15 @@ def cut_group(group: Group, positions: list[int]) -> Group:
     return cut
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a step on a shell has written to a group, or to the optimizer's attributes.
+Changes = dict[str, Any]
+"""What a step on a shell has written to a group, or to the optimizer's attributes. Two parts of one step must write the same:
+an optimizer that does not is not separable."""
 
-    Two parts of one step must write the same: an optimizer that does not is not separable.
-    """
 
-    entries: Mapping[str, Any]
-
-    def differs_from(self, other: Changes) -> str | None:
-        """Return the name of an entry that the other has written otherwise; None if there is none."""
-        for name in {**self.entries, **other.entries}:
-            if not _are_equal(self.entries.get(name, _MISSING), other.entries.get(name, _MISSING)):
-                return name
-        return None
+def differing(one: Changes, other: Changes) -> str | None:
+    """Return the name of an entry that two have written otherwise; None if there is none."""
+    names = {**one, **other}
+    return next((name for name in names if not _are_equal(one.get(name, _MISSING), other.get(name, _MISSING))), None)
 
 
 def versions_in(group: Group) -> list[tuple[str, int]]:
@@ -112,38 +105,17 @@ def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in group.items() if isinstance(value, Tensor) and not value.is_inference()]
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """Tensors in groups, as they were: nobody may write to these in place.
-
-    Attributes:
-        tensors: each with its name, and how often it was written to.
-    """
-
-    tensors: tuple[tuple[str, Tensor, int], ...]
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Watched:
-        return cls(tuple([(name, value, torch_private.version_of(value)) for name, value in tensors]))
-
-    def written(self) -> str | None:
-        """Return the name of a tensor that was written to since; None if there is none."""
-        if not self.tensors:
-            return None
-        return next((name for name, value, version in self.tensors if torch_private.version_of(value) != version), None)
-
-
 def changes_of_group(before: Group, after: Group) -> Changes:
     """Return what a step has written to a cut of a group, but for its parameters."""
-    return Changes(_changed(before, after, lambda name: name in ("params", "param_names")))
+    return _changed(before, after, lambda name: name in ("params", "param_names"))
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
     """Return what a step has written to a shell's attributes."""
-    return Changes(_changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name)))
+    return _changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name))
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> Changes:
     others = [name for name, value in after.items() if before.get(name, _MISSING) is not value]  # of most there are none
     others = [name for name in others if not is_left_out(name)]
     return {name: after[name] for name in others if not _are_equal(before.get(name, _MISSING), after[name])} if others else {}
@@ -172,11 +144,7 @@ def may_be_written(name: str, value: object) -> bool:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, memo: dict[int, Any] | None = None) -> dict[str, Any]:
-    """Return copies of an optimizer's attributes. What can't be copied is left out.
-
-    Args:
-        memo: by its id, what stands in a copy for a parameter, a group, or the optimizer; None for these themselves.
-    """
+    """Return copies of an optimizer's attributes. What can't be copied is left out."""
     memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in vars(optimizer).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,28 +24,19 @@ from memkit.states.shards import described, lie_alike
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 
-_opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
+_opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[Any]", "weakref.finalize[..., Any]"]]()
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     """Note that an optimizer has a `StateOffload` from now on. If that is dropped without `close()`, the host waits for what is
-    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped.
-
-    Raises:
-        ValueError: it has one already: both would step it.
-    """
+    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped."""
     known = _opened.get(optimizer)
-    found = None if known is None else known()
-    if found is not None and found is not states:
+    found = None if known is None else known[0]()
+    if found is not None:
         raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
-    _opened[optimizer] = ref = weakref.ref(states)
-    with_offloaded_states[optimizer] = partial(_coming_bytes, ref)
-    _dropped[states] = weakref.finalize(states, _await_all, states.device)
-    _dropped[states].atexit = False
-
-
-_dropped = weakref.WeakKeyDictionary[Any, "weakref.finalize[..., Any]"]()
-"""What is done if one is dropped."""
+    ref, dropped = weakref.ref(states), weakref.finalize(states, _await_all, states.device)
+    dropped.atexit = False
+    _opened[optimizer], with_offloaded_states[optimizer] = (ref, dropped), partial(_coming_bytes, ref)
 
 
 def _await_all(device: Device) -> None:
@@ -61,10 +52,10 @@ def _coming_bytes(ref: weakref.ref[Any]) -> int:
 
 def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
     known = _opened.get(optimizer)
-    if known is not None and known() is states:
+    if known is not None and known[0]() is states:
+        known[1].detach()
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
-        _dropped.pop(states).detach()
 
 
 class NotCopied:
@@ -81,11 +72,7 @@ class NotCopied:
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a method of an object without keeping the object alive.
-
-    Args:
-        when_gone: called instead once the object is dead.
-    """
+    """Return a function that calls a method of an object without keeping the object alive, and `when_gone` once it is dead."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -104,12 +91,7 @@ _UPDATES = ("auto", "device", "host")
 def check_options(
     *, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None = None
 ) -> None:
-    """Check what is asked for, and whether it goes together.
-
-    Raises:
-        TypeError: the disk is none, or `overlap_forward` no bool.
-        ValueError: it does not.
-    """
+    """Check what is asked for, and whether it goes together."""
     if update == "both":
         raise ValueError(removed('StateOffload(update="both")', 'use "device", or "host" with a device_budget'))
     if update not in _UPDATES:
@@ -143,11 +125,7 @@ def check_options(
 
 
 def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when: str, overlap_forward: bool) -> None:
-    """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward.
-
-    Raises:
-        ValueError: that can't be.
-    """
+    """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward."""
     if stepper_of(optimizer) is None:
         return
     found = None
@@ -165,12 +143,8 @@ def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when:
 
 
 def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Device | None) -> Device:
-    """Return the device that all parameters of an optimizer are on when they are stepped.
-
-    Raises:
-        ValueError: they are on several, or on another than was asked for, or can't be stepped there.
-    """
-    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the device that all parameters of an optimizer are on when they are stepped."""
+    parameters = [parameter for _, parameter in _named(optimizer)]
     layers = stepper_of(optimizer)
     for parameter in parameters:
         if is_dtensor(parameter):
@@ -229,14 +203,7 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **asked: Any) -> Device | None:
-    """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such.
-
-    Args:
-        asked: other arguments of `StateOffload` by which something would have to move.
-
-    Raises:
-        ValueError: it has others as well, or something would have to move.
-    """
+    """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such."""
     if not layers_of(optimizer):
         return None
     found = next((f"{name}={value!r}" for name, value in asked.items() if value not in (None, 0)), None)
@@ -251,36 +218,30 @@ def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **as
 
 
 def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
-    """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these.
-
-    Raises:
-        TypeError, ValueError: it has others as well, or can't be stepped in parts.
-    """
-    refuse_by_kind(optimizer, "StateOffload")
+    """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these."""
+    refuse_by_kind(optimizer)
     _refuse_twice(optimizer)
     found = layers_of(optimizer)
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in found:
-                raise ValueError(
-                    "StateOffload steps shards in host memory of a model that memkit.shard has split; found beside them "
-                    f"parameter {number}.{index}, a {described(parameter)} on {parameter.device}. Leave it to another optimizer"
-                )
+    for name, parameter in _named(optimizer):
+        if id(parameter) not in found:
+            raise ValueError(
+                "StateOffload steps shards in host memory of a model that memkit.shard has split; found beside them "
+                f"{name}, a {described(parameter)} on {parameter.device}. Leave it to another optimizer"
+            )
     return found
 
 
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield f"parameter {number}.{index}", parameter
+
+
 def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
-    """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it.
-
-    Args:
-        is_beside: whether it steps beside the backward or the forward.
-
-    Raises:
-        ValueError: that isn't so, or shards would be stepped beside what gathers them.
-    """
+    """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it."""
     _refuse_twice(optimizer)
     _refuse_streamed(optimizer)
-    if is_beside and any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+    if is_beside and any(is_dtensor(parameter) for _, parameter in _named(optimizer)):
         raise ValueError(
             'StateOffload steps shards (DTensor) with when="step" and without overlap_forward, since FSDP2 sets their '
             "gradients itself, and gathers them ahead of the forward; found the other. Leave it out. Shards in host memory, by "
@@ -295,65 +256,48 @@ def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
     own = set() if layers is None else set(map(id, layers.streamed()))
     streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters} - own
     others = [stepper for stepper in steppers if stepper is not optimizer]
-    stepped = {id(parameter) for stepper in others for group in stepper.param_groups for parameter in group["params"]}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) in stepped:
-                raise ValueError(
-                    f'StateOffload: parameter {number}.{index} is stepped within the backward by LayerOffload(train="fused"), '
-                    "by an optimizer that it has made. Give the StateOffload that one: memkit.StateOffload(offload.optimizer, "
-                    'when="backward")'
-                )
-            if id(parameter) in streamed:
-                raise ValueError(
-                    f"StateOffload: parameter {number}.{index} streams by LayerOffload, and its states are in host memory "
-                    "already. Make one optimizer for the parameters that stream, and another one, with a StateOffload, for "
-                    "the others"
-                )
+    stepped = {id(parameter) for stepper in others for _, parameter in _named(stepper)}
+    for name, parameter in _named(optimizer):
+        if id(parameter) in stepped:
+            raise ValueError(
+                f'StateOffload: {name} is stepped within the backward by LayerOffload(train="fused"), by an optimizer that it '
+                'has made. Give the StateOffload that one: memkit.StateOffload(offload.optimizer, when="backward")'
+            )
+        if id(parameter) in streamed:
+            raise ValueError(
+                f"StateOffload: {name} streams by LayerOffload, and its states are in host memory already. Make one optimizer "
+                "for the parameters that stream, and another one, with a StateOffload, for the others"
+            )
 
 
 def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
     places: dict[int, str] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            place = f"parameter {number}.{index}"
-            known = places.setdefault(id(parameter), place)
-            if known != place:
-                raise ValueError(
-                    f"StateOffload needs each parameter once; found {known} again as {place}. Leave it out there when you make "
-                    "the optimizer"
-                )
+    for place, parameter in _named(optimizer):
+        known = places.setdefault(id(parameter), place)
+        if known != place:
+            raise ValueError(
+                f"StateOffload needs each parameter once; found {known} again as {place}. Leave it out there when you make the "
+                "optimizer"
+            )
 
 
-def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str, is_beside: bool) -> None:
-    """Check the groups that an optimizer has now, as they were checked at first.
-
-    Raises:
-        ValueError: it can't be stepped in pieces any more.
-    """
-    refuse_by_kind(optimizer, where)
+def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, is_beside: bool) -> None:
+    """Check the groups that an optimizer has now, as they were checked at first."""
+    refuse_by_kind(optimizer)
     check_parameters(optimizer, is_beside=is_beside)
     if any(group["params"] for group in optimizer.param_groups):
         device_of(optimizer, device)
 
 
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
-    """Check that copies of higher precision are of use to some parameters.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that copies of higher precision are of use to some parameters."""
     if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
         found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")
 
 
 def refuse_captured(device: Device) -> None:
-    """Raise if a step is being compiled or captured.
-
-    Raises:
-        StateOffloadError: it is.
-    """
+    """Raise if a step is being compiled or captured."""
     if torch.compiler.is_compiling() or device.is_capturing():
         raise StateOffloadError(
             "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
@@ -369,11 +313,7 @@ def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_gradients(records: Sequence[StateRecord]) -> None:
-    """Raise if a gradient is sparse, or is split otherwise than its parameter, or a parameter needs its float32 copy no more.
-
-    Raises:
-        StateOffloadError: it is.
-    """
+    """Raise if a gradient is sparse or split otherwise than its parameter, or a parameter needs its float32 copy no more."""
     for record in records:
         grad = record.parameter.grad
         if record.has_master and record.parameter.dtype.itemsize >= torch.float32.itemsize:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from memkit.core.hooks import HookSet
 from memkit.core.tensors import parts_of
 from memkit.core.torch_state import local_of
 from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
-from memkit.optimizers import KeptState
 from memkit.plan import Update
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import Layout, Piece, Rows, StateRecord
+from memkit.states.pieces import Piece, Rows, StateRecord
 
 if TYPE_CHECKING:
     from memkit.states.members import Members
@@ -148,7 +146,11 @@ class StatesAtRest:
         with torch.inference_mode(False), torch.no_grad():
             if piece.plan.is_on_disk:
                 self._put_on_disk(piece, tensors, num_bytes, rows)
-            elif (layout := piece.layout) is not None and tensors == layout.tensors and _is_in_place(layout):
+            elif (
+                (layout := piece.layout) is not None
+                and tensors == layout.tensors
+                and all(map(layout.is_in_place, range(len(rows))))
+            ):
                 for row, mine in zip(rows, layout.host, strict=True):
                     for name, value in row.items():
                         if value is not mine[name]:
@@ -172,11 +174,7 @@ class StatesAtRest:
 
     def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
         """Return where `optimizer.state` has something that stands for a state on the disk: of which record, in which entries,
-        by which name.
-
-        Raises:
-            StateOffloadError: something stands for states of another parameter, or of an earlier time.
-        """
+        by which name."""
         standing = [
             (number, entries, name)
             for number, record in enumerate(piece.records)
@@ -205,12 +203,7 @@ class StatesAtRest:
         self._disk.forget(before, piece)
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
-        """Return the states that are on the disk, by what stands for each, as new tensors in host memory.
-
-        Raises:
-            DiskError: the disk fails.
-            HostMemoryError: there is no room for all of them.
-        """
+        """Return the states that are on the disk, by what stands for each, as new tensors in host memory."""
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
         if not stored or self._disk is None:
             return {}
@@ -305,10 +298,6 @@ class StatesAtRest:
             self._optimizer.state.pop(record.parameter, None)
 
 
-def _is_in_place(layout: Layout) -> bool:
-    return all(map(layout.is_in_place, range(len(layout.host))))
-
-
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:
     """Tell whether a parameter has states, and no float32 copy yet."""
     if not entries or MASTER in entries:
@@ -331,109 +320,37 @@ def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
         return moved_state(tensor, torch_device)
 
 
-class _Settle(Protocol):
-    def __call__(self, *, is_loading: bool) -> None: ...
+def put_states(
+    loaded: Mapping[str, Any], optimizer: torch.optim.Optimizer, members: Members, torch_device: torch.device
+) -> None:
+    """Put states that are loaded where they belong, without a way over the device, each of its own precision: torch has loaded
+    the groups alone."""
+    owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
+    state, masters = optimizer.state, members.masters()
+    for key, entries in dict(loaded["state"]).items():
+        if key not in found:
+            state[key] = entries
+            continue
+        group, parameter = found[key]
+        dtypes = {} if id(parameter) in masters else {item.name: item.dtype for item in members.kept.get(id(parameter), ())}
+        state[parameter] = {
+            name: _placed(name, value, group, torch_device, dtypes.get(name)) for name, value in entries.items()
+        }
+    optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
 
-class Saving:
-    """The hooks by which state dicts are those of plain torch."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        members: Members,
-        rest: StatesAtRest,
-        settle: _Settle,
-        follow_groups: Callable[[], None],
-        forget_step: Callable[[], None],
-    ) -> None:
-        self._optimizer, self._members, self._rest = optimizer, members, rest
-        self._settle, self._follow_groups, self._forget_step = settle, follow_groups, forget_step
-        self._loading: Loading | None = None
-
-    def watch(self, hooks: HookSet) -> None:
-        optimizer = self._optimizer
-        hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
-        hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
-        hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
-        hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
-
-    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        self._members.refuse_use()
-        self._settle(is_loading=False)
-
-    def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return with_host_copies(state_dict, self._rest.read(self._members.pieces))
-
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._members.refuse_fork()
-        self._settle(is_loading=True)
-        if not self._members.is_half_loaded:
-            self._follow_groups()
-        self._members.begin_loading()
-        self._loading = Loading(state_dict)
-        return Loading.without_states(state_dict)
-
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        loading, self._loading = self._loading, None
-        assert loading is not None
-        loading.finish(optimizer, self._members.kept, self._members.masters(), self._rest.torch_device)
-        self._forget_step()
-        self._rest.separate(self._members.pieces)
-        for piece in self._members.pieces:
-            (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
-        self._members.end_loading()
-
-
-class Loading:
-    """One `load_state_dict`: torch loads the groups, the states are put where they belong without a way over the device."""
-
-    def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        self._state = dict(state_dict["state"])
-        self._numbers = [group["params"] for group in state_dict["param_groups"]]
-
-    @staticmethod
-    def without_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        return {**state_dict, "state": {}}
-
-    def finish(
-        self,
-        optimizer: torch.optim.Optimizer,
-        kept: Mapping[int, list[KeptState]],
-        masters: set[int],
-        torch_device: torch.device,
-    ) -> None:
-        """Put states into `optimizer.state`, each of its own precision, as copies in host memory where they may leave."""
-        members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        found = dict(zip(chain.from_iterable(self._numbers), members, strict=True))
-        state = optimizer.state
-        for key, entries in self._state.items():
-            if key not in found:
-                state[key] = entries
-                continue
-            group, parameter = found[key]
-            dtypes = {item.name: item.dtype for item in kept.get(id(parameter), ())}
-            keeps = id(parameter) in masters
-            state[parameter] = {
-                name: self._placed(name, value, group, torch_device, None if keeps else dtypes.get(name))
-                for name, value in entries.items()
-            }
-        optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
-
-    @staticmethod
-    def _placed(
-        name: object, value: Any, group: Mapping[str, Any], torch_device: torch.device, dtype: torch.dtype | None
-    ) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if name == "step":
-            on_device = group.get("fused") or group.get("capturable")
-            return value.to(torch.float32).to(torch_device, copy=True) if on_device else value.clone()
-        if may_leave(value) and dtype in (None, value.dtype):
-            return value.detach()  # it is copied as it is adopted
-        if may_leave(value):
-            return value.detach().to(dtype=dtype or value.dtype, device="cpu", copy=value.device.type != "cpu")
-        return value.detach().to(torch_device, copy=True)
+def _placed(name: object, value: Any, group: Mapping[str, Any], torch_device: torch.device, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name == "step":
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(torch.float32).to(torch_device, copy=True) if on_device else value.clone()
+    if may_leave(value) and dtype in (None, value.dtype):
+        return value.detach()  # it is copied as it is adopted
+    if may_leave(value):
+        return value.detach().to(dtype=dtype, device="cpu", copy=value.device.type != "cpu")
+    return value.detach().to(torch_device, copy=True)
 
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:

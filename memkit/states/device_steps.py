@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -111,11 +112,7 @@ class DeviceSteps:
             self._disk.tidy(pieces)
 
     def read_ahead(self, parts: Sequence[Piece], start: int = 0) -> None:
-        """Have parts, from one of them on, be read that lie on a disk, as many as there is room for. Nobody waits for them.
-
-        Raises:
-            HostMemoryError: a buffer is too small for one, and there is no more.
-        """
+        """Have parts, from one of them on, be read that lie on a disk, as many as there is room for. Nobody waits for them."""
         if self._disk is not None:
             self._disk.read_ahead(parts[start:])
 
@@ -226,6 +223,9 @@ class DeviceSteps:
                 for value, before in record.numbers:
                     value.copy_(before)
             piece.put_parameters()
+        for record in piece.whole.spoiled_by(self._optimizer):
+            grad = record.parameter.grad
+            record.spoiled = None if grad is None else weakref.ref(grad)
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
         self._release(piece)

@@ -39,11 +39,6 @@ def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tenso
     are added up modulo 2**64. What is written is told by neither a sum of what is there nor its order, so words that change
     places, or bits that flip in pairs, count as any other write does. It is no protection from those who mean to deceive.
 
-    Args:
-        words: int64, of one dimension.
-        scratch: two tensors like it on the same device, which are written to.
-        found: int64, one element: the fingerprint.
-
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing.
     """
     mixed, shifted = scratch
@@ -174,13 +169,26 @@ class CopyRange:
             return cls(span, start, whole.split(list(map(len, span.pieces))))
 
 
-class Route:
-    """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back.
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """What comes back to the device where states have a layout.
 
-    Args:
-        stepped: where on the device the fingerprint of the parameters is kept, as they were stepped last; None if none has a
-            float32 copy.
+    Attributes:
+        masters: of each parameter that is due, the float32 copy in the slot; None where it has none, or one that isn't copied:
+            a tensor without dimensions, or one that has no room.
+        staying: the numbers of parameters with a float32 copy that isn't copied, so that the parameter is rounded on the host;
+            and that copy, where it is among the states in host memory.
+        ranges: what is copied.
     """
+
+    layout: Layout | None
+    masters: list[Tensor | None]
+    staying: list[tuple[int, Tensor | None]]
+    ranges: list[CopyRange]
+
+
+class Route:
+    """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back."""
 
     def __init__(
         self,
@@ -204,15 +212,8 @@ class Route:
         """Bytes of those that the thread has copied later, since they were written to."""
         self._records = list(piece.due)
         self._numbers = [piece.records.index(record) for record in piece.due]
-        self._layout: Layout | None = None
-        self._masters: list[Tensor | None] = []
         self._to_host: dict[bool, CopyRange] = {}
-        self._to_device_in: Layout | None = None
-        self._to_device: list[CopyRange] = []
-        self._staying_in: Layout | None = None
-        self._staying: list[tuple[int, Tensor | None]] = []
-        self.copies: Span | None = None
-        """The host memory of the float32 copies that are copied to the device, as `masters` found it last; None if none are."""
+        self._way_back: WayBack | None = None
         with torch.inference_mode(False):
             self.on_device = Views.over(storage, piece.due, sections)
             self.on_host = Views.over(storage_of_part(room.whole), piece.due, sections)
@@ -247,19 +248,36 @@ class Route:
             copied = self._to_host[self.has_parameters] = CopyRange.of(self.storage, self.room.part(0, num_bytes))
         return copied
 
-    def to_device(self, layout: Layout | None) -> list[CopyRange]:
+    def way_back(self, layout: Layout | None) -> WayBack:
         """Return what is copied back: float32 copies from where they stay, parameters from where they were sent."""
-        staying = self.staying(layout)
-        if layout is None or layout is not self._to_device_in:
-            sections, ranges = self.sections, [(self.sections.plain_at, self.sections.plain_bytes)]
-            if staying:
-                ranges.append((sections.rounded_at, sections.rounded_bytes))
-            spans = [(self.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
-            if self.copies is not None:
-                spans.append((self.copies, 0))
-            self._to_device = [CopyRange.of(self.storage, span, start) for span, start in spans]
-            self._to_device_in = layout
-        return self._to_device
+        found = self._way_back
+        if found is None or found.layout is not layout:
+            found = self._way_back = self._find_way_back(layout)
+        return found
+
+    def _find_way_back(self, layout: Layout | None) -> WayBack:
+        sections, copies = self.sections, None if layout is None else layout.masters()
+        fits = copies is not None and copies.num_bytes <= sections.float32_bytes
+        masters = [self._master(layout, number) if layout is not None and fits else None for number in self._numbers]
+        hosts, staying = self.rows_of(layout), list[tuple[int, Tensor | None]]()
+        for number, (record, master) in enumerate(zip(self._records, masters, strict=True)):
+            if record.has_master and master is None:
+                staying.append((number, None if hosts is None else hosts[number].get(MASTER)))
+        ranges = [(sections.plain_at, sections.plain_bytes)]
+        if staying:
+            ranges.append((sections.rounded_at, sections.rounded_bytes))
+        spans = [(self.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
+        if copies is not None and any(master is not None for master in masters):
+            spans.append((copies, 0))
+        return WayBack(layout, masters, staying, [CopyRange.of(self.storage, span, start) for span, start in spans])
+
+    def _master(self, layout: Layout, number: int) -> Tensor | None:
+        packed = [one for one in map(local_packed, layout.tensors[number]) if one.name == MASTER]
+        with torch.inference_mode(False):
+            return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None
+
+    def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
+        return None if layout is None else [layout.host[number] for number in self._numbers]
 
     # On the device
 
@@ -285,39 +303,6 @@ class Route:
         """Return how often float32 copies were written to: the optimizer does so by others, whose writes count apart."""
         masters = [layout.host[number].get(MASTER) for number in self._numbers]
         return [-1 if master is None else version_of(master) for master in masters]
-
-    def masters(self, layout: Layout | None) -> list[Tensor | None]:
-        """Return the float32 copy of each parameter that is due, as it lies in the slot once it is copied there. None where a
-        parameter has no such copy, or one that isn't copied: a tensor without dimensions, or one that has no room."""
-        if layout is None or layout is not self._layout:
-            span = None if layout is None else layout.masters()
-            fits = span is not None and span.num_bytes <= self.sections.float32_bytes
-            found = [self._master(layout, number) if layout is not None and fits else None for number in self._numbers]
-            self._layout, self._masters = layout, found
-            self.copies = span if any(master is not None for master in found) else None
-        return self._masters
-
-    def _master(self, layout: Layout, number: int) -> Tensor | None:
-        packed = [one for one in map(local_packed, layout.tensors[number]) if one.name == MASTER]
-        with torch.inference_mode(False):
-            return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None
-
-    def staying(self, layout: Layout | None) -> list[tuple[int, Tensor | None]]:
-        """Return which of the parameters have a float32 copy that isn't copied to the device, so that the parameter is rounded
-        on the host and copied; and that copy, where it is among the states in host memory."""
-        masters = self.masters(layout)
-        if layout is None or layout is not self._staying_in:
-            hosts = self.rows_of(layout)
-            self._staying_in = layout
-            self._staying = [
-                (number, None if hosts is None else hosts[number].get(MASTER))
-                for number, (record, master) in enumerate(zip(self._records, masters, strict=True))
-                if record.has_master and master is None
-            ]
-        return self._staying
-
-    def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
-        return None if layout is None else [layout.host[number] for number in self._numbers]
 
     # On the host
 

@@ -21,7 +21,7 @@ from memkit.core.tensors import tensor_over
 from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
 from memkit.plan.chunks import Residency
-from memkit.states.host_routes import WORD_BYTES, Route, Sections, traits_of
+from memkit.states.host_routes import WORD_BYTES, Route, Sections, WayBack, traits_of
 from memkit.states.memory import HostStates, StateSlot, StateSlots
 from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, follow, may_leave, moved_state, pack
@@ -43,7 +43,7 @@ class Given:
 
     def __init__(self, due: Iterable[StateRecord], route: Route) -> None:
         self._due = list(due)
-        self._route = route
+        self.route = route
         self.keys = route.stand_ins
         """The stand-ins: float32 copies, or copies of parameters that have none."""
         self.state: dict[Any, Entries] = defaultdict(dict)
@@ -71,7 +71,7 @@ class Given:
         else:
             self._look_up(layout, rows)
         self.state = defaultdict(dict)
-        grads = self._route.on_host.grads
+        grads = self.route.on_host.grads
         rows_of_due = zip(self._due, self.keys, grads, self._masters, self._given, strict=True)
         for record, key, grad, master, given in rows_of_due:
             if master is not None:
@@ -91,7 +91,7 @@ class Given:
         self.has_copies = all(master is not None or not record.has_master for record, master in copies)
         values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
         self._numbers = [(value, value.clone()) for value in values]
-        hosts = self._route.rows_of(layout)
+        hosts = self.route.rows_of(layout)
         self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
         self._given = [
             {name: value for name, value in row.items() if not record.has_master or name != MASTER}
@@ -100,12 +100,8 @@ class Given:
         self.rows, self._layout = rows, layout
 
     def follow(self, *, is_unwritten: bool) -> None:
-        """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed.
-
-        Args:
-            is_unwritten: whether the copies are what the parameters were rounded from.
-        """
-        on_host = self._route.on_host
+        """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed."""
+        on_host = self.route.on_host
         for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
             if record.has_master and master is None:
                 key.data = on_host.parameters[number].to(torch.float32)
@@ -120,7 +116,7 @@ class Given:
 
     def _is_in_place(self, number: int) -> bool:
         key, master = self.keys[number], self._masters[number]
-        place = self._route.on_host.parameters[number] if master is None else master
+        place = self.route.on_host.parameters[number] if master is None else master
         return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._given[number])
 
     def made(self) -> list[Entries]:
@@ -129,7 +125,7 @@ class Given:
         found = []
         for number, (record, key) in enumerate(zip(self._due, self.keys, strict=True)):
             entries = dict(self.state[key]) if key in self.state else {}
-            view = self._route.on_host.parameters[number]
+            view = self.route.on_host.parameters[number]
             if record.has_master:
                 entries[MASTER] = shard_like(record.parameter, key.data)
             elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
@@ -143,11 +139,7 @@ class Given:
             value.copy_(before)
 
     def let_go(self, *, is_steady: bool) -> None:
-        """Drop references to gradients.
-
-        Args:
-            is_steady: whether states are where they were. Otherwise references to them are dropped as well.
-        """
+        """Drop references to gradients."""
         for key in self.keys:
             key.grad = None
         self.state = defaultdict(dict)
@@ -210,7 +202,6 @@ class HostSteps:
         self._runs_ahead = runs_ahead
         self._rooms: dict[int, Span] = {}
         """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
-        self._routes: dict[Piece, Route] = {}
         self._given: dict[Piece, Given] = {}
         """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
@@ -224,11 +215,7 @@ class HostSteps:
 
     def reserve(self, pieces: list[Piece]) -> None:
         """Take host memory for the parameters and gradients of pieces, unless their slots have it already, and 8 bytes of the
-        device for each piece's fingerprint.
-
-        Raises:
-            HostMemoryError: there is not enough of it.
-        """
+        device for each piece's fingerprint."""
         parts = [part for piece in pieces for part in piece.plan.parts]
         plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
         if any(record.has_master for piece in pieces for record in piece.records):
@@ -252,7 +239,6 @@ class HostSteps:
         slot = self._slots.claim(piece)
         route = self._route(piece, slot)
         for other in piece.alternatives:
-            self._routes.pop(other, None)
             self._given.pop(other, None)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.on_device.parameters, strict=True):
@@ -332,7 +318,8 @@ class HostSteps:
         finally:
             begun.set()
         begin_s = time.perf_counter()
-        route, given, layout = self._routes[piece], self._given[piece], piece.layout
+        given, layout = self._given[piece], piece.layout
+        route = given.route
         is_steady, is_unwritten = False, route.is_unwritten()
         if not is_unwritten and not route.has_parameters:
             self._bring_parameters(route)
@@ -353,7 +340,7 @@ class HostSteps:
                     laid_out = self._lay_out(piece, made)
                     known = piece.states_in(self._optimizer)
                     piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
-            if staying := route.staying(laid_out):
+            if staying := route.way_back(laid_out).staying:
                 self._put(staying, made, route)
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
@@ -414,15 +401,15 @@ class HostSteps:
 
     def finish(self, piece: Piece) -> None:
         piece.enter(self._optimizer)
-        route, slot = self._routes[piece], self._slots.of(piece)
+        route, slot = self._given[piece].route, self._slots.of(piece)
         route.forget()
         slot.piece = piece
-        masters = route.masters(piece.layout)
-        self._bring(piece, route, slot)
+        way_back = route.way_back(piece.layout)
+        self._bring(piece, way_back, slot)
         self._slots.await_copies(slot)
         self._device.note_read(route.storage)
         with torch.no_grad():
-            for record, master, parameter in zip(piece.due, masters, route.on_device.parameters, strict=True):
+            for record, master, parameter in zip(piece.due, way_back.masters, route.on_device.parameters, strict=True):
                 if master is not None:
                     parameter.copy_(master)
                 write_local(record.parameter, parameter)
@@ -436,11 +423,11 @@ class HostSteps:
         self._out.pop(piece, None)
         piece.residency = piece.rest
 
-    def _bring(self, piece: Piece, route: Route, slot: StateSlot) -> None:
+    def _bring(self, piece: Piece, way_back: WayBack, slot: StateSlot) -> None:
         lanes, after = self._lanes, slot.users()
-        for copied in route.to_device(piece.layout):
+        for copied in way_back.ranges:
             slot.arrived = piece.left = lanes.copy(
-                lanes.back, route.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
+                lanes.back, slot.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
             ).done
             self._slots.h2d_bytes += copied.span.num_bytes
 
@@ -453,7 +440,7 @@ class HostSteps:
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
         """Return the route of a piece, made anew where what is due of it has changed."""
-        known = self._routes.get(piece)
+        known = self._given[piece].route if piece in self._given else None
         due = [traits_of(record) for record in piece.due]
         place = id(piece.plan) if self._runs_ahead else piece.slot
         room = self._rooms.get(place)
@@ -467,14 +454,12 @@ class HostSteps:
             self._rooms[place] = room
         route = Route(piece, due, sections, slot.storage, room, self._stepped.get(id(piece.plan)))
         self._given[piece] = Given(piece.due, route)
-        self._routes[piece] = route
         return route
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        self._routes.clear()
         self._given.clear()
         self._begun.clear()
         self._rooms.clear()

@@ -21,7 +21,7 @@ from memkit.optimizers.steppers import LayerStepper, stepper_of
 from memkit.plan import Update
 from memkit.plan.chunks import Residency
 from memkit.states.asked import refuse_gradients, weakly
-from memkit.states.one_step import NotedOptions, OneStep
+from memkit.states.one_step import OneStep
 from memkit.states.pieces import ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ class BackwardSteps:
         """What is stepped on the host, and whose parameters are yet to come back."""
         self._pieces: list[Piece] = []
         self._watches_replicas = False
-        self._has_host = False
-        """Whether any are stepped on the host, perhaps behind the backward."""
         self._order: list[Piece] = []
         self._places: dict[Piece, int] = {}
         """Which piece comes when in the backward."""
@@ -91,8 +89,6 @@ class BackwardSteps:
         self._met: dict[Piece, None] = {}
         """Which were stepped since the optimizer's last step, in this order."""
         self._num_accumulating = 0
-        self._options = NotedOptions(optimizer)
-        """What the groups had when the backward stepped the first parameter."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         for piece in pieces:
@@ -109,7 +105,6 @@ class BackwardSteps:
 
     def _note_pieces(self, pieces: list[Piece]) -> None:
         self._pieces = [*self._pieces, *pieces]
-        self._has_host = any(piece.plan.update is Update.HOST for piece in self._pieces)
         self._follow([*reversed(pieces), *self._order])
 
     def _refuse_replica(self, module: nn.Module, _: object) -> None:
@@ -166,8 +161,9 @@ class BackwardSteps:
         run = stepping.unfinished
         if run is None:
             self._on_device.tidy(self._pieces)
-            run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
-            self._options.note()
+            are_late = any(piece.plan.update is Update.HOST for piece in self._pieces)  # stepped behind the backward perhaps
+            run = stepping.unfinished = OneStep(self._optimizer, copies=are_late)
+            run.note_options()
         stepping.is_broken = True
         try:
             piece.due = list(piece.records)
@@ -185,16 +181,21 @@ class BackwardSteps:
         device, own, gradient = self._device, self._device.current_stream(), record.parameter.grad
         assert gradient is not None
         while self._held and self._held_bytes + gradient.nbytes > _HELD_BYTES:
-            stream, stepped, held = self._held.popleft()
+            stream, stepped, held = self._held[0]
             device.wait_event(stream, stepped)
+            self._held.popleft()
             self._held_bytes -= held[0].nbytes
         held = piece.read_by_step(self._optimizer)
+        storage = record.parameter.untyped_storage()
+        is_in_slot = owner_of(storage) is not None  # in which others are read meanwhile: its `write_back` tells of writes there
         if device.takes_notes:
-            self._note_brought(record.parameter, gradient)
+            brought = gradient if is_in_slot else record.parameter
+            device.note_written(brought.untyped_storage(), torch_private.version_of(brought))
         device.wait_event(self._stream, device.record_event(own, timed=False))
         with device.on_stream(self._stream):
             if device.takes_notes:
-                self._note_begun(record.parameter, gradient)
+                device.note_read(storage)
+                device.note_read(gradient.untyped_storage())
             ahead = piece.parts
             if not self._rest.is_at_home(piece):
                 self.drop_ahead()
@@ -204,23 +205,12 @@ class BackwardSteps:
                 self._drop(part)
             for part in piece.parts:
                 self._step(part, run)
-            if device.takes_notes:
-                self._note_stepped(record.parameter)
+            if device.takes_notes and not is_in_slot:
+                device.note_written(storage, torch_private.version_of(record.parameter))
             stepped = device.record_event(self._stream, timed=False)
         self._held.append((own, stepped, held))
         self._held_bytes += gradient.nbytes
         return stepped
-
-    # What a device that looks for races is told
-
-    def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
-
-    def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._device.note_read(parameter.untyped_storage())
-
-    def _note_stepped(self, parameter: Tensor) -> None:
-        self._device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
 
     def _let_go(self, has_failed: bool = False) -> None:
         """Let the current stream, and those that gradients come from, wait for all that is stepped."""
@@ -228,8 +218,7 @@ class BackwardSteps:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
         device, current = self._device, self._device.current_stream()
-        held, self._held = self._held, deque()  # a backward that has failed may end in its own thread, beside a step
-        for stream, stepped, _ in held:
+        for stream, stepped, _ in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             device.wait_event(stream, stepped)
         device.wait_event(current, device.record_event(self._stream, timed=False))
         self._forget_held()
@@ -274,11 +263,7 @@ class BackwardSteps:
         self._fetch_ahead(coming)
 
     def join(self) -> None:
-        """Wait for what is stepped on the host, and have its parameters come back.
-
-        Raises:
-            StateOffloadError: a step there has failed.
-        """
+        """Wait for what is stepped on the host, and have its parameters come back."""
         if self._ends and torch_private.backward_task() == -1:  # one that has failed may yet step something
             backwards.join(self._ends)
         try:
@@ -339,11 +324,13 @@ class BackwardSteps:
             self._follow(met)
             self._on_device.follow(met)
         self._met.clear()
-        self._options.forget()
+        if self._stepping.unfinished is not None:
+            self._stepping.unfinished.forget_options()
         return met
 
     def check_options(self) -> None:
-        self._options.check()
+        if self._stepping.unfinished is not None:
+            self._stepping.unfinished.check_options()
 
     def close(self) -> None:
         """Nothing is on its way any more, and what was stepped has no gradient."""
@@ -400,9 +387,9 @@ class LayeredSteps(BackwardSteps):
 
     is_whole_step = True
 
-    def __init__(self, *given: Any, layers: LayerStepper) -> None:
-        super().__init__(*given)
-        self._layers: LayerStepper | None = layers
+    def __init__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        super().__init__(optimizer, *given)
+        self._layers: LayerStepper | None = stepper_of(optimizer)
         """None once it is closed."""
         self._piece_of: dict[int, Piece] = {}
         """The pieces, by the ids of their parameters."""
@@ -448,7 +435,7 @@ class LayeredSteps(BackwardSteps):
         if run is not None and self._met:
             run.write_all()
             setattr(self._optimizer, torch_private.STEPPED_MARK, True)
-            self._options.note()
+            run.note_options()
             self._stepping.num_steps += 1
 
     def leave(self) -> None:
@@ -497,28 +484,3 @@ class LayeredSteps(BackwardSteps):
 
     def _consume(self, record: StateRecord) -> None:
         """Who has handed the parameter over lets its gradient go."""
-
-    # What a device that looks for races is told: of a slot, in which others are read meanwhile, by its `write_back`
-
-    def _note_brought(self, parameter: Tensor, gradient: Tensor) -> None:
-        if owner_of(parameter.untyped_storage()) is None:
-            super()._note_brought(parameter, gradient)
-        else:
-            self._device.note_written(gradient.untyped_storage(), torch_private.version_of(gradient))
-
-    def _note_begun(self, parameter: Tensor, gradient: Tensor) -> None:
-        if owner_of(parameter.untyped_storage()) is not None:
-            self._device.note_read(parameter.untyped_storage())
-            self._device.note_read(gradient.untyped_storage())
-
-    def _note_stepped(self, parameter: Tensor) -> None:
-        if owner_of(parameter.untyped_storage()) is None:
-            super()._note_stepped(parameter)
-
-
-def steps_in_backward(optimizer: torch.optim.Optimizer, *given: Any) -> BackwardSteps:
-    """Return `LayeredSteps` for an optimizer whose parameters a `LayerStepper` hands over, else `BackwardSteps`."""
-    layers = stepper_of(optimizer)
-    if layers is None:
-        return BackwardSteps(optimizer, *given)
-    return LayeredSteps(optimizer, *given, layers=layers)

@@ -16,25 +16,18 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import ConsumedGradient, Piece, StateRecord
+from memkit.states.pieces import Piece, StateRecord
 from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out
 from memkit.states.windows import piece_of
 
 
 class Members:
-    """The parameters of an optimizer, as they are now.
+    """The parameters of an optimizer, as they are now."""
 
-    Args:
-        master: the dtype of copies that are stepped instead of parameters of lower precision; None for none.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device, where: str
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device) -> None:
         self._optimizer = optimizer
         self._master = master
         self._torch_device = torch_device
-        self._where = where
         self._process = os.getpid()
         self._replaced: Any = None
         """While states are loaded: what `optimizer.state` was before."""
@@ -46,14 +39,9 @@ class Members:
         self.pieces: list[Piece] = []
 
     def try_out(self) -> None:
-        """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces.
-
-        Raises:
-            ValueError: it can't be, or it has shards and is not elementwise.
-        """
-        optimizer, where, torch_device, master = self._optimizer, self._where, self._torch_device, self._master
-        self.kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
-        refuse_mixed_shards(optimizer, where=where, torch_device=torch_device, master=master)
+        """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces."""
+        self.kept, self.draws = try_out(self._optimizer, torch_device=self._torch_device, master=self._master)
+        refuse_mixed_shards(self._optimizer, torch_device=self._torch_device, master=self._master)
 
     def costs(self) -> list[ParameterCosts]:
         """Return bytes and elements of each parameter and its states: of the states that it has, or else as the trial tells."""
@@ -111,29 +99,20 @@ class Members:
     def refuse_fork(self) -> None:
         """Raise `ForkedError` in a process that was forked from the one in which states lie."""
         if os.getpid() != self._process:
-            raise forked(self._where)
+            raise forked("StateOffload")
 
     def refuse_use(self) -> None:
-        """Raise where states can't be used.
-
-        Raises:
-            ForkedError: they lie in another process.
-            StateOffloadError: `load_state_dict` was broken off.
-        """
+        """Raise where states can't be used."""
         self.refuse_fork()
         if self.is_half_loaded:
             raise StateOffloadError(f"{_HALF}. Load the optimizer and the model again")
         self._replaced = None
 
     def check_before_close(self) -> None:
-        """Warn where the optimizer is about to get back a part of its states.
-
-        Raises:
-            ForkedError: they lie in another process.
-        """
+        """Warn where the optimizer is about to get back a part of its states."""
         self.refuse_fork()
         if self.is_half_loaded:
-            warn_user(f"{self._where}: {_HALF}")
+            warn_user(f"StateOffload: {_HALF}")
 
     @property
     def is_half_loaded(self) -> bool:
@@ -178,14 +157,10 @@ class Members:
         self._known = [[*map(id, group["params"])] for group in groups]
 
     def find_due(self, *, leaves_done: bool) -> list[Piece]:
-        """Set `due` of each piece, and return the pieces in which anything is due.
-
-        Args:
-            leaves_done: whether to leave out parameters that a step that was broken off has stepped already.
-        """
+        """Set `due` of each piece, and return the pieces in which anything is due."""
         found = []
         for piece in self.pieces:
-            piece.due = [record for record in piece.records if _is_due(record) and not (leaves_done and record.is_done())]
+            piece.due = [record for record in piece.records if record.is_due() and not (leaves_done and record.is_done())]
             if piece.due:
                 found.append(piece)
         return found
@@ -195,11 +170,6 @@ class Members:
 
 
 _HALF = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
-
-
-def _is_due(record: StateRecord) -> bool:
-    grad = record.parameter.grad
-    return grad is not None and record.group >= 0 and type(grad) is not ConsumedGradient
 
 
 def are_any_done(pieces: list[Piece]) -> bool:

@@ -33,20 +33,12 @@ class HostStates:
         self._has_warned = False
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Set memory aside for pieces, as much as they are planned to take.
-
-        Raises:
-            HostMemoryError: there is not as much.
-        """
+        """Set memory aside for pieces, as much as they are planned to take."""
         for piece, span in zip(pieces, self.take_side_by_side([piece.plan.state_bytes for piece in pieces]), strict=True):
             piece.room = span
 
     def take_side_by_side(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Return memory of these sizes, in few large blocks.
-
-        Raises:
-            HostMemoryError: there is not as much.
-        """
+        """Return memory of these sizes, in few large blocks."""
         blocks = side_by_side(sizes_bytes)
         spans = []
         for block, whole in zip(blocks, self.take(list(map(sum, blocks))), strict=True):
@@ -55,11 +47,7 @@ class HostStates:
         return spans
 
     def take(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Return memory of these sizes.
-
-        Raises:
-            HostMemoryError: there is not as much.
-        """
+        """Return memory of these sizes."""
         if not sizes_bytes:
             return []
         needed_bytes = self.arena.held_bytes + sum(rounded(num_bytes, HOST_PAGE_BYTES) for num_bytes in sizes_bytes)
@@ -77,11 +65,7 @@ class HostStates:
         return spans
 
     def room_for(self, piece: Piece, num_bytes: int) -> Span:
-        """Return memory for the states of a piece: what was set aside, if it is enough, else more.
-
-        Raises:
-            HostMemoryError: there is not as much.
-        """
+        """Return memory for the states of a piece: what was set aside, if it is enough, else more."""
         if piece.room is None or piece.room.num_bytes < num_bytes:
             (piece.room,) = self.take([num_bytes])
         return piece.room.part(0, num_bytes)
@@ -89,11 +73,7 @@ class HostStates:
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on: where they have been, if that is enough and not needed yet.
-
-        Raises:
-            HostMemoryError: there is not as much.
-        """
+        """Return where states of a piece are from now on: where they have been, if that is enough and not needed yet."""
         span = self.take([num_bytes])[0] if is_apart else self.room_for(piece, num_bytes)
         return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
 

@@ -79,11 +79,7 @@ class DiskRing:
         self._writes = itertools.count()
 
     def add(self, num_buffers: int, num_bytes: int) -> None:
-        """Have so many buffers more, each of so many bytes, rounded up to what is taken for them anyway.
-
-        Raises:
-            HostMemoryError: there is not as much.
-        """
+        """Have so many buffers more, each of so many bytes, rounded up to what is taken for them anyway."""
         rooms = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * num_buffers)
         self.buffers += map(Buffer, rooms)
 
@@ -150,11 +146,7 @@ class DiskRing:
             buffer.holds = holds
 
     def read(self, buffer: Buffer, layout: Layout) -> None:
-        """Have the bytes of its part be read to a buffer. Who waits for them is told of errors.
-
-        Raises:
-            HostMemoryError: there is no room for a larger buffer.
-        """
+        """Have the bytes of its part be read to a buffer. Who waits for them is told of errors."""
         assert layout.copy is not None
         buffer.copy = layout.copy
         if buffer.room.num_bytes < layout.copy.num_bytes:
@@ -163,11 +155,7 @@ class DiskRing:
         buffer.holds = Holds.READ
 
     def write(self, buffer: Buffer) -> None:
-        """Have the bytes in a buffer be written, once they are there. Who waits for that is told of errors.
-
-        Raises:
-            DiskError: the scratch file has no room.
-        """
+        """Have the bytes in a buffer be written, once they are there. Who waits for that is told of errors."""
         assert buffer.part is not None
         assert buffer.copy is not None
         left = buffer.part.left
@@ -175,11 +163,7 @@ class DiskRing:
         buffer.number, buffer.holds = next(self._writes), Holds.WRITTEN
 
     def grow(self, buffer: Buffer, num_bytes: int) -> None:
-        """Give a buffer more room. It waits for the device, whose copies may use it.
-
-        Raises:
-            HostMemoryError: there is no more.
-        """
+        """Give a buffer more room. It waits for the device, whose copies may use it."""
         if buffer.copy is not None:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
@@ -267,12 +251,7 @@ class DiskStates:
         return self._ring
 
     def reserve(self, plans: Sequence[StatePiece]) -> None:
-        """Set room aside on the disk and in host memory, beside what is there.
-
-        Raises:
-            DiskError: there is not as much on the disk, or its limit is lower.
-            HostMemoryError: there is not as much in host memory.
-        """
+        """Set room aside on the disk and in host memory, beside what is there."""
         sizes = [part.state_bytes for plan in plans if plan.is_on_disk for part in plan.parts]
         if not sizes:
             return
@@ -301,11 +280,7 @@ class DiskStates:
             self._ring.write_again()
 
     def read_ahead(self, parts: Sequence[Piece]) -> None:
-        """Have parts be read that come next, as many as there are free buffers for. What fails is raised when its turn comes.
-
-        Raises:
-            HostMemoryError: a buffer is too small for one, and there is no more.
-        """
+        """Have parts be read that come next, as many as there are buffers for. What fails is raised when its turn comes."""
         ring = self._ring
         if ring is None:
             return
@@ -329,11 +304,7 @@ class DiskStates:
         return buffer.holds is not Holds.NOTHING and buffer.copy is not None and buffer.copy.is_at_rest
 
     def bring(self, part: Piece) -> None:
-        """Have the bytes of a part, if there are any yet, be in its buffer: waits for the disk.
-
-        Raises:
-            DiskError: a read has failed, or no buffer is free since writes have.
-        """
+        """Have the bytes of a part, if there are any yet, be in its buffer: waits for the disk."""
         buffer = self.ring.claim(part)
         if buffer.holds is Holds.WRITTEN:
             self.ring.end_write(buffer, Holds.READ)
@@ -363,12 +334,7 @@ class DiskStates:
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on: what they become on the disk is another chunk than before.
-
-        Raises:
-            HostMemoryError: its buffer has too little room, and there is no more.
-            DiskError: so has the disk.
-        """
+        """Return where states of a piece are from now on: what they become on the disk is another chunk than before."""
         buffer = self.ring.claim(piece)
         if buffer.room.num_bytes < num_bytes:
             self.ring.grow(buffer, num_bytes)
@@ -383,11 +349,7 @@ class DiskStates:
         buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
-        """Have the bytes in the buffer of a part be written, once they are there.
-
-        Raises:
-            DiskError: the scratch file has no room. The bytes stay in the buffer.
-        """
+        """Have the bytes in the buffer of a part be written, once they are there."""
         buffer = self.ring.find(part)
         assert buffer is not None
         with label("write states to the disk", part):
@@ -411,15 +373,7 @@ class DiskStates:
         rows: Rows,
         entries: Mapping[Any, Any],
     ) -> None:
-        """Have states be those of a piece, and be written.
-
-        Args:
-            entries: what `optimizer.state` has of the first of its parameters.
-
-        Raises:
-            HostMemoryError: there is too little host memory for a buffer.
-            DiskError: the disk has too little room, or fails.
-        """
+        """Have states be those of a piece, and be written."""
         before = piece.copies
         parts = piece.cut(tensors, num_bytes, rows, entries)
         for part, own_tensors, own_bytes, own_rows in parts:
@@ -444,12 +398,7 @@ class DiskStates:
         self.ring.write(buffer)
 
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Rows]]:
-        """Yield pieces with their states, as new tensors in host memory, with the next ones on their way.
-
-        Raises:
-            DiskError: a read has failed: ask for the other pieces then.
-            HostMemoryError: there is too little host memory for all.
-        """
+        """Yield pieces with their states, as new tensors in host memory, with the next ones on their way."""
         self.ring.end_writes()
         parts = [part for piece in pieces for part in piece.stored]
         num_read = 0
@@ -499,11 +448,7 @@ class DiskStates:
 
 
 def refuse_without_room(num_bytes: int) -> None:
-    """Raise if host memory has no room for all states at once, as tensors.
-
-    Raises:
-        HostMemoryError: it has not.
-    """
+    """Raise if host memory has no room for all states at once, as tensors."""
     refusal = refusal_of(num_bytes, 0)
     if refusal is not None:
         raise refusal

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memkit.core import torch_private
 from memkit.errors import StateOffloadError
 from memkit.optimizers.shells import (
     Changes,
     Group,
     StateDict,
-    Watched,
     changes_of_group,
     changes_of_shell,
+    differing,
     hollow_shell,
     hooks_of,
     shell_of,
@@ -44,7 +45,7 @@ class Prepared:
         attributes: what the shell has ahead of it.
         cuts: the groups of the shell, by their numbers.
         before: the same ahead of the step.
-        watched: tensors in them.
+        watched: tensors in them, and how often each was written to: nobody may do so in place.
         local: how what is made becomes that of shards; None if there are none.
     """
 
@@ -52,7 +53,7 @@ class Prepared:
     attributes: Mapping[str, Any]
     cuts: Mapping[int, Group]
     before: Mapping[int, Group]
-    watched: Watched
+    watched: list[tuple[str, Tensor, int]]
     local: LocalStep | None
 
 
@@ -82,15 +83,13 @@ class OneStep:
         self._of_optimizer: Changes | None = None
         self._is_over = False
         """Whether what it writes to groups of which nothing was due was written."""
+        self._noted: list[_Noted] = []
+        """What groups had when the backward stepped the first parameter."""
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
-        """Return what is given to the optimizer's step, to step some parameters.
-
-        Raises:
-            StateOffloadError: states don't fit their shards.
-        """
+        """Return what is given to the optimizer's step, to step some parameters."""
         has_shards = False
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
@@ -113,15 +112,14 @@ class OneStep:
         shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state, hooks=self._hooks)
         vars(shell).update(self._attributes)
         before = {number: dict(cut) for number, cut in cuts.items()}
-        watched = Watched.of([found for number in cuts for found in self._tensors[number]])
+        watched = []
+        for number in cuts:
+            for name, value in self._tensors[number]:
+                watched.append((name, value, torch_private.version_of(value)))
         return Prepared(shell, dict(vars(shell)), cuts, before, watched, local)
 
     def step(self, prepared: Prepared) -> Written:
-        """Step some parameters. Return what that has written to groups and attributes.
-
-        Raises:
-            StateOffloadError: the optimizer has written other entries than with another part.
-        """
+        """Step some parameters. Return what that has written to groups and attributes."""
         self._step(prepared.shell)
         of_optimizer = changes_of_shell(prepared.attributes, prepared.shell)
         self._check(self._of_optimizer, of_optimizer)
@@ -129,19 +127,17 @@ class OneStep:
         for number, cut in prepared.cuts.items():
             found[number] = changes_of_group(prepared.before[number], cut)
             self._check(self._of_groups.get(number), found[number])
-        written = prepared.watched.written()
-        if written is not None:
-            self._refuse(written)
+        for name, value, version in prepared.watched:
+            if torch_private.version_of(value) != version:
+                self._refuse(name)
         if prepared.local is not None:
             prepared.local.finish()
         return found, of_optimizer
 
     def _check(self, known: Changes | None, found: Changes) -> None:
-        if known is None or not (known.entries or found.entries):
-            return
-        differing = known.differs_from(found)
-        if differing is not None:
-            self._refuse(differing)
+        name = differing(known, found) if known is not None and (known or found) else None
+        if name is not None:
+            self._refuse(name)
 
     def _refuse(self, name: str) -> None:
         raise StateOffloadError(
@@ -158,10 +154,10 @@ class OneStep:
     def write_changes(self) -> None:
         """All parts are done: write what they have written to the groups and the attributes of the user's optimizer."""
         for number, changes in self._of_groups.items():
-            if changes.entries:
-                self._now(self._own[number]).update(changes.entries)
+            if changes:
+                self._now(self._own[number]).update(changes)
         if self._of_optimizer is not None:
-            vars(self._optimizer).update(self._of_optimizer.entries)
+            vars(self._optimizer).update(self._of_optimizer)
 
     def _now(self, own: Group) -> Group:
         """Return one of the user's groups, or the copy that has taken its place in `param_groups`."""
@@ -180,10 +176,31 @@ class OneStep:
         stepped = {*map(id, due)}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
             if id(group) not in stepped and not any(self._now(own) is group for own in due):
-                group.update(changes_of_group(group, cut).entries)
+                group.update(changes_of_group(group, cut))
         if self._of_optimizer is None and not self.awaited:
-            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
+            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow))
         self._is_over = True
+
+    def note_options(self) -> None:
+        """The backward has begun to step: parameters, learning rates and other entries of groups stay until it is over."""
+        self._noted = _options_of(self._optimizer)
+
+    def forget_options(self) -> None:
+        self._noted = []
+
+    def check_options(self) -> None:
+        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come."""
+        if not self._noted:
+            return
+        now = _options_of(self._optimizer) + [_Noted({}, [], [])] * len(self._noted)  # a group that has gone has none
+        changed = next(filter(None, map(_Noted.changed_in, self._noted, now)), None)
+        if changed is not None:
+            self._noted = []
+            raise StateOffloadError(
+                f'"{changed}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
+                "parameters with what it was before. Set it before the backward or after optimizer.step(), or use "
+                'when="step". Another optimizer.step() ends this step as it is'
+            )
 
     def write_all(self) -> None:
         """The step ends without the optimizer's own: write to groups what both write there."""
@@ -233,49 +250,17 @@ class _Noted:
 
     def changed_in(self, now: _Noted) -> str | None:
         """Return the name of an entry that is another one by now; None if there is none."""
-        names = [*changes_of_group(self.entries, now.entries).entries]
+        names = [*changes_of_group(self.entries, now.entries)]
         names += [name for name, _ in {*now.versions} - {*self.versions}]
         names += ["params"] * ([*map(id, self.members)] != [*map(id, now.members)])
         return names[0] if names else None
 
 
-class NotedOptions:
-    """Parameters, learning rates and other entries of groups, as they were when they were noted."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._noted: list[_Noted] = []
-
-    def note(self) -> None:
-        self._noted = self._now()
-
-    def forget(self) -> None:
-        """The step has ended: anything may be set."""
-        self._noted = []
-
-    def check(self) -> None:
-        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come.
-
-        Raises:
-            StateOffloadError: one was, and the backward has stepped without it.
-        """
-        if not self._noted:
-            return
-        now = self._now() + [_Noted({}, [], [])] * len(self._noted)  # a group that has gone has none
-        changed = next(filter(None, map(_Noted.changed_in, self._noted, now)), None)
-        if changed is not None:
-            self._noted = []
-            raise StateOffloadError(
-                f'"{changed}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
-                "parameters with what it was before. Set it before the backward or after optimizer.step(), or use "
-                'when="step". Another optimizer.step() ends this step as it is'
-            )
-
-    def _now(self) -> list[_Noted]:
-        return [
-            _Noted({key: value for key, value in group.items() if key not in _MEMBERS}, versions_in(group), [*group["params"]])
-            for group in self._optimizer.param_groups
-        ]
+def _options_of(optimizer: torch.optim.Optimizer) -> list[_Noted]:
+    return [
+        _Noted({key: value for key, value in group.items() if key not in _MEMBERS}, versions_in(group), [*group["params"]])
+        for group in optimizer.param_groups
+    ]
 
 
 _MEMBERS = ("params", "param_names")

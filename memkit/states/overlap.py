@@ -205,11 +205,7 @@ class ForwardOverlap:
             self._run = None
 
     def join(self) -> None:
-        """Let the current stream wait for all that is stepped.
-
-        Raises:
-            StateOffloadError: a step on the host has failed.
-        """
+        """Let the current stream wait for all that is stepped."""
         if self._leaving:
             self._join(list(self._leaving))
         for piece in list(self._stepped):

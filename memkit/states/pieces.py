@@ -38,6 +38,7 @@ class StateRecord:
         "numbers",
         "parameter",
         "position",
+        "spoiled",
         "undo",
     )
 
@@ -57,6 +58,12 @@ class StateRecord:
         """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
         """The gradient that it was stepped with last, and the version of that: see `mark_of`."""
+        self.spoiled: weakref.ref[Tensor] | None = None
+        """A gradient that a step has written to that was undone, as a fused one does to unscale it."""
+
+    def is_due(self) -> bool:
+        grad = self.parameter.grad
+        return grad is not None and self.group >= 0 and type(grad) is not ConsumedGradient
 
     def is_done(self) -> bool:
         """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
@@ -96,11 +103,7 @@ def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
 
 
 def refuse_another(record: StateRecord) -> NoReturn:
-    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step.
-
-    Raises:
-        StateOffloadError: always.
-    """
+    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step."""
     raise StateOffloadError(
         f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
         "accumulate, put `with states.accumulate():` around all backwards but the last one; after one whose gradients you have "
@@ -160,15 +163,7 @@ class Place(Protocol):
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on, with room for them.
-
-        Args:
-            is_apart: whether what is where they have been is needed yet.
-
-        Raises:
-            HostMemoryError: there is not as much.
-            DiskError: there is not as much.
-        """
+        """Return where states of a piece are from now on, with room for them."""
 
 
 class Piece:
@@ -203,6 +198,8 @@ class Piece:
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
         """The records with a gradient, which the step under way steps."""
+        self._versions: list[int] = []
+        """How often their gradients were written to when that began."""
         self.lost: str | None = None
         """Why it can't be stepped or saved any more: a step has left it, or its states, half written. Loading ends that."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
@@ -295,9 +292,18 @@ class Piece:
         """Whether a step was broken off between its windows, so that some are stepped and others are not."""
         return any(part.is_stepped for part in self.parts)
 
-    def has_written_gradient(self) -> bool:
-        """Tell whether the gradient was written to since the step of windows of it began."""
-        return False
+    def spoiled_by(self, optimizer: torch.optim.Optimizer) -> list[StateRecord]:
+        """Return which are due and have a gradient that the step under way may have written to, or none any more.
+
+        A fused step, which unscales gradients in place, does so without a version that tells.
+        """
+        unscales = getattr(optimizer, "grad_scale", None) is not None and self.plan.update is Update.DEVICE
+        found = []
+        for record, version in zip(self.due, self._versions, strict=True):
+            mark = mark_of(record)
+            if mark is None or mark[1] != version or (unscales and not record.has_master):
+                found.append(record)
+        return found
 
     def forget_loss(self) -> None:
         """Go on with states that were loaded."""
@@ -310,13 +316,20 @@ class Piece:
         """Raise if an earlier window of the same parameter was not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
-        """Begin a step of the parameters in `due`. Nothing was copied yet.
-
-        Raises:
-            StateOffloadError: it is lost, or a gradient has another dtype than the parameter.
-        """
+        """Begin a step of the parameters in `due`. Nothing was copied yet."""
         if self.lost is not None:
             raise StateOffloadError(self.lost)
+        versions = []
+        for record in self.due:
+            grad = record.parameter.grad
+            assert grad is not None
+            if record.spoiled is not None and record.spoiled() is grad:
+                raise StateOffloadError(
+                    f"a step that was broken off has written to the gradient of {record.name}, as to unscale it, and a step "
+                    "would do so again. Call optimizer.zero_grad() and run the backward again"
+                )
+            versions.append(version_of(grad) if record.is_shard else torch_private.version_of(grad))
+        self._versions = versions
         if self.plan.update is Update.DEVICE and not self._is_cut:
             return  # the parameters are stepped themselves
         for record in self.due:
@@ -394,11 +407,7 @@ class Piece:
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
     ) -> list[tuple[Tensor, dict[Any, Any]]]:
         """Return new entries for `optimizer.state`, by parameter: what a step has made, with tensors in host memory. If the
-        layout has changed, the parameters that were not stepped are among them.
-
-        Args:
-            made: what was stepped, with its new entries.
-        """
+        layout has changed, the parameters that were not stepped are among them."""
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:
@@ -414,13 +423,12 @@ class Piece:
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         state = self.states_in(optimizer)
-        while self.entered:
-            parameter, made = self.entered[-1]
+        for parameter, made in self.entered:
             entries = state[parameter]
             for name in [name for name in entries if name not in made]:
                 del entries[name]
             entries.update(made)
-            self.entered.pop()
+        self.entered = []
 
     def let_go(self) -> None:
         """Drop all references to a slot."""

@@ -30,7 +30,7 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers.shells import hollow_shell
 from memkit.optimizers.steppers import ReducedLayer
 from memkit.states.asked import host_layers_of, refuse_captured, refuse_gradients, weakly
-from memkit.states.one_step import NotedOptions, OneStep, run_closure
+from memkit.states.one_step import OneStep, run_closure
 from memkit.states.pieces import ConsumedGradient, StateRecord, let_go_of_consumed, mark_of, refuse_another, version_of
 
 if TYPE_CHECKING:
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Batch:
-    """Shards of one layer whose gradients have come together.
-
-    Args:
-        landing: events of torch, behind which the gradients are in host memory.
-    """
+    """Shards of one layer whose gradients have come together."""
 
     def __init__(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
         self.layer, self.records, self.run, self.landing = layer, records, run, landing
@@ -70,11 +66,7 @@ class ShardThread:
         """What steps have taken, without what these have waited for gradients."""
 
     def begin(self) -> None:
-        """Have the thread be there. Within a backward, where a system may refuse one, other ranks would wait for this one.
-
-        Raises:
-            RuntimeError: the system starts no more threads.
-        """
+        """Have the thread be there. Within a backward, where a system may refuse one, other ranks would wait for this one."""
         thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
@@ -103,11 +95,7 @@ class ShardThread:
         self._batches.clear()
 
     def raise_failed(self) -> None:
-        """Raise if a step has failed of which nobody has heard.
-
-        Raises:
-            StateOffloadError: one has.
-        """
+        """Raise if a step has failed of which nobody has heard."""
         failed = list(self._failed)
         self._failed.clear()
         if not failed:
@@ -122,11 +110,7 @@ class ShardThread:
         ) from error
 
     def refuse_lost(self, records: Iterable[StateRecord]) -> None:
-        """Raise if any of some parameters may be stepped in part.
-
-        Raises:
-            StateOffloadError: one may be.
-        """
+        """Raise if any of some parameters may be stepped in part."""
         for record in records:
             if record in self._lost:
                 raise StateOffloadError(self._lost[record])
@@ -227,7 +211,6 @@ class ShardSteps:
         self._unfinished: OneStep | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._num_accumulating = 0
-        self._options = NotedOptions(optimizer)
         self.num_steps = 0
 
     @property
@@ -235,11 +218,7 @@ class ShardSteps:
         return self._thread.step_s
 
     def watch(self, hooks: HookSet) -> None:
-        """Have shards be stepped when their gradients were reduced. The optimizer was tried out.
-
-        Raises:
-            RuntimeError: the system starts no more threads.
-        """
+        """Have shards be stepped when their gradients were reduced. The optimizer was tried out."""
         optimizer = self._optimizer
         self._thread.begin()
         self._follow_groups(is_tried_out=True)
@@ -252,11 +231,7 @@ class ShardSteps:
         hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _follow_groups(self, *, is_tried_out: bool = False) -> None:
-        """Take note of parameters that came to the optimizer or left it.
-
-        Raises:
-            ValueError: it can't be stepped here.
-        """
+        """Take note of parameters that came to the optimizer or left it."""
         groups = self._optimizer.param_groups
         known = [[*map(id, group["params"])] for group in groups]
         if known == self._known:
@@ -316,8 +291,9 @@ class ShardSteps:
                 brought.append(record)
         if brought and not self._num_accumulating:
             self._in_backward.add(id(layer))
-            if self._send(layer, brought, layer.landing()):
-                self._options.note()
+            run, is_first = self._send(layer, brought, layer.landing())
+            if is_first:
+                run.note_options()
 
     def is_stepping(self, layer: ReducedLayer) -> bool:
         return id(layer) in self._in_backward and torch_private.backward_task() != -1 and not self._is_over
@@ -350,8 +326,8 @@ class ShardSteps:
             if again is not None:
                 refuse_another(again)
 
-    def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> bool:
-        """Have the thread step shards of a layer. Return whether a step of the optimizer begins with that."""
+    def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> tuple[OneStep, bool]:
+        """Have the thread step shards of a layer. Return the step of the optimizer, and whether it begins with that."""
         run, is_first = self._unfinished, self._thread.is_idle
         if run is None or is_first:
             self._follow_groups()
@@ -359,7 +335,7 @@ class ShardSteps:
         due = [record for record in records if record.group >= 0]
         if due:
             self._thread.send(layer, due, run, landing)
-        return is_first
+        return run, is_first
 
     # The optimizer's step
 
@@ -374,11 +350,12 @@ class ShardSteps:
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self._device)
         args, kwargs = run_closure(args, kwargs)
-        self._options.check()
+        if self._unfinished is not None:
+            self._unfinished.check_options()
         self.join()
         self._follow_groups()
         self._thread.refuse_lost(self._records())
-        due = {layer: [record for record in records if _is_due(record)] for layer, records in self._layers.items()}
+        due = {layer: [record for record in records if record.is_due()] for layer, records in self._layers.items()}
         refuse_gradients([record for records in due.values() for record in records])
         for layer, records in due.items():
             if records:
@@ -389,8 +366,8 @@ class ShardSteps:
         if run is not None:
             run.write_changes()
         self._put_in_order()
-        self._options.forget()
         self._unfinished = run or OneStep(optimizer)
+        self._unfinished.forget_options()
         self._hollow = hollow_shell(optimizer)
         met.clear()
         self.num_steps += 1
@@ -411,11 +388,7 @@ class ShardSteps:
             self._unfinished = self._hollow = None
 
     def join(self) -> None:
-        """Wait for what the thread steps.
-
-        Raises:
-            StateOffloadError: something of it has failed, and nobody has heard of it.
-        """
+        """Wait for what the thread steps."""
         self._wait()
         self._thread.raise_failed()
 
@@ -443,7 +416,6 @@ class ShardSteps:
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._thread.forget_step()
-        self._options.forget()
         self._unfinished = None
 
     def close(self) -> None:
@@ -456,8 +428,3 @@ class ShardSteps:
             layer.end_steps(self)
         let_go_of_consumed(self._records())
         self._thread.close()
-
-
-def _is_due(record: StateRecord) -> bool:
-    grad = record.parameter.grad
-    return grad is not None and type(grad) is not ConsumedGradient

@@ -67,14 +67,7 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class LocalStep:
-    """The local tensors and states that a step of shards is given; afterwards, its results as shards.
-
-    Args:
-        keys: what stands for each of them: a shard, or a plain tensor over the local one.
-
-    Raises:
-        StateOffloadError: a state is no shard like its parameter.
-    """
+    """The local tensors and states that a step of shards is given; afterwards, its results as shards."""
 
     def __init__(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> None:
         self._rows = list(zip(records, keys, strict=True))
@@ -108,11 +101,7 @@ class LocalStep:
         return found
 
     def finish(self) -> None:
-        """Put the states that the step has made into the mapping that was given, as shards.
-
-        Raises:
-            StateOffloadError: it has made a state that is of another size than its parameter.
-        """
+        """Put the states that the step has made into the mapping that was given, as shards."""
         for (record, key), own in zip(self._rows, self.keys, strict=True):
             made = self.state.get(own)
             if made is None:

@@ -15,7 +15,8 @@ from memkit.core.sizes import check_budget_bytes, format_bytes
 from memkit.device import Device
 from memkit.errors import HostMemoryError, StateOffloadError, warn_user
 from memkit.optimizers.shells import hollow_shell
-from memkit.plan import ParameterCosts, StatePlan, Update, plan_states
+from memkit.optimizers.steppers import stepper_of
+from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.states.asked import (
     NotCopied,
     check_groups,
@@ -32,10 +33,10 @@ from memkit.states.asked import (
     warn_if_unfused,
     weakly,
 )
-from memkit.states.at_rest import Saving, StatesAtRest
+from memkit.states.at_rest import StatesAtRest, put_states, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
-from memkit.states.in_backward import BackwardSteps, steps_in_backward
+from memkit.states.in_backward import BackwardSteps, LayeredSteps
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.memory import HostStates, StateSlots
 from memkit.states.on_disk import DiskStates
@@ -99,47 +100,6 @@ class StateStats:
                 ("written there", format_bytes(self.disk_written_bytes)),
             ]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
-
-
-def in_words(plan: StatePlan, place: torch.device, update: str) -> str:
-    on_disk = f"{format_bytes(plan.disk_bytes)} on the disk, " if plan.disk_bytes else ""
-    return (
-        f"{format_bytes(plan.host_bytes)} of states in host memory, {on_disk}{format_bytes(plan.resident_bytes)} on {place}, "
-        f'update="{update}"'
-    )
-
-
-def stats_of(
-    plan: StatePlan, host: HostStates, slots: StateSlots | None, disk: DiskStates | None, *, undo_bytes: int, num_steps: int
-) -> StateStats:
-    """Return what was moved so far, and what is taken now.
-
-    Args:
-        plan: where the states are.
-        host: the host memory.
-        slots: the room on the device; None if there is none any more, or yet.
-        disk: where other states are; None for nowhere.
-        undo_bytes: what is taken there beside.
-        num_steps: steps so far.
-    """
-    return StateStats(
-        num_pieces=len(plan.pieces),
-        num_resident=sum(piece.is_resident for piece in plan.pieces),
-        num_on_host=sum(piece.update is Update.HOST for piece in plan.pieces),
-        num_steps=num_steps,
-        host_bytes=host.arena.held_bytes,
-        room_bytes=slots.num_bytes + undo_bytes if slots is not None and slots.slots else 0,
-        resident_bytes=plan.resident_bytes,
-        h2d_bytes=0 if slots is None else slots.h2d_bytes,
-        d2h_bytes=0 if slots is None else slots.d2h_bytes,
-        host_step_s=0.0 if slots is None else slots.host_step_s,
-        disk_bytes=plan.disk_bytes,
-        disk_read_bytes=0 if disk is None else disk.read_bytes,
-        disk_written_bytes=0 if disk is None else disk.written_bytes,
-    )
-
-
-_WHERE = "StateOffload"
 
 
 class StateOffload(NotCopied, EnteredOnce):
@@ -206,7 +166,7 @@ class StateOffload(NotCopied, EnteredOnce):
         disk: Disk | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
-        refuse_by_kind(optimizer, _WHERE)
+        refuse_by_kind(optimizer)
         refuse_beside_layers(optimizer, update=update, when=when, overlap_forward=overlap_forward)
         check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
@@ -224,19 +184,21 @@ class StateOffload(NotCopied, EnteredOnce):
             warn_if_unfused(optimizer)
         self.when = when
         place = self.device.torch_device if gathers is None else torch.device("cpu")
-        self._members = Members(optimizer, master=master, torch_device=place, where=_WHERE)
+        self._members = Members(optimizer, master=master, torch_device=place)
         self._members.try_out()
         self._limits: dict[str, Any] = {"device_budget_bytes": budget_bytes, "host_budget_bytes": limit_bytes}
         self._limits |= {"has_disk": disk is not None, "runs_ahead": self._is_beside}
         self._hooks = HookSet()
         self._hollow: torch.optim.Optimizer | None = None
+        self._loaded: dict[str, Any] | None = None
         self._in_backward: BackwardSteps | None = None
         self._on_shards = None if gathers is None else ShardSteps(optimizer, self._members, gathers)
         self._overlap = ForwardOverlap(optimizer, self.device, in_order=self._members.draws) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._disk = None if disk is None else DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None
-        self._undo_bytes, self._is_open = 0, False  # the latter: whether states may have moved
+        self._is_open = False
+        """Whether states may have moved."""
         claim(optimizer, self)
         try:
             self._plan()
@@ -264,14 +226,14 @@ class StateOffload(NotCopied, EnteredOnce):
         optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
         pieces = self._members.add(self.plan, list(self._members.records()))
         slots = self._slots = StateSlots(device, lanes, self.plan)
-        self._undo_bytes = undo_bytes = self.plan.undo_bytes
-        self._on_device = DeviceSteps(optimizer, device, slots, self._host, self._disk, undo_bytes=undo_bytes)
+        self._on_device = DeviceSteps(optimizer, device, slots, self._host, self._disk, undo_bytes=self.plan.undo_bytes)
         self._on_host = HostSteps(optimizer, device, lanes, slots, self._host, runs_ahead=self._limits["runs_ahead"])
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
-            given = self._stepping, self._on_device, self._on_host, self._rest, weakly(self._follow_groups)
-            self._in_backward = steps_in_backward(optimizer, device, *given)
+            kind = BackwardSteps if stepper_of(optimizer) is None else LayeredSteps
+            given = self._on_device, self._on_host, self._rest, weakly(self._follow_groups)
+            self._in_backward = kind(optimizer, device, self._stepping, *given)
         self._is_open = True
         self._open(pieces)
         self._members.place()
@@ -279,8 +241,10 @@ class StateOffload(NotCopied, EnteredOnce):
             self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
-        saving = Saving(optimizer, self._members, self._rest, self._settle_for, self._follow_groups, self._forget_step)
-        saving.watch(self._hooks)
+        self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
+        self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
+        self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
+        self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     # Steps
 
@@ -386,7 +350,7 @@ class StateOffload(NotCopied, EnteredOnce):
         members.place()
 
     def _check_groups(self) -> None:
-        check_groups(self.optimizer, self.device, where=_WHERE, is_beside=self._is_beside)
+        check_groups(self.optimizer, self.device, is_beside=self._is_beside)
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
@@ -429,30 +393,72 @@ class StateOffload(NotCopied, EnteredOnce):
         steps = self._in_backward or self._on_shards
         return nullcontext() if steps is None else steps.accumulate()
 
-    def _settle_for(self, *, is_loading: bool) -> None:
-        """Have nothing be under way. What is loaded takes the place of what is lost."""
-        self._settle(is_loading=is_loading)
-        self._wait()
-        if is_loading and self._in_backward is not None:
-            self._in_backward.end()
+    # What is saved and loaded
 
-    def _forget_step(self) -> None:
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self._members.refuse_use()
+        self._settle()
+        self._wait()
+
+    def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return with_host_copies(state_dict, self._rest.read(self._members.pieces))
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        members = self._members
+        members.refuse_fork()
+        self._settle(is_loading=True)
+        self._wait()
+        if self._in_backward is not None:
+            self._in_backward.end()
+        if not members.is_half_loaded:
+            self._follow_groups()
+        members.begin_loading()
+        self._loaded = state_dict
+        return {**state_dict, "state": {}}
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        loaded, self._loaded = self._loaded, None
+        assert loaded is not None
+        put_states(loaded, optimizer, self._members, self._rest.torch_device)
         self._stepping.forget_failure()
         for piece in self._members.pieces:
             piece.forget_loss()
+        self._rest.separate(self._members.pieces)
+        for piece in self._members.pieces:
+            (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
+        self._members.end_loading()
 
     # What there is
 
     def stats(self) -> StateStats:
         """Return what was moved so far, and what is taken now."""
-        num_steps = self._stepping.num_steps if self._is_open else 0
-        stats = stats_of(self.plan, self._host, self._slots, self._disk, undo_bytes=self._undo_bytes, num_steps=num_steps)
-        shards = self._on_shards
-        return stats if shards is None else replace(stats, num_steps=shards.num_steps, host_step_s=shards.host_step_s)
+        plan, slots, disk, shards = self.plan, self._slots, self._disk, self._on_shards
+        num_steps, host_step_s = self._stepping.num_steps if self._is_open else 0, 0.0 if slots is None else slots.host_step_s
+        if shards is not None:
+            num_steps, host_step_s = shards.num_steps, shards.host_step_s
+        return StateStats(
+            num_pieces=len(plan.pieces),
+            num_resident=sum(piece.is_resident for piece in plan.pieces),
+            num_on_host=sum(piece.update is Update.HOST for piece in plan.pieces),
+            num_steps=num_steps,
+            host_bytes=self._host.arena.held_bytes,
+            room_bytes=slots.num_bytes + plan.undo_bytes if slots is not None and slots.slots else 0,
+            resident_bytes=plan.resident_bytes,
+            h2d_bytes=0 if slots is None else slots.h2d_bytes,
+            d2h_bytes=0 if slots is None else slots.d2h_bytes,
+            host_step_s=host_step_s,
+            disk_bytes=plan.disk_bytes,
+            disk_read_bytes=0 if disk is None else disk.read_bytes,
+            disk_written_bytes=0 if disk is None else disk.written_bytes,
+        )
 
     def __repr__(self) -> str:
-        said = "closed" if self._is_closed else in_words(self.plan, self.device.torch_device, self.update)
-        return f"<StateOffload of {type(self.optimizer).__name__}: {said}>"
+        on_disk = f"{format_bytes(self.plan.disk_bytes)} on the disk, " if self.plan.disk_bytes else ""
+        said = (
+            f"{format_bytes(self.plan.host_bytes)} of states in host memory, {on_disk}{format_bytes(self.plan.resident_bytes)} "
+            f'on {self.device.torch_device}, update="{self.update}"'
+        )
+        return f"<StateOffload of {type(self.optimizer).__name__}: {'closed' if self._is_closed else said}>"
 
     def close(self) -> None:
         """Have the states be tensors of their own again, where the parameters are. The optimizer steps by itself from then on.

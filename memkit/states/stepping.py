@@ -54,9 +54,6 @@ class Stepping:
             note_stepped: called behind each piece that was stepped on the device.
             note_left: called behind each piece whose gradients are on their way to be stepped on the host. Where it is given,
                 nobody waits for these: see `join`.
-
-        Raises:
-            StateOffloadError: a step on the host has failed, and nobody has heard of it. Nothing is stepped then.
         """
         untold, self._untold = self._untold, None
         if untold is not None:
@@ -116,14 +113,7 @@ class Stepping:
         return all(map(self._on_host.is_over, piece.parts))
 
     def join(self, pieces: Sequence[Piece], *, beside: Sequence[Piece] = ()) -> None:
-        """Wait for the steps of pieces on the host, and have the parameters come back.
-
-        Args:
-            beside: what else is there, and isn't left behind where one fails.
-
-        Raises:
-            StateOffloadError: a step there has failed.
-        """
+        """Wait for the steps of pieces on the host, and have the parameters come back."""
         self.is_broken, under_way = True, list(dict.fromkeys((*pieces, *beside)))
         try:
             for piece in pieces:
@@ -188,14 +178,7 @@ class Stepping:
         )
 
     def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
-        """Have every piece be as before its step, or as after it. One that is stepped in part is lost.
-
-        Args:
-            goes_on: whether to step the rest of one that is stepped in part: nobody has written to it since.
-
-        Raises:
-            StateOffloadError: stepped states cannot be brought to host memory, or the rest of a parameter can't be stepped.
-        """
+        """Have every piece be as before its step, or as after it. One that is stepped in part is lost."""
         self.is_broken = True
         self._settle(pieces)
         for piece in pieces:
@@ -242,19 +225,12 @@ class Stepping:
             ) from why
 
     def _go_on(self, piece: Piece, *, is_torn: bool) -> None:
-        """Step the rest of a piece that is stepped in part.
-
-        Args:
-            is_torn: whether states of one of its parts were left half written.
-
-        Raises:
-            StateOffloadError: that has failed.
-        """
+        """Step the rest of a piece that is stepped in part."""
         # a gradient that a step has written to, or unscaled as a fused kernel does, is not the one to step the rest with
         rest, run, error = [part for part in piece.parts if not part.is_stepped], self.unfinished, None
         try:
-            has_own = getattr(self._optimizer, "grad_scale", None) is None and not piece.has_written_gradient()
-            if run is not None and not is_torn and has_own and not _has_let_go(rest):  # as of what was sent to the host
+            has_own = not piece.spoiled_by(self._optimizer) and not _has_let_go(rest)  # as of what was sent to the host
+            if run is not None and not is_torn and has_own:
                 self._run(rest, run)
                 self._device.synchronize()
                 piece.lost = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from memkit.optimizers.shells import (
     changes_of_group,
     changes_of_shell,
     cut_group,
+    differing,
     may_be_written,
     needs_closure,
     own_attributes,
@@ -46,9 +48,24 @@ def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
     return [generator.get_state() for generator in generators]
 
 
-def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
-    for generator in generators:
-        generator.manual_seed(seed)
+@contextmanager
+def _seeding(torch_device: torch.device) -> Iterator[Callable[[int], bool]]:
+    """Within it, yield a function that seeds all generators, and tells whether random numbers were drawn since it did so."""
+    generators = generators_of(torch_device)
+    before, seeded = states_of(generators), list[Tensor]()
+
+    def seed(number: int) -> bool:
+        has_drawn = bool(seeded) and not are_in_states(generators, seeded)
+        for generator in generators:
+            generator.manual_seed(number)
+        seeded[:] = states_of(generators)
+        return has_drawn
+
+    try:
+        yield seed
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> bool:
@@ -72,86 +89,70 @@ _NUM_STEPS = 4
 _LARGEST_SIDE = 24
 
 
-def refuse_by_kind(optimizer: object, where: str) -> None:
-    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters.
-
-    Raises:
-        TypeError: it is no optimizer of torch's.
-        ValueError: it is of such a kind.
-    """
+def refuse_by_kind(optimizer: object) -> None:
+    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
-        raise TypeError(f"{where} needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
+        raise TypeError(f"StateOffload needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise ValueError(
-            f"{where} steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a step. "
-            "Use an optimizer whose step works without one"
+            f"StateOffload steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a "
+            "step. Use an optimizer whose step works without one"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            f"{where} streams dense states, and {name} steps the rows of sparse gradients alone. Use sparse=False and Adam"
+            f"StateOffload streams dense states, and {name} steps the rows of sparse gradients alone. Use sparse=False and Adam"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            raise ValueError(f"{where} needs a step that autograd does not follow; found differentiable=True. Leave it out")
+            raise ValueError("StateOffload needs a step that autograd does not follow; found differentiable=True. Leave it out")
 
 
 def try_out(
-    optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
+    optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
-    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers.
-
-    Raises:
-        ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
-    """
+    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers."""
     groups = groups_to_try(optimizer)
     if not groups:
         return {}, False
     name = type(optimizer).__name__
-    generators = generators_of(torch_device)
-    before, draws = states_of(generators), has_generators(optimizer)
+    draws = has_generators(optimizer)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
             whole, apart = (Trial(optimizer, groups, torch_device, master, has_states=not is_lazy) for _ in range(2))
             for step in range(_NUM_STEPS):
                 is_last = step == _NUM_STEPS - 1
-                seed_all(generators, step)
+                seed(step)
                 try:
                     whole.step_all(leaves_out=is_last)
                 except Exception:
                     if is_last:  # it needs all gradients, also without memkit
                         break
                     raise
-                drawn = states_of(generators)
-                seed_all(generators, step)
-                draws = draws or not are_in_states(generators, drawn)
-                differing = apart.step_each(leaves_out=is_last)
-                differing = differing or whole.differs_from(apart)
-                if differing is not None:
-                    raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
+                draws = seed(step) or draws
+                other = apart.step_each(leaves_out=is_last) or whole.differs_from(apart)
+                if other is not None:
+                    raise _WithoutGradientError(other) if is_last else _NotSeparableError(other)
             whole.step_none()
         kept = kept_states(optimizer, master=master)
     except _WithoutGradientError as error:
         raise ValueError(
-            f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
-            f"another {error}. Use an optimizer that leaves these out"
+            f"StateOffload steps parameters that have a gradient, and {name} does something with those that have none: they "
+            f"gave another {error}. Use an optimizer that leaves these out"
         ) from None
     except _NotSeparableError as error:
         raise ValueError(
-            f"{where} steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave another "
-            f"{error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
+            f"StateOffload steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave "
+            f"another {error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
         ) from None
     except Exception as error:
         raise ValueError(
-            f"{where} tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
+            f"StateOffload tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
     return kept.of, draws or kept.draws
 
 
@@ -232,7 +233,7 @@ class Trial:
         self.attributes = own_attributes(optimizer)
         shell = self._shell(self.groups, self.state)
         put_in_train_mode(shell)
-        self.attributes.update(changes_of_shell(vars(optimizer), shell).entries)
+        self.attributes.update(changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         """Return what stands for the largest parameter of a group."""
@@ -256,15 +257,11 @@ class Trial:
         step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
-        """Step all at once.
-
-        Args:
-            leaves_out: whether the first of each group has no gradient.
-        """
+        """Step all at once."""
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
-        self.attributes.update(changes_of_shell(vars(self._optimizer), shell).entries)
+        self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
         """Step each parameter by itself. Return what two of them have written differently."""
@@ -288,18 +285,17 @@ class Trial:
                     return f"state ({others[0]!r}, which is of no parameter)"
                 self.state[parameter] = state[parameter]
                 changes = changes_of_group(group, cut)
-                differing = found.setdefault(number, changes).differs_from(changes)
-                changed = {key: value for key, value in vars(shell).items() if before.get(key) is not value}
-                own = Changes({key: value for key, value in changed.items() if key not in ("param_groups", "state")})
-                of_optimizer = of_optimizer or own
-                differing = differing or of_optimizer.differs_from(own)
-                if differing is not None:
-                    return f'"{differing}"'
+                name = differing(found.setdefault(number, changes), changes)
+                own = changes_of_shell(before, shell)
+                of_optimizer = own if of_optimizer is None else of_optimizer
+                name = name or differing(of_optimizer, own)
+                if name is not None:
+                    return f'"{name}"'
             if versions_in(group) != versions:
                 return "entry of its groups, a tensor that is written to in place,"
         for number, changes in found.items():
-            self.groups[number].update(changes.entries)
-        self.attributes.update(of_optimizer.entries if of_optimizer is not None else {})
+            self.groups[number].update(changes)
+        self.attributes.update(of_optimizer or {})
         return None
 
     def differs_from(self, other: Trial) -> str | None:
@@ -314,9 +310,8 @@ class Trial:
     def differs_in_groups(self, other: Trial) -> str | None:
         """Return what another one has of other value in its groups, or in attributes."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
-            differing = changes_of_group(group, others_group).entries
-            if differing:
-                return f'entry of its groups ("{next(iter(differing))}")'
+            for name in changes_of_group(group, others_group):
+                return f'entry of its groups ("{name}")'
         known = vars(self._optimizer)
         for name, value in {**known, **self.attributes}.items():
             if may_be_written(name, value) and not are_alike(value, other.attributes.get(name, known.get(name))):
@@ -372,14 +367,8 @@ def find_elementwise(
     return found + [all(found)] * (len(groups) - len(found))
 
 
-def refuse_mixed_shards(
-    optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
-) -> None:
-    """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks.
-
-    Raises:
-        ValueError: it does.
-    """
+def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None) -> None:
+    """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks."""
     by_dim = defaultdict[int, list[Group]](list)
     for group in optimizer.param_groups:
         shards = [parameter for parameter in group["params"] if is_dtensor(parameter)]
@@ -388,36 +377,29 @@ def refuse_mixed_shards(
     for dim, groups in by_dim.items():
         if not all(find_elementwise(optimizer, groups, torch_device=torch_device, master=master)):
             raise ValueError(
-                f"{where} steps shards (DTensor) on each rank by itself, for which each element has to be stepped by itself; "
-                f"found {type(optimizer).__name__}, which steps those of {dim} dimensions otherwise. Use an optimizer such as "
-                "AdamW for them, or leave them to one without a StateOffload"
+                f"StateOffload steps shards (DTensor) on each rank by itself, for which each element has to be stepped by "
+                f"itself; found {type(optimizer).__name__}, which steps those of {dim} dimensions otherwise. Use an optimizer "
+                "such as AdamW for them, or leave them to one without a StateOffload"
             )
 
 
 def _is_elementwise(
     optimizer: torch.optim.Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None
 ) -> bool:
-    generators = generators_of(torch_device)
-    before = states_of(generators)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             has_states = not makes_states_in_steps(optimizer, [group], torch_device, master)
             whole = _WholeTrial(optimizer, [group], torch_device, master, has_states=has_states)
             cut = _CutTrial(optimizer, [group], torch_device, master, has_states=has_states)
             for step in range(_NUM_CUT_STEPS):
-                seed_all(generators, step)
+                seed(step)
                 whole.step_all(leaves_out=False)
-                drawn = states_of(generators)
-                seed_all(generators, step)
-                if not are_in_states(generators, drawn):
+                if seed(step):
                     return False  # random numbers of windows are others than those of the whole
                 if cut.step_each(leaves_out=False) is not None or not cut.is_like(whole):
                     return False
     except Exception:  # such as that of a class that steps matrices alone
         return False
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
     return True
 
 

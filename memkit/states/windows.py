@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit.core import torch_private
 from memkit.core.torch_state import local_of
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
@@ -177,7 +176,7 @@ class CutPiece(Piece):
         """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
         """The states without dimensions that the first window of a step came to: those of all others must be equal."""
-        self._address = self._version = _NOWHERE
+        self._address = _NOWHERE
 
     @property
     def may_come_early(self) -> bool:
@@ -203,7 +202,7 @@ class CutPiece(Piece):
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
             flat = local_of(grad).detach().reshape(-1)
-            self.coming, self._version = self.layout, torch_private.version_of(flat)
+            self.coming = self.layout
             for window in self.windows:
                 own = window.records[0]
                 own.group, own.position = record.group, record.position
@@ -218,10 +217,6 @@ class CutPiece(Piece):
                     self.states[own.parameter] = known
                 else:
                     self.states.pop(own.parameter, None)
-
-    def has_written_gradient(self) -> bool:
-        grad = self.windows[-1].records[0].parameter.grad  # a view: all have one version
-        return grad is None or torch_private.version_of(grad) != self._version
 
     def forget_loss(self) -> None:
         if self.lost is not None:
@@ -313,11 +308,7 @@ class CutPiece(Piece):
     def lay_out_window(
         self, window: Window, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int
     ) -> Layout | None:
-        """Return where states of a window are: in host memory among those of the others, on a disk by themselves.
-
-        Raises:
-            StateOffloadError: others of the same parameter have other states.
-        """
+        """Return where states of a window are: in host memory among those of the others, on a disk by themselves."""
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:
             dtypes = {one.name: self._dtype(one, window) for one in row}
@@ -344,11 +335,7 @@ class CutPiece(Piece):
         return packed.dtype
 
     def marks_behind(self, window: Window, optimizer: torch.optim.Optimizer) -> list[partial[None]]:
-        """Return functions that note that a window was stepped, and if it is the last one, the whole parameter.
-
-        Raises:
-            StateOffloadError: others of the same parameter have another count.
-        """
+        """Return functions that note that a window was stepped, and if it is the last one, the whole parameter."""
         numbers = {name: value for _, made in window.entered for name, value in made.items() if is_number(value)}
         if window is self.windows[0]:
             self._numbers = numbers

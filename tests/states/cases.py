@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
+from memkit.plan import states as state_pieces
+from memkit.states import trial
+from memkit.transfer import ReferenceDisk
 from tests.weights.wrapped import Int8
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -141,6 +146,22 @@ class Odd(torch.optim.Optimizer):
                 parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
 
 
+class FailsOnHost(torch.optim.SGD):
+    """Fails in the step of a piece, counted from 1, in the thread that steps on the host: once it is told so."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.told: dict[str, Any] = {"fails": 0, "await": None}
+
+    def step(self, closure: Any = None) -> Any:
+        if threading.current_thread().name.startswith("memkit-step"):
+            self.told["fails"] -= 1
+            if self.told["fails"] == 0:
+                assert self.told["await"] is None or self.told["await"].wait(60)
+                raise ArithmeticError("no")
+        return super().step(closure)
+
+
 class DAdapting(torch.optim.Optimizer):
     """Estimates one step size from the gradients of all its parameters."""
 
@@ -245,13 +266,67 @@ _OFTEN = (
     "rebinding",
 )
 """One of each way of stepping and each kind of state: scalars on the host, tensors smaller than the parameter, groups that
-count, new tensors in the place of old ones. tests/states/test_bits.py runs every case often; the other files leave the rest to
-`slow`."""
+count, new tensors in the place of old ones."""
 
 
 def often(cases: Iterable[Case]) -> list[Any]:
     """Return cases as parameters of a test, of which the plain run of pytest has one of each kind."""
     return [case if case.name in _OFTEN else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "some stay": {"device_budget": 8192},
+    "host": {"update": "host"},
+    "host, some stay": {"update": "host", "device_budget": 8192},
+    "backward": {"when": "backward"},
+    "backward, some stay": {"when": "backward", "device_budget": 8192},
+    "backward, host": {"when": "backward", "update": "host"},
+    "beside": {"overlap_forward": True},
+    "beside, some stay": {"overlap_forward": True, "device_budget": 8192},
+    "beside, host": {"overlap_forward": True, "update": "host", "device_budget": 8192},
+    "disk": {"disk": ReferenceDisk()},
+    "backward, disk": {"when": "backward", "disk": ReferenceDisk(seed=5)},
+}
+"""Options of a `StateOffload`: each way of stepping."""
+
+
+def in_all_ways(cases: Iterable[Case]) -> list[Any]:
+    """Return usual cases with the name of each way, the others with some; every other one with large parameters in windows. The
+    plain run of pytest has all on the device, and each other way with some of the usual ones."""
+    usual, found = list(_OFTEN), []
+    for number, case in enumerate(cases):
+        for place, way in enumerate(WAYS):
+            if way != "device" and case.name not in usual and (number + place) % 4:
+                continue
+            is_usual = case.name in usual and (usual.index(case.name) + place) % 5 == 0
+            marks = () if way == "device" or is_usual else pytest.mark.slow
+            found.append(pytest.param(case, way, (number + place) % 2 == 1, id=f"{case}, {way}", marks=marks))
+    return found
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def skip_host_steps(device: Device, way: str) -> None:
+    if "host" in way and device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+
+
+def cut(patch: pytest.MonkeyPatch, *, numel: int = 256) -> None:
+    """Have matrices be stepped in windows."""
+    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
+    for module in (state_pieces, trial):
+        patch.setattr(module, "WINDOW_NUMEL", numel)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
 
 
 class Net(nn.Module):
@@ -273,7 +348,7 @@ class Net(nn.Module):
 
 def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(1)
-    return Net(only_matrices=case is not None and case.name == "Muon").to(device.torch_device, dtype)
+    return Net(only_matrices=case is not None and case.name in ("Muon", "eight bits")).to(device.torch_device, dtype)
 
 
 def batch(device: Device, number: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -287,20 +362,6 @@ def groups_of(model: Net) -> list[dict[str, Any]]:
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
 
 
-def train_within_backwards(
-    model: Net, optimizer: Any, states: Any, device: Device, steps: Iterable[int], *, accumulate: int = 1
-) -> None:
-    """Train as `train` does, where all but the last backward of a step only accumulate."""
-    dtype = next(model.parameters()).dtype
-    for step in steps:
-        for part in range(accumulate - 1):
-            with states.accumulate():
-                model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
-        model(batch(device, 10 * step + accumulate - 1, dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-
-
 def train(
     model: Net,
     optimizer: torch.optim.Optimizer,
@@ -310,28 +371,30 @@ def train(
     scheduler: Any = None,
     clip: float | None = None,
     accumulate: int = 1,
-    dtype: torch.dtype = torch.float32,
+    states: memkit.StateOffload | None = None,
 ) -> None:
-    """Train as users do."""
+    """Train as users do: with what steps within the backward, in its context where gradients are accumulated."""
+    dtype = next(model.parameters()).dtype
     for step in steps:
         for part in range(accumulate):
-            model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
+            with nullcontext() if states is None or part == accumulate - 1 else states.accumulate():
+                model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=states is None or step % 2 == 0)
 
 
-def assert_resumes(case: Case, device: Device, folder: Path, *, num_steps_before: int = 0, **options: Any) -> None:
+def assert_resumes(case: Case, device: Device, folder: Path, *, num_steps_before: Iterable[int], **options: Any) -> None:
     """Assert that a training goes on with the same bits when its states are loaded from plain torch, and then there again.
 
     Args:
         case: the optimizer.
         device: where it is trained.
         folder: where states are saved.
-        num_steps_before: how many steps what is loaded into has made.
+        num_steps_before: how many steps what is loaded into has made, each time.
         options: of the `StateOffload`.
     """
     plain = make_net(device, case)
@@ -342,12 +405,15 @@ def assert_resumes(case: Case, device: Device, folder: Path, *, num_steps_before
     model = make_net(device, case)
     model.load_state_dict(plain.state_dict())
     optimizer = case.make(groups_of(model))
-    with offload(optimizer, device, **options):
-        train(model, optimizer, device, range(num_steps_before))
-        model.load_state_dict(plain.state_dict())
-        optimizer.load_state_dict(torch.load(folder / "plain.pt", weights_only=True))
+    with offload(optimizer, device, **options) as states:
+        for num_steps in num_steps_before:
+            train(model, optimizer, device, range(num_steps))
+            states.wait()
+            model.load_state_dict(plain.state_dict())
+            optimizer.load_state_dict(torch.load(folder / "plain.pt", weights_only=True))
         train(plain, plain_optimizer, device, range(3, 5))
         train(model, optimizer, device, range(3, 5))
+        states.wait()
         assert_same_training(plain, plain_optimizer, model, optimizer)
         torch.save(optimizer.state_dict(), folder / "offload.pt")
 

@@ -18,42 +18,19 @@ from memkit.states import host_steps, in_backward
 from memkit.states.memory import StateSlot, StateSlots
 from tests.engine import LateThread
 from tests.states.cases import (
-    OPTIMIZERS,
-    Case,
+    WAYS,
+    FailsOnHost,
     assert_same,
     assert_same_training,
     batch,
-    groups_of,
+    is_same,
     make_net,
     offload,
-    often,
+    skip_host_steps,
     train,
-    train_within_backwards,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-
-
-@pytest.mark.core(1)
-@pytest.mark.covering(2)
-@pytest.mark.parametrize(
-    "options", [{}, {"device_budget": 8192}, {"update": "host"}, {"update": "host", "device_budget": 8192}], ids=str
-)
-@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
-def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
-    if "update" in options and device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    plain, model = make_net(device, case), make_net(device, case)
-    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
-    schedulers = [torch.optim.lr_scheduler.StepLR(own, 2, 0.5) for own in (plain_optimizer, optimizer)]
-
-    with offload(optimizer, device, when="backward", **options) as states:
-        for step in range(5):
-            train(plain, plain_optimizer, device, range(step, step + 1), accumulate=2)
-            train_within_backwards(model, optimizer, states, device, range(step, step + 1), accumulate=2)
-            for scheduler in schedulers:
-                scheduler.step()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
@@ -61,28 +38,12 @@ def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with offload(optimizer, device, when="backward", update=update) as states:
-        train_within_backwards(model, optimizer, states, device, range(2))
+        train(model, optimizer, device, range(2), states=states)
         model(batch(device, 2)).square().mean().backward()
         sizes = [parameter.grad.untyped_storage().nbytes() for parameter in model.parameters() if parameter.grad is not None]
         assert len(sizes) == 9
         assert max(sizes) == 4
         optimizer.step()
-
-
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_with_float32_copies(device: Device, update: str) -> None:
-    if update != "device" and device.torch_device.type != "cpu":
-        pytest.skip("the device steps differ from the host's in last bits")
-    models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
-    with (
-        offload(optimizers[0], device, master=torch.float32),
-        offload(optimizers[1], device, master=torch.float32, when="backward", update=update) as states,
-    ):
-        train(models[0], optimizers[0], device, range(4), dtype=torch.bfloat16)
-        train_within_backwards(models[1], optimizers[1], states, device, range(4))
-        assert_same(models[0].state_dict(), models[1].state_dict())
-        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -135,48 +96,24 @@ def test_a_second_backward_without_accumulate_is_refused(device: Device) -> None
         optimizer.step()
 
 
-def test_a_failed_backward(device: Device) -> None:
+@pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
+@pytest.mark.parametrize("is_behind_backward", [False, True])
+def test_loading_between_a_backward_and_the_next(device: Device, way: str, is_behind_backward: bool) -> None:
+    skip_host_steps(device, way)
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, when="backward") as states:
-        train(nets[0], optimizers[0], device, range(2))
-        train_within_backwards(nets[1], optimizers[1], states, device, range(2))
-
-        def fail(_: torch.Tensor) -> None:
-            raise ArithmeticError("no")
-
-        handle = nets[1].layers[1].weight.register_hook(fail)
-        with pytest.raises(ArithmeticError):
-            nets[1](batch(device, 20)).square().mean().backward()
-        handle.remove()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-        nets[0](batch(device, 20)).square().mean().backward()
-        for name in ("layers.0.weight", "layers.0.bias", "layers.1.weight"):
-            nets[0].get_parameter(name).grad = None  # these had none
-        optimizers[0].step()
-        assert_same(nets[0].head.state_dict(), nets[1].head.state_dict())
-        assert_same(nets[0].layers[0].state_dict(), nets[1].layers[0].state_dict())
-
-
-def test_loading_between_a_backward_and_the_next(device: Device) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, when="backward") as states:
+    with offload(optimizers[1], device, **WAYS[way]) as states:
         train(nets[0], optimizers[0], device, range(3))
-        train_within_backwards(nets[1], optimizers[1], states, device, range(5, 7))
+        train(nets[1], optimizers[1], device, range(5, 7), states=states)
+        if is_behind_backward:
+            nets[1](batch(device, 8)).square().mean().backward()
+        states.wait()  # else what is stepped on the host would come back behind what is loaded
         nets[1].load_state_dict(nets[0].state_dict())
         optimizers[1].load_state_dict(optimizers[0].state_dict())
+        optimizers[1].zero_grad()
         train(nets[0], optimizers[0], device, range(3, 5))
-        train_within_backwards(nets[1], optimizers[1], states, device, range(3, 5))
+        train(nets[1], optimizers[1], device, range(3, 5), states=states)
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-
-
-def test_when_is_checked(device: Device) -> None:
-    optimizer = torch.optim.AdamW(make_net(device).parameters(), fused=True)
-
-    with pytest.raises(ValueError, match="when is 'step' or 'backward'; found 'forward'"):
-        offload(optimizer, device, when="forward")
 
 
 def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> None:
@@ -206,12 +143,17 @@ def test_a_step_left_out_is_told(device: Device) -> None:
         optimizer.step()
 
 
-def test_closing_behind_a_backward(device: Device) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
+def test_closing_behind_a_backward(device: Device, way: str, saves: bool) -> None:
+    skip_host_steps(device, way)
     models = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters()) for net in models]
+    optimizers = [torch.optim.AdamW(net.parameters(), fused=True) for net in models]
     train(models[0], optimizers[0], device, range(1))
-    states = offload(optimizers[1], device, when="backward")
+    states = offload(optimizers[1], device, **WAYS[way])
     models[1](batch(device, 0)).square().mean().backward()
+    if saves:
+        assert_same(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
     states.close()
     assert all(parameter.grad is None for parameter in models[1].parameters())
     optimizers[1].step()
@@ -261,31 +203,18 @@ def test_a_backward_does_not_wait_for_the_host(device: Device) -> None:
 
 @pytest.mark.parametrize("has_states", [False, True])
 def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: bool) -> None:
-    class Failing(torch.optim.SGD):
-        fails = 0
-
-        def step(self, closure: Any = None) -> Any:
-            if any(group["params"] for group in self.param_groups):  # else it is what torch steps, in this thread
-                Failing.fails -= 1
-                if Failing.fails == 0:
-                    raise ArithmeticError("no")
-            return super().step(closure)
-
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
     with offload(optimizer, device, when="backward", update="host") as states:
         if has_states:
-            train_within_backwards(model, optimizer, states, device, range(2))
+            train(model, optimizer, device, range(2), states=states)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         saved = copy.deepcopy(optimizer.state_dict())
-        Failing.fails = 3
+        optimizer.told["fails"] = 3
         model(batch(device, 5)).square().mean().backward()
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no") as caught:
             optimizer.step()
-        moved = [
-            not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True) if one.count_nonzero()
-        ]
-        assert sum(moved) == 8
+        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8
         assert isinstance(caught.value.__cause__, ArithmeticError)
         if has_states:
             with pytest.raises(StateOffloadError, match=r"they are lost\. Load a checkpoint"):
@@ -293,23 +222,7 @@ def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: 
             optimizer.load_state_dict(saved)
         optimizer.step()
         optimizer.zero_grad()
-        train_within_backwards(model, optimizer, states, device, range(1))
-
-
-@pytest.mark.parametrize("update", ["host"])
-def test_closing_and_saving_wait_for_the_host(device: Device, update: str) -> None:
-    if device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    models = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), fused=True) for net in models]
-    train(models[0], optimizers[0], device, range(1))
-    states = offload(optimizers[1], device, when="backward", update=update)
-    models[1](batch(device, 0)).square().mean().backward()
-    assert_same(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
-    states.close()
-    assert all(parameter.grad is None for parameter in models[1].parameters())
-    optimizers[1].step()
-    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+        train(model, optimizer, device, range(1), states=states)
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])
@@ -323,7 +236,7 @@ def test_the_backward_waits_for_steps_only_where_too_much_is_held(
     if is_bounded:
         monkeypatch.setattr(in_backward, "_HELD_BYTES", largest)
     with offload(optimizer, device, when="backward") as states:
-        train_within_backwards(model, optimizer, states, device, range(2))
+        train(model, optimizer, device, range(2), states=states)
         steps, wait_event, current = states._in_backward, device.wait_event, device.current_stream()
         assert steps is not None
 
@@ -350,12 +263,34 @@ def test_the_backward_waits_for_steps_only_where_too_much_is_held(
             assert waits_at_hooks[-1] == 0
 
 
+def test_interrupt_when_a_backward_ends_lets_no_gradient_go_ahead_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with offload(optimizer, device, when="backward") as states:
+        train(model, optimizer, device, range(2), states=states)
+        waits, wait_event, current = list[Any](), device.wait_event, device.current_stream()
+
+        def wait(stream: Any, event: Any) -> None:
+            waits.extend([event] if stream == current else [])
+            if len(waits) == 2:
+                raise KeyboardInterrupt
+            wait_event(stream, event)
+
+        loss = model(batch(device, 2)).square().mean()
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "wait_event", wait)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+        assert len(waits) == 2 + 9 + 1  # those of all gradients, and of the stream for steps, are made again
+
+
 def test_parameters_may_be_read_once_the_backward_is_over() -> None:
     device = ReferenceDevice()
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with offload(optimizer, device, when="backward") as states:
-        train_within_backwards(model, optimizer, states, device, range(2))
+        train(model, optimizer, device, range(2), states=states)
         model(batch(device, 2)).square().mean().backward()
         for parameter in model.parameters():
             device.note_read(parameter.untyped_storage())
@@ -369,7 +304,7 @@ def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host(
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with offload(optimizer, device, when="backward", update="host") as states:
-        train_within_backwards(model, optimizer, states, device, range(2))
+        train(model, optimizer, device, range(2), states=states)
         model(batch(device, 2)).square().mean().backward()
         for parameter in model.parameters():
             device.note_read(parameter.untyped_storage())
@@ -382,25 +317,16 @@ def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host(
 def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    class Failing(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure: Any = None) -> Any:
-            if Failing.fails and threading.current_thread().name.startswith("memkit-step"):
-                Failing.fails = False
-                raise ArithmeticError("no")
-            return super().step(closure)
-
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
 
     def interrupted(self: Any, piece: Any) -> None:
         self.settle()
         raise KeyboardInterrupt
 
     with offload(optimizer, device, update="host", **options) as states:
-        Failing.fails = True
+        optimizer.told["fails"] = 1
         model(batch(device, 0)).square().mean().backward()
         if "overlap_forward" in options:
             optimizer.step()
@@ -412,7 +338,7 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
             optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
-        train_within_backwards(model, optimizer, states, device, range(2))
+        train(model, optimizer, device, range(2), states=states)
 
 
 @pytest.mark.parametrize("closes", [False, True])

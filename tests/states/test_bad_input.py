@@ -11,6 +11,7 @@ import torch
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import BudgetInfeasible, HostMemoryError, StateOffloadError
+from memkit.transfer import ReferenceDisk
 from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, assert_same, batch, make_net, offload, train
 from tests.weights.wrapped import Int8
 
@@ -66,6 +67,24 @@ def test_a_trial_leaves_no_trace() -> None:
     [
         ({"update": "gpu"}, ValueError, "update is one of 'auto', 'device', 'host'; found 'gpu'"),
         ({"update": "both"}, ValueError, 'StateOffload(update="both") was removed in 0.2; use "device", or "host"'),
+        ({"when": "forward"}, ValueError, "when is 'step' or 'backward'; found 'forward'"),
+        *(({"overlap_forward": value}, TypeError, "overlap_forward is True or False; found") for value in ("no", 1, None)),
+        (
+            {"overlap_forward": True, "when": "backward"},
+            ValueError,
+            'overlap_forward=True needs a step behind the backward; found when="backward"',
+        ),
+        ({"disk": "/tmp"}, TypeError, "disk is a memkit.Disk"),
+        (
+            {"disk": ReferenceDisk(), "update": "host"},
+            ValueError,
+            'are stepped on the device, update="device"; found update="host"',
+        ),
+        (
+            {"disk": ReferenceDisk(), "overlap_forward": True},
+            ValueError,
+            "waits for the disk before it returns: nothing would be left to run beside",
+        ),
         ({"master": torch.float64}, ValueError, "master is torch.float32 or None; found torch.float64"),
         ({"device_budget": -1}, ValueError, "device_budget is a number of bytes, 0 or more; found -1"),
         ({"device_budget": 1.5}, TypeError, "device_budget is a number of bytes"),

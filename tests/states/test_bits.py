@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import memkit
 from memkit.device import Device
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, groups_of, make_net, offload, train
+from tests.states.cases import (
+    OPTIMIZERS,
+    WAYS,
+    Case,
+    EightBit,
+    assert_same,
+    assert_same_training,
+    cut,
+    groups_of,
+    in_all_ways,
+    make_net,
+    offload,
+    skip_host_steps,
+    train,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
-def test_steps_as_the_plain_optimizer(device: Device, case: Case) -> None:
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("case", "way", "is_cut"), in_all_ways([*OPTIMIZERS, Case("eight bits", EightBit)]))
+def test_steps_as_the_plain_optimizer(
+    case: Case, way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_host_steps(device, way)
+    if is_cut:
+        cut(monkeypatch)
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
     plain_scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, 2, 0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    options: dict[str, Any] = {"clip": None if "backward" in way else 0.1, "accumulate": 2}
 
-    with offload(optimizer, device) as states:
-        train(plain, plain_optimizer, device, range(6), scheduler=plain_scheduler, clip=0.1, accumulate=2)
-        train(model, optimizer, device, range(6), scheduler=scheduler, clip=0.1, accumulate=2)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-        if case.name != "GlobalNorm":
-            assert states.stats().h2d_bytes > 0
+    with offload(optimizer, device, **WAYS[way]) as states:
+        for steps in (range(3), range(3, 6)):
+            train(plain, plain_optimizer, device, steps, scheduler=plain_scheduler, **options)
+            train(model, optimizer, device, steps, scheduler=scheduler, states=states, **options)
+            states.wait()
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert states.plan.is_empty or states.stats().h2d_bytes > 0
+        assert (states.plan.host_bytes == 0 < states.stats().disk_written_bytes) == ("disk" in way)
+    assert_same_training(plain, plain_optimizer, model, optimizer)
 
     train(plain, plain_optimizer, device, range(6, 8), scheduler=plain_scheduler)
     train(model, optimizer, device, range(6, 8), scheduler=scheduler)
     assert_same_training(plain, plain_optimizer, model, optimizer)
+    device.synchronize()
+    assert not getattr(device, "races", None)
 
 
 def test_states_are_in_host_memory_between_steps(device: Device) -> None:
@@ -54,16 +84,6 @@ def test_what_fits_stays(device: Device, budget: int | str) -> None:
         assert_same_training(plain, plain_optimizer, model, optimizer)
         assert states.plan.resident_bytes <= (8192 if budget == 8192 else 2**30 * bool(budget))
         assert (states.plan.host_bytes > 0) == (budget != "1GiB")
-
-
-def test_states_that_stay_are_there_once(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device, device_budget=16384) as states:
-        train(model, optimizer, device, range(2))
-        resident = [piece for piece in states._members.pieces if piece.plan.is_resident]
-        assert resident
-        assert not any(record.numbers for piece in resident for record in piece.records)
 
 
 def test_nothing_to_offload_moves_nothing(device: Device) -> None:
@@ -114,37 +134,22 @@ def test_closure_is_run_once(device: Device) -> None:
     states.close()
 
 
-def test_groups_change(device: Device) -> None:
-    nets, optimizers = [make_net(device), make_net(device)], []
-    for net in nets:
-        optimizers.append(torch.optim.AdamW(net.layers[:2].parameters(), lr=1e-2))
-    with offload(optimizers[1], device):
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2))
-            own.add_param_group({"params": [*net.layers[2:].parameters(), *net.head.parameters()], "lr": 1e-3})
-            train(net, own, device, range(2, 4))
-            own.param_groups[0]["betas"] = (0.5, 0.9)
-            net.layers[0].requires_grad_(False)
-            train(net, own, device, range(4, 6))
-            del own.param_groups[1]["params"][1]
-            train(net, own, device, range(6, 8))
-        assert_same(nets[0].state_dict(), nets[1].state_dict())
-
-
-def test_grad_scaler_skips_and_steps(device: Device) -> None:
+@pytest.mark.parametrize("way", ["device", "host"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_skips_and_steps(device: Device, fused: bool, way: str) -> None:
+    skip_host_steps(device, way)
     nets = [make_net(device), make_net(device)]
-    for fused in (False, True):
-        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in nets]
-        with offload(optimizers[1], device):
-            for net, own in zip(nets, optimizers, strict=True):
-                scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=4.0)
-                for step in range(5):
-                    loss = net(torch.full((2, 24), 0.1 * step, device=device.torch_device)).square().mean()
-                    scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
-                    scaler.step(own)
-                    scaler.update()
-                    own.zero_grad()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in nets]
+    with offload(optimizers[1], device, **WAYS[way]):
+        for net, own in zip(nets, optimizers, strict=True):
+            scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=4.0)
+            for step in range(5):
+                loss = net(torch.full((2, 24), 0.1 * step, device=device.torch_device)).square().mean()
+                scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+                scaler.step(own)
+                scaler.update()
+                own.zero_grad()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
 def test_hooks_set_later_come_first(device: Device) -> None:
@@ -161,16 +166,21 @@ def test_hooks_set_later_come_first(device: Device) -> None:
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
-def test_states_that_lie_elsewhere_are_adopted(device: Device) -> None:
+@pytest.mark.parametrize("way", ["device", "host", "disk"])
+def test_states_that_lie_elsewhere_are_adopted(device: Device, way: str) -> None:
+    skip_host_steps(device, way)
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
     for net, own in zip(nets, optimizers, strict=True):
         train(net, own, device, range(2))
-    with offload(optimizers[1], device):
+    with offload(optimizers[1], device, **WAYS[way]):
         for net, own in zip(nets, optimizers, strict=True):
             train(net, own, device, range(2, 4))
-        for entries in optimizers[1].state.values():
-            entries["exp_avg"] = entries["exp_avg"].to(device.torch_device, copy=True)
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        saved = optimizers[1].state_dict()["state"]
+        for number, parameter in enumerate(nets[1].parameters()):
+            if number in saved:
+                optimizers[1].state[parameter]["exp_avg"] = saved[number]["exp_avg"].to(device.torch_device, copy=True)
         train(nets[0], optimizers[0], device, range(4, 6))
         with pytest.warns(UserWarning, match="were put elsewhere"):
             train(nets[1], optimizers[1], device, range(4, 6))

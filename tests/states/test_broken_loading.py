@@ -13,7 +13,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.transfer import ReferenceDisk
 from tests.interrupts import count_lines, interrupt, spread
-from tests.states.cases import assert_same, assert_same_training, make_net, offload, train, train_within_backwards
+from tests.states.cases import assert_same, assert_same_training, make_net, offload, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -67,20 +67,6 @@ def test_closing_behind_it_warns() -> None:
         states.close()
 
 
-def test_dict_that_torch_refuses_leaves_the_states() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device):
-        train(model, optimizer, device, range(2))
-        saved = copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(ValueError, match="different number of parameter groups"):
-            optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
-
-        assert_same(optimizer.state_dict(), saved)
-        train(model, optimizer, device, range(2, 3))
-
-
 IN_DEFAULT = "device", "backward"
 
 
@@ -120,7 +106,7 @@ def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
                 assert_same(found, saved[num_steps][1], str(place))
             load(2)
             assert_same(optimizer.state_dict(), saved[2][1], str(place))
-        train_within_backwards(model, optimizer, states, device, range(2, 3))
+        train(model, optimizer, device, range(2, 3), states=states)
         assert_same_training(plain, plain_optimizer, model, optimizer)
     assert 0 < num_readable < len(lines)
     assert not device.races

@@ -16,7 +16,7 @@ from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates
 from memkit.states.pieces import Piece, StateRecord
-from tests.states.cases import Odd, Rebinding, assert_same, offload
+from tests.states.cases import Odd, assert_same, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -122,54 +122,6 @@ def test_what_the_user_puts_on_parameters_between_steps(
     assert ends == [[True] * 6, [False] * 6]
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_first_states_beside_one_without_a_gradient(device: Device, update: str) -> None:
-    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for step in range(4):
-            give_grads(parameters, step, without=range(step, 48, 3))
-            optimizer.step()
-
-    assert_as_plain(device, lambda: make(48), fused, loop, update=update)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_new_tensors_beside_one_without_a_gradient(device: Device, update: str) -> None:
-    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        give_grads(parameters, 0)
-        optimizer.step()
-        give_grads(parameters, 1, without=range(1, 48, 3))
-        optimizer.step()
-
-    assert_as_plain(device, lambda: make(48), Rebinding, loop, update=update)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_gradients_that_alternate_between_precisions(device: Device, update: str) -> None:
-    def start() -> list[nn.Parameter]:
-        return [*make(1, seed=1), *make(1, seed=2, dtype=torch.float64), *make(46, seed=3)]
-
-    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for step in range(6):
-            give_grads(parameters, step, without=[step % 2])
-            optimizer.step()
-
-    assert_as_plain(device, start, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False), loop, update=update)
-
-
-@pytest.mark.slow
-def test_gradients_that_alternate_between_float32_copies_and_none(device: Device) -> None:
-    ends = []
-    for update in ("device", "host"):
-        parameters = [*make(1, seed=1, dtype=torch.bfloat16), *make(1, seed=2), *make(46, seed=3)]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
-        with offload(optimizer, device, update=update, master=torch.float32):
-            for step in range(6):
-                give_grads(parameters, step, without=[step % 2])
-                optimizer.step()
-        ends.append((parameters, optimizer.state_dict()))
-    assert_same(*ends)
-
-
 @pytest.mark.filterwarnings("ignore:StateOffload. states of")
 @pytest.mark.parametrize("update", UPDATES)
 def test_parameters_that_become_float64(device: Device, update: str) -> None:
@@ -206,33 +158,24 @@ class Breaking(torch.optim.Optimizer):
             raise ArithmeticError("no")
 
 
-def _assert_undone(device: Device, change: Callable[[list[nn.Parameter]], Any], without: Collection[int]) -> None:
+@pytest.mark.filterwarnings("ignore:StateOffload. states of")
+@pytest.mark.parametrize("becomes_double", [False, True])
+def test_a_step_of_others_than_before_is_undone(device: Device, becomes_double: bool) -> None:
+    """Of more parameters, or of others in precision."""
     parameters = make(48)
     optimizer = Breaking(parameters)
     with offload(optimizer, device):
-        give_grads(parameters, 0, without)
+        give_grads(parameters, 0, without=() if becomes_double else range(0, 48, 3))
         optimizer.step()
-        change(parameters)
+        for parameter in parameters if becomes_double else ():
+            parameter.grad = None
+            parameter.data = parameter.data.double() + 1e-12
         give_grads(parameters, 1)
         before: list[Tensor] = [parameter.detach().clone() for parameter in parameters]
         optimizer.told["fails"] = True
         with pytest.raises(ArithmeticError):
             optimizer.step()
         assert_same(before, [parameter.detach() for parameter in parameters])
-
-
-def test_a_step_of_more_parameters_than_before_is_undone(device: Device) -> None:
-    _assert_undone(device, lambda _: None, without=range(0, 48, 3))
-
-
-@pytest.mark.filterwarnings("ignore:StateOffload. states of")
-def test_a_step_of_another_precision_than_before_is_undone(device: Device) -> None:
-    def change(parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-            parameter.data = parameter.data.double() + 1e-12
-
-    _assert_undone(device, change, without=())
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -18,22 +18,10 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.windows import CutPiece
-from tests.states.cases import (
-    OPTIMIZERS,
-    Case,
-    EightBit,
-    Odd,
-    assert_same,
-    assert_same_training,
-    batch,
-    offload,
-    train,
-)
+from tests.states.cases import WAYS, Case, EightBit, FailsOnHost, assert_same, assert_same_training, batch, offload, train
+from tests.states.test_trial import Momentum
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-CASES = [*OPTIMIZERS, Case("odd", Odd)]
-WHOLE = ("Adafactor loop", "Adafactor foreach", "Muon")
-"""What does not step each element by itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,109 +50,17 @@ def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torc
     return Net(only_matrices=case is not None and case.name == "Muon").to(device.torch_device, dtype)
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    parameters = list(model.parameters())
-    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
+def failing_at(parameter: nn.Parameter, window: int) -> Tensor:
+    """Return a gradient that is no number in a window of 512 elements."""
+    found = torch.full_like(parameter, 2.0)
+    found.view(-1)[512 * window] = math.nan
+    return found
 
 
 def num_cut(states: Any) -> int:
     """Return how many parameters are stepped in windows."""
     pieces = [piece for piece in states._members.pieces if isinstance(piece, CutPiece) and len(piece.parts) > 1]
     return len(pieces)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"when": "backward"},
-    {"overlap_forward": True},
-    {"update": "host"},
-    {"update": "host", "when": "backward"},
-    {"update": "host", "overlap_forward": True},
-    {"device_budget": 20000},
-    {"update": "host", "device_budget": 20000},
-]
-
-
-USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
-"""What is stepped under all options; the others are under some, by turns."""
-BY_TURNS = [
-    pytest.param(each, id=str(each), marks=pytest.mark.slow if number % 2 == 0 else ()) for number, each in enumerate(OPTIONS)
-]
-"""Those that the plain run of pytest has where another test has the others."""
-
-
-def _is_core(case: Case, options: dict[str, Any]) -> bool:
-    """Tell whether the plain run of pytest has it: one class under every other, the other usual ones under one each."""
-    number = OPTIONS.index(options)
-    if case.name == USUAL[0]:
-        return number % 2 == 0
-    return case.name in USUAL and number == 2 * USUAL.index(case.name) - 1
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        pytest.param(case, options, id=f"{case}, {options}", marks=() if _is_core(case, options) else pytest.mark.slow)
-        for number, case in enumerate(CASES)
-        for options in (
-            OPTIONS
-            if case.name in USUAL
-            else [OPTIONS[0], OPTIONS[1 + number % (len(OPTIONS) - 1)], OPTIONS[1 + (number + 4) % (len(OPTIONS) - 1)]]
-        )
-    ],
-)
-def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
-    if "update" in options and device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    nets = [make_net(device, case), make_net(device, case)]
-    optimizers = [case.make(groups_of(net)) for net in nets]
-    clip = None if "when" in options else 0.1
-    if case.name == "odd":  # whose states the small steps at the beginning see none of
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, [100])
-    with offload(optimizers[1], device, **options) as states:
-        for step in range(20):
-            for net, own in zip(nets, optimizers, strict=True):
-                train(net, own, device, [step], clip=clip)
-                for group in own.param_groups:
-                    group["lr"] = group["lr"] * 0.9
-            states.wait()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-        if case.name not in WHOLE:
-            moving = [piece for piece in states.plan.pieces if piece.windows and not piece.is_resident]
-            assert num_cut(states) == len(moving) >= (1 if "device_budget" in options else 2)
-            assert states.plan.room_bytes <= 6 * 3 * 1024 * 8
-        else:
-            assert num_cut(states) == 0
-
-    for net, own in zip(nets, optimizers, strict=True):
-        train(net, own, device, range(20, 22))
-    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-    device.synchronize()
-
-
-@pytest.mark.parametrize("options", BY_TURNS)
-def test_with_float32_copies(device: Device, options: dict[str, Any]) -> None:
-    if "update" in options and device.torch_device.type != "cpu":
-        pytest.skip("the device steps differ from the host's in last bits")
-    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with (
-        offload(optimizers[0], device, master=torch.float32, device_budget="1GiB") as whole,
-        offload(optimizers[1], device, master=torch.float32, **options) as states,
-    ):
-        for step in range(6):
-            for net, own in zip(nets, optimizers, strict=True):
-                train(net, own, device, [step], dtype=torch.bfloat16)
-                own.state_dict()
-                if step == 3:
-                    net.second.weight.data[5:20].fill_(0.25)
-            states.wait()
-            assert_same(nets[0].state_dict(), nets[1].state_dict())
-            assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
-        assert num_cut(states) >= 1
-        assert not num_cut(whole)
 
 
 def test_states_are_those_of_torch(device: Device) -> None:
@@ -189,40 +85,14 @@ def test_states_are_those_of_torch(device: Device) -> None:
     assert_same(copied, held)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.core(1)
-@pytest.mark.parametrize("options", BY_TURNS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_resumes_into_and_from_plain_torch(device: Device, options: dict[str, Any], fused: bool) -> None:
-    if "update" in options and device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in (plain, model))
-    train(plain, plain_optimizer, device, range(3))
-    with offload(optimizer, device, **options) as states:
-        for begin in (3, 5):
-            model.load_state_dict(plain.state_dict())
-            optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
-            for net, own in ((plain, plain_optimizer), (model, optimizer)):
-                train(net, own, device, range(begin, begin + 2))
-            states.wait()
-            assert_same_training(plain, plain_optimizer, model, optimizer)
-        saved = optimizer.state_dict()
-    again = copy.deepcopy(model)
-    again_optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=fused)
-    again_optimizer.load_state_dict(saved)
-    for net, own in ((plain, plain_optimizer), (again, again_optimizer)):
-        train(net, own, device, range(7, 9))
-    assert_same_training(plain, plain_optimizer, again, again_optimizer)
-
-
-@pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"update": "host"}], ids=str)
-def test_what_lies_otherwise_is_stepped_whole(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["device", "backward", "host", "beside", "disk", "backward, disk"])
+def test_what_lies_otherwise_is_stepped_whole(way: str) -> None:
     """A parameter, or states, whose elements are not one behind the other."""
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, **options) as states:
+    with offload(optimizers[1], device, **WAYS[way]) as states, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "StateOffload: states of .* were put elsewhere")
         for step in range(10):
             for net, own in zip(nets, optimizers, strict=True):
                 weight = net.second.weight
@@ -230,19 +100,17 @@ def test_what_lies_otherwise_is_stepped_whole(options: dict[str, Any]) -> None:
                     weight.data = weight.data.mT.contiguous().mT
                 elif step == 4:
                     weight.data = weight.data.contiguous()
-                elif step == 6:
+                elif step == 6 and "disk" not in way:
                     for name in ("exp_avg", "exp_avg_sq"):
                         own.state[weight][name] = own.state[weight][name].mT.contiguous().mT
-                elif step == 8:
+                elif step == 8 and "disk" not in way:
                     own.state[weight] = {name: value.clone().contiguous() for name, value in own.state[weight].items()}
-                if step in (6, 8) and own is optimizers[1]:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        train(net, own, device, [step])
-                else:
-                    train(net, own, device, [step])
+                train(net, own, device, [step])
+                states.wait()
             assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-            assert num_cut(states) == (1 if step in (2, 3, 6, 7) else 2)
+            assert num_cut(states) == (1 if step in ((2, 3) if "disk" in way else (2, 3, 6, 7)) else 2)
+    device.synchronize()
+    assert not device.races
 
 
 def test_a_gradient_that_lies_otherwise() -> None:
@@ -290,18 +158,6 @@ def test_autograd_sees_what_is_written(device: Device) -> None:
             loss.backward()
 
 
-def test_parameters_that_come_later(device: Device) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW([*net.head.parameters()], lr=1e-2) for net in nets]
-    with offload(optimizers[1], device) as states:
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2))
-            own.add_param_group({"params": [*net.first.parameters(), *net.second.parameters()], "lr": 1e-3})
-            train(net, own, device, range(2, 5))
-        assert num_cut(states) == 2
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-
-
 def test_room_does_not_grow_with_the_parameter() -> None:
     rooms = []
     for rows in (200, 2000):
@@ -321,16 +177,11 @@ def test_room_does_not_grow_with_the_parameter() -> None:
     assert rooms[0] == rooms[1] <= 5 * 1024 * 8  # the least windows that are no smaller than 6000 bytes
 
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float16, torch.float64)),
-]
+OTHERS = torch.bfloat16, torch.float16, torch.float64
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)], ids=str)
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fused: bool) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 400_000)
@@ -338,72 +189,51 @@ def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch
     parameters = [nn.Parameter(values.clone()) for _ in range(2)]
     optimizers = [torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=fused) for parameter in parameters]
     with offload(optimizers[1], ReferenceDevice()) as states:
-        for step in range(4):
+        for step in range(3):
             grad = torch.randn(values.size(), generator=torch.Generator().manual_seed(step + 1)).to(dtype)
             for parameter, own in zip(parameters, optimizers, strict=True):
                 parameter.grad = grad.clone()
                 own.step()
             assert_same(*parameters)
-            assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
         assert num_cut(states) == 1
         assert len(states.plan.pieces[0].windows) >= 3
 
 
-class PerMatrix(torch.optim.SGD):
-    """Scales by the norm of each parameter, as LAMB does."""
+class PerMatrix(Momentum):
+    """Scales each matrix by its own norm, where it is told so."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean, alpha=group["lr"] * float(parameter.norm()))
-        return None
+    def scale(self, group: dict[str, Any], index: int) -> float:
+        return float(group["params"][index].norm()) if group.get("scaled", True) else 1.0
 
 
-class DecaysMatrices(torch.optim.SGD):
-    """Decays what has two dimensions."""
+class DecaysMatrices(Momentum):
+    """Does something else with matrices than with vectors."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.mul_(0.99 if parameter.dim() > 1 else 1.0).sub_(mean, alpha=group["lr"])
-        return None
+    def scale(self, group: dict[str, Any], index: int) -> float:
+        return 0.5 if group["params"][index].dim() > 1 else 1.0
 
 
-class Rounding(torch.optim.SGD):
-    """Adds random numbers."""
+class Rounding(Momentum):
+    """Draws random numbers."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean + torch.rand_like(mean), alpha=group["lr"])
-        return None
+    def noise(self, parameter: Tensor) -> Any:
+        return torch.rand_like(parameter)
 
 
-class Counts(torch.optim.SGD):
-    """Keeps a sum over all elements, and does nothing with it."""
+class Counts(Momentum):
+    """Keeps a sum over all elements, from some step on, and does nothing with it."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
-                    state["sum"] = state.get("sum", 0.0) + float(parameter.grad.sum())
-                    parameter.sub_(state["mean"], alpha=group["lr"])
-        return None
+    begins_at = 0
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        super().step_group(group)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["number"] = state.get("number", 0) + 1
+                if state["number"] > self.begins_at:
+                    state["sum"] = float(parameter.grad.sum())
 
 
 @pytest.mark.parametrize("kind", [PerMatrix, DecaysMatrices, Rounding, Counts, EightBit])
@@ -411,7 +241,7 @@ def test_what_is_not_elementwise_is_stepped_whole(kind: Any) -> None:
     device = ReferenceDevice()
     nets = [Net(only_matrices=True), Net(only_matrices=True)]
     nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [kind(net.parameters(), lr=1e-2) for net in nets]
+    optimizers = [kind(net.parameters()) for net in nets]
     with offload(optimizers[1], device) as states:
         for step in range(3):
             for net, own in zip(nets, optimizers, strict=True):
@@ -423,25 +253,12 @@ def test_what_is_not_elementwise_is_stepped_whole(kind: Any) -> None:
 
 def test_each_group_is_tried_by_itself() -> None:
     """Of an optimizer that steps matrices of some groups as such, the others can be cut."""
-
-    class Hybrid(PerMatrix):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                        mean.lerp_(parameter.grad, 0.1)
-                        scale = float(parameter.norm()) if group["dampening"] else 1.0
-                        parameter.sub_(mean, alpha=group["lr"] * scale)
-            return None
-
-    nets = [make_net(ReferenceDevice()), make_net(ReferenceDevice())]
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
     optimizers = [
-        Hybrid([{"params": [*net.first.parameters()], "dampening": 1}, {"params": [*net.second.parameters()]}], lr=1e-2)
+        PerMatrix([{"params": [*net.first.parameters()]}, {"params": [*net.second.parameters()], "scaled": False}])
         for net in nets
     ]
-    device = ReferenceDevice()
     with offload(optimizers[1], device) as states:
         for net, own in zip(nets, optimizers, strict=True):
             train(net, own, device, range(3))
@@ -451,23 +268,10 @@ def test_each_group_is_tried_by_itself() -> None:
 
 def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
     class Late(Counts):
-        """Begins to count only after some steps."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        state = self.state[parameter]
-                        state["number"] = state.get("number", 0) + 1
-                        state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-                        if state["number"] > 8:
-                            state["sum"] = float(parameter.grad.sum())
-                        parameter.sub_(state["mean"], alpha=group["lr"])
-            return None
+        begins_at = 8
 
     model = make_net(ReferenceDevice())
-    optimizer = Late(model.parameters(), lr=1e-2)
+    optimizer = Late(model.parameters())
     device = ReferenceDevice()
     with offload(optimizer, device) as states:
         train(model, optimizer, device, range(8))
@@ -480,137 +284,6 @@ def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         assert_same(optimizer.state_dict(), saved[1])
-
-
-class Checking(torch.optim.SGD):
-    """Raises where a gradient is not finite."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    assert bool(parameter.grad.isfinite().all()), "not finite"
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean, alpha=group["lr"])
-        return None
-
-
-def _half_way(device: ReferenceDevice) -> tuple[nn.Parameter, Checking, Any]:
-    """Return a parameter, of seven windows, of which a step has stepped three and can't step the next."""
-    parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
-    optimizer = Checking([parameter, nn.Parameter(torch.ones(8))], lr=0.1)
-    states = offload(optimizer, device)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert len(states.plan.pieces[0].windows) > 1
-    return parameter, optimizer, states
-
-
-def test_values_that_the_optimizer_refuses_leave_the_parameter_or_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
-    parameter, optimizer, states = _half_way(ReferenceDevice())
-    before = copy.deepcopy((parameter, optimizer.state_dict()))
-    assert len(states.plan.pieces[0].windows) == 7
-
-    parameter.grad = torch.ones_like(parameter)
-    parameter.grad[0, 0] = float("nan")
-    with pytest.raises(AssertionError, match="not finite"):
-        optimizer.step()
-    assert_same((parameter, optimizer.state_dict()), before)
-
-    parameter.grad = torch.ones_like(parameter)
-    parameter.grad[3, 0] = float("nan")
-    told = r"broken off within parameter 0\.0: a part of the parameter, and of its states, is as after the step"
-    with pytest.raises(StateOffloadError, match=rf"{told}.*The rest failed: AssertionError: not finite"):
-        optimizer.step()
-    optimizer.zero_grad()
-    for use in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(StateOffloadError, match=told):
-            use()
-    with torch.no_grad():
-        parameter.copy_(before[0])
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.load_state_dict(before[1])
-    assert_same((parameter, optimizer.state_dict()), before)
-    optimizer.step()
-    states.close()
-
-
-def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
-    parameter, optimizer, states = _half_way(ReferenceDevice())
-    parameter.grad = torch.ones_like(parameter)
-    parameter.grad[3, 0] = float("nan")
-    with pytest.raises(StateOffloadError, match="broken off within"):
-        optimizer.step()
-    with pytest.warns(UserWarning, match="a part of the parameter, and of its states, is as after the step"):
-        states.close()
-    assert not states._host.arena.held_bytes
-
-
-def test_whole_and_in_windows_by_turns_beside_the_forward() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, overlap_forward=True) as states:
-        for step in range(8):
-            for net, own in zip(nets, optimizers, strict=True):
-                if own is optimizers[1]:
-                    states._overlap.join()  # which the host does not wait in
-                weight = net.second.weight
-                weight.data = weight.data.mT.contiguous().mT if step % 2 else weight.data.contiguous()
-                net(batch(device, step)).square().mean().backward()
-                own.step()
-                own.zero_grad()
-        states.wait()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-    device.synchronize()
-    assert not device.races
-
-
-@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
-@pytest.mark.parametrize("failing", [1, 2, 4, 7])
-def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
-    failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several are given to the host at once. What it says of the parameter is true: as before, or stepped in part."""
-
-    class Failing(torch.optim.SGD):
-        num_calls = 0
-        fails = 0
-
-        def step(self, closure: Any = None) -> Any:
-            Failing.num_calls += bool(self.param_groups[0]["params"])  # not the step of the caller, which has none left
-            if self.param_groups[0]["params"] and Failing.num_calls == Failing.fails:
-                raise ArithmeticError("no")
-            return super().step(closure)
-
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
-    parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
-    optimizer = Failing([parameter], lr=0.1, momentum=0.9)
-    states = offload(optimizer, ReferenceDevice(), update="host", **options)
-
-    def step() -> None:
-        (parameter * torch.arange(512.0)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        states.wait()
-
-    step()
-    assert len(states.plan.pieces[0].windows) == 7
-    before = parameter.detach().clone()
-    Failing.num_calls, Failing.fails = 0, failing
-    with pytest.raises((ArithmeticError, StateOffloadError)) as raised:
-        step()
-    if not torch.equal(parameter, before):
-        assert "a part of the parameter, and of its states, is as after the step" in str(raised.value)
-        moved = (parameter != before).view(7, 512)[:, 1:].any(1).tolist()
-        assert moved == sorted(moved, reverse=True)  # none behind the one that has failed
-    with pytest.warns(UserWarning, match="a part of the parameter|they are lost"):
-        states.close()
 
 
 class Averaged(torch.optim.Optimizer):
@@ -637,21 +310,89 @@ class Averaged(torch.optim.Optimizer):
                 parameter.sub_(mean.lerp_(parameter.grad, 0.1), alpha=group["lr"])
 
 
-def _averaged(**options: Any) -> tuple[nn.Parameter, Averaged]:
+def averaged(**options: Any) -> tuple[nn.Parameter, Averaged]:
     parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
     return parameter, Averaged([parameter, nn.Parameter(torch.ones(8))], **options)
 
 
-def _gradient(parameter: nn.Parameter, *, fails: bool = False) -> Tensor:
-    found = torch.full_like(parameter, 2.0)
-    found[3, 0] = math.nan if fails else 2.0
-    return found
+def test_values_that_the_optimizer_refuses_leave_the_parameter_or_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    parameter, optimizer = averaged()
+    with offload(optimizer, ReferenceDevice()) as states:
+        parameter.grad = torch.full_like(parameter, 2.0)
+        optimizer.step()
+        before = copy.deepcopy((parameter, optimizer.state_dict()))
+        assert len(states.plan.pieces[0].windows) == 7
+
+        parameter.grad = failing_at(parameter, 0)
+        with pytest.raises(ArithmeticError, match="not finite"):
+            optimizer.step()
+        assert_same((parameter, optimizer.state_dict()), before)
+
+        parameter.grad = failing_at(parameter, 3)
+        told = r"broken off within parameter 0\.0: a part of the parameter, and of its states, is as after the step"
+        with pytest.raises(StateOffloadError, match=rf"{told}.*The rest failed: ArithmeticError: not finite"):
+            optimizer.step()
+        optimizer.zero_grad()
+        for use in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(StateOffloadError, match=told):
+                use()
+        with torch.no_grad():
+            parameter.copy_(before[0])
+        parameter.grad = torch.full_like(parameter, 2.0)
+        optimizer.load_state_dict(before[1])
+        assert_same((parameter, optimizer.state_dict()), before)
+        optimizer.step()
+
+
+def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    parameter, optimizer = averaged()
+    states = offload(optimizer, ReferenceDevice())
+    parameter.grad = failing_at(parameter, 3)
+    with pytest.raises(StateOffloadError, match="broken off within"):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="a part of the parameter, and of its states, is as after the step"):
+        states.close()
+    assert not states._host.arena.held_bytes
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize("failing", [1, 2, 4, 7])
+def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
+    failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several are given to the host at once. What it says of the parameter is true: as before, or stepped in part."""
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
+    optimizer = FailsOnHost([parameter])
+    states = offload(optimizer, ReferenceDevice(), update="host", **options)
+
+    def step() -> None:
+        (parameter * torch.arange(512.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.wait()
+
+    step()
+    assert len(states.plan.pieces[0].windows) == 7
+    before = parameter.detach().clone()
+    optimizer.told["fails"] = failing
+    with pytest.raises((ArithmeticError, StateOffloadError)) as raised:
+        step()
+    if not torch.equal(parameter, before):
+        assert "a part of the parameter, and of its states, is as after the step" in str(raised.value)
+        moved = (parameter != before).view(7, 512)[:, 1:].any(1).tolist()
+        assert moved == sorted(moved, reverse=True)  # none behind the one that has failed
+    with pytest.warns(UserWarning, match="a part of the parameter|they are lost"):
+        states.close()
 
 
 def test_rest_is_not_stepped_with_a_gradient_that_the_step_has_written_to() -> None:
-    parameter, optimizer = _averaged(unscales=True)
+    parameter, optimizer = averaged(unscales=True)
     states = offload(optimizer, ReferenceDevice())
-    parameter.grad = _gradient(parameter, fails=True)
+    parameter.grad = failing_at(parameter, 3)
     with pytest.raises(StateOffloadError, match="a part of the parameter, and of its states, is as after the step"):
         optimizer.step()
     with pytest.warns(UserWarning, match="a part of the parameter"):
@@ -660,53 +401,33 @@ def test_rest_is_not_stepped_with_a_gradient_that_the_step_has_written_to() -> N
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("num_before", [0, 1])
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_states_that_are_loaded_behind_a_step_that_was_broken_off(update: str, num_before: int, amsgrad: bool) -> None:
-    (parameter, optimizer), (plain, other) = _averaged(), _averaged()
-    with offload(optimizer, ReferenceDevice(), update=update):
-        for _ in range(num_before):
-            for each, its in ((parameter, optimizer), (plain, other)):
-                each.grad = _gradient(each)
-                its.step()
-        saved, before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
-        optimizer.param_groups[0]["amsgrad"] = amsgrad
-        parameter.grad = _gradient(parameter, fails=True)
-        with pytest.raises(StateOffloadError, match=r"the step was broken off|are lost"):
-            optimizer.step()
-        with torch.no_grad():
-            parameter.copy_(before)
-        optimizer.load_state_dict(saved)
-        for _ in range(2):
-            for each, its in ((parameter, optimizer), (plain, other)):
-                each.grad = _gradient(each)
-                its.step()
+@pytest.mark.parametrize("way", ["device", "host", "backward, host", "beside, host"])
+def test_states_that_are_loaded_behind_a_step_that_was_broken_off(way: str, num_before: int, amsgrad: bool) -> None:
+    """Nothing of that step is told again, or stepped with."""
+    (parameter, optimizer), (plain, other) = averaged(), averaged()
 
-    assert torch.equal(parameter, plain)
-    assert torch.equal(optimizer.state[parameter]["mean"], other.state[plain]["mean"])
-
-
-@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
-def test_failure_is_not_told_again_once_states_are_loaded(options: dict[str, Any]) -> None:
-    (parameter, optimizer), (plain, other) = _averaged(), _averaged()
-
-    def step(each: nn.Parameter, its: Averaged, *, fails: bool = False) -> None:
-        (each * _gradient(each, fails=fails)).sum().backward()
+    def step(each: nn.Parameter, its: torch.optim.Optimizer, *, fails: bool = False) -> None:
+        (each * (failing_at(each, 3) if fails else torch.full_like(each, 2.0))).sum().backward()
         its.step()
         its.zero_grad()
         if each is parameter:
             states.wait()
 
-    with offload(optimizer, ReferenceDevice(), update="host", **options) as states:
-        step(parameter, optimizer)
-        step(plain, other)
+    with offload(optimizer, ReferenceDevice(), **WAYS[way]) as states:
+        for _ in range(num_before):
+            step(parameter, optimizer)
+            step(plain, other)
         saved, before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
-        with pytest.raises(StateOffloadError):
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        with pytest.raises(StateOffloadError, match=r"the step was broken off|are lost|has failed"):
             step(parameter, optimizer, fails=True)
         with torch.no_grad():
             parameter.copy_(before)
         optimizer.zero_grad()
         optimizer.load_state_dict(saved)
-        step(parameter, optimizer)
-        step(plain, other)
+        for _ in range(2):
+            step(parameter, optimizer)
+            step(plain, other)
 
     assert torch.equal(parameter, plain)
+    assert torch.equal(optimizer.state[parameter]["mean"], other.state[plain]["mean"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,21 @@ from hypothesis import strategies as st
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import states as state_pieces
-from memkit.states import trial
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
+from tests.states.cases import (
+    WAYS,
+    DAdapting,
+    Net,
+    Rebinding,
+    ScheduleFree,
+    assert_same,
+    batch,
+    cut,
+    is_same,
+    make_net,
+    offload,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -49,13 +61,6 @@ class Faulty(ReferenceDevice):
         return super().record_event(*args, **options)
 
 
-def _cut(patch: pytest.MonkeyPatch) -> None:
-    """Have matrices be stepped in three windows each."""
-    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    patch.setattr(state_pieces, "WINDOW_NUMEL", 256)
-    patch.setattr(trial, "WINDOW_NUMEL", 256)
-
-
 def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return a class like another whose step fails between the parameters of a piece, or behind them."""
 
@@ -83,7 +88,7 @@ def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return Failing
 
 
-def _snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+def snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     saved = optimizer.state_dict()["state"]  # which waits, and reads what is on a disk
     return [
         (parameter.detach().clone(), copy.deepcopy(dict(saved.get(number) or {})))
@@ -91,20 +96,12 @@ def _snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.
     ]
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        assert_same(one, other)
-    except AssertionError:
-        return False
-    return True
-
-
-def _assert_old_or_new(found: Any, old: Any, new: Any, where: str = "") -> int:
+def assert_old_or_new(found: Any, old: Any, new: Any, where: str = "") -> int:
     """Return how many are new."""
     num_new = 0
     for mine, before, after in zip(found, old, new, strict=True):
-        assert _is_same(mine, before) or _is_same(mine, after), where
-        num_new += _is_same(mine, after) and not _is_same(before, after)
+        assert is_same(mine, before) or is_same(mine, after), where
+        num_new += is_same(mine, after) and not is_same(before, after)
     return num_new
 
 
@@ -122,145 +119,182 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
+class Compared:
+    """A model that is stepped in one of the ways, and a plain one that has made the next step."""
+
+    def __init__(
+        self,
+        device: ReferenceDevice,
+        way: str,
+        make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2),
+        *,
+        plain: Callable[[Any], torch.optim.Optimizer] | None = None,
+        has_states: bool = True,
+        has_master: bool = False,
+        **options: Any,
+    ) -> None:
+        self.device, self.way = device, way
+        nets = [make_net(device, dtype=torch.bfloat16 if has_master else torch.float32) for _ in range(2)]
+        self.plain, self.model = nets
+        self.plain_optimizer, self.optimizer = (plain or make)(self.plain.parameters()), make(self.model.parameters())
+        masters = {"master": torch.float32} if has_master else {}
+        self.plain_states = offload(self.plain_optimizer, ReferenceDevice(), device_budget="1GiB", **masters)
+        self.states = offload(self.optimizer, device, **{**WAYS[way], **masters, **options})
+        for net, own in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
+            train(net, own, device, range(2 * has_states))
+        self.states.wait()
+        self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        self.old = snapshot(self.plain, self.plain_optimizer)
+        train(self.plain, self.plain_optimizer, device, [5])
+        self.new = snapshot(self.plain, self.plain_optimizer)
+
+    def begin_anew(self) -> None:
+        self.model.load_state_dict(self.begin[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.begin[1]))
+        self.model.zero_grad()
+
+    def backward(self) -> None:
+        dtype = next(self.model.parameters()).dtype
+        self.model(batch(self.device, 50, dtype)).float().square().mean().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.states.wait()
+
+    def assert_whole(self, where: str = "") -> int:
+        """Assert that each parameter is as before the step or as after it. Return how many are as after it."""
+        self.states.wait()
+        return assert_old_or_new(snapshot(self.model, self.optimizer), self.old, self.new, where)
+
+    def assert_new(self) -> None:
+        assert_same(snapshot(self.model, self.optimizer), self.new)
+
+    def assert_goes_on(self, where: str = "") -> None:
+        """Assert that the next steps are those of a plain model which is as this one is now."""
+        self.plain.load_state_dict(self.model.state_dict())
+        self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        for net, own in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
+            net.zero_grad()
+            train(net, own, self.device, range(7, 9))
+        self.states.wait()
+        self.assert_same_training(where)
+
+    def assert_same_training(self, where: str = "") -> None:
+        assert_same(self.model.state_dict(), self.plain.state_dict(), where)
+        assert_same(self.optimizer.state_dict(), self.plain_optimizer.state_dict(), where)
+
+    def close(self) -> None:
+        for each in (self.states, self.plain_states):
+            each.close()
+        self.assert_same_training("once closed")
+        self.device.synchronize()
+        assert not self.device.races
+
+
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
-    update=st.sampled_from(["device", "device", "host", "disk", "disk"]),
-    budget=st.sampled_from([0, 16384]),
+    way=st.sampled_from(sorted(WAYS)),
     at=st.integers(1, 120),
     error=st.sampled_from(ERRORS),
     has_states=st.booleans(),
     again=st.integers(0, 40),
     is_cut=st.booleans(),
+    has_master=st.booleans(),
+    seed=st.sampled_from([None, 1, 2]),
 )
 def test_a_fault_of_the_device(
-    name: str, update: str, budget: int, at: int, error: type[BaseException], has_states: bool, again: int, is_cut: bool
+    name: str,
+    way: str,
+    at: int,
+    error: type[BaseException],
+    has_states: bool,
+    again: int,
+    is_cut: bool,
+    has_master: bool,
+    seed: int | None,
 ) -> None:
-    options: dict[str, Any] = {"disk": ReferenceDisk(seed=at % 3 or None)} if update == "disk" else {"update": update}
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
-            _cut(patch)
-        device = Faulty()
-        plain, model = make_net(device), make_net(device)
-        plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
-        with memkit.StateOffload(optimizer, device=device, device_budget=budget, **options):
-            steps = 2 if has_states else 0
-            train(plain, plain_optimizer, device, range(steps))
-            train(model, optimizer, device, range(steps))
-            old = _snapshot(plain, plain_optimizer)
-            for net in (plain, model):
-                _give_gradients(net, device, 5)
-            plain_optimizer.step()
-            new = _snapshot(plain, plain_optimizer)
-
-            device.num_calls, device.fails_at = 0, {at: error("injected")}
-            if again:
-                device.fails_at[at + again] = error("injected again")
-            has_failed = False
-            try:
-                optimizer.step()
-            except (*ERRORS, StateOffloadError):
-                has_failed = True
+            cut(patch)
+        device, options = Faulty(), {"disk": ReferenceDisk(seed=seed, is_late=at % 2 == 0)} if "disk" in way else {}
+        has_master = has_master and name != "rebinding"  # which counts beside its states
+        make = partial(OPTIMIZERS[name], lambda kind: kind)
+        compared = Compared(device, way, make, has_states=has_states, has_master=has_master, **options)
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        is_one_call = way in ("device", "some stay", "host", "disk")  # of `step()`: in the others, a gradient may have gone
+        if again and is_one_call:
+            device.fails_at[at + again] = error("injected again")
+        try:
+            compared.backward()
+            compared.step()
+        except (*ERRORS, StateOffloadError):
             device.fails_at = {}
             try:
-                num_new = _assert_old_or_new(_snapshot(model, optimizer), old, new)
+                compared.assert_whole()
             except StateOffloadError as lost:
                 assert again
-                said = str(lost)
-                assert "Load a checkpoint of the model and the optimizer" in said
-                model.load_state_dict(plain.state_dict())
-                optimizer.load_state_dict(plain_optimizer.state_dict())
-            else:
-                assert num_new or has_failed
-                if has_failed:
-                    optimizer.step()
-            assert_same(_snapshot(model, optimizer), new)
-            assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
-            train(plain, plain_optimizer, device, range(7, 9))
-            train(model, optimizer, device, range(7, 9))
-            assert_same(plain.state_dict(), model.state_dict())
-        device.synchronize()
-        assert not device.races
+                assert is_cut
+                assert "Load a checkpoint of the model and the optimizer" in str(lost)  # noqa: PT017
+                compared.begin_anew()
+                compared.backward()
+            compared.step()
+            if is_one_call:
+                compared.assert_new()
+        else:
+            compared.assert_new()
+        device.fails_at = {}
+        compared.assert_whole()
+        compared.assert_goes_on()
+        compared.close()
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
-    budget=st.sampled_from([0, 16384]),
+    way=st.sampled_from(["device", "some stay", "disk"]),
     at=st.integers(1, 24),
     error=st.sampled_from(ERRORS),
     has_states=st.booleans(),
     is_behind=st.booleans(),
     goes_on=st.booleans(),
     is_cut=st.booleans(),
-    disk=st.sampled_from([None, None, ReferenceDisk(), ReferenceDisk(seed=1)]),
 )
 def test_a_fault_of_the_optimizer(
     name: str,
-    budget: int,
+    way: str,
     at: int,
     error: type[BaseException],
     has_states: bool,
     is_behind: bool,
     goes_on: bool,
     is_cut: bool,
-    disk: memkit.Disk | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
-            _cut(patch)
-        _fail_within_the_optimizer(name, budget, at, error, has_states, is_behind, goes_on, disk)
-
-
-def _fail_within_the_optimizer(
-    name: str,
-    budget: int,
-    at: int,
-    error: type[BaseException],
-    has_states: bool,
-    is_behind: bool,
-    goes_on: bool,
-    disk: memkit.Disk | None,
-) -> None:
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer = OPTIMIZERS[name](lambda kind: kind, plain.parameters())
-    optimizer = OPTIMIZERS[name](_failing, model.parameters())
-    failing: Any = type(optimizer)
-    with memkit.StateOffload(optimizer, device=device, device_budget=budget, disk=disk):
-        steps = 2 if has_states else 0
-        train(plain, plain_optimizer, device, range(steps))
-        train(model, optimizer, device, range(steps))
-        old = _snapshot(plain, plain_optimizer)
-        for net in (plain, model):
-            _give_gradients(net, device, 5)
-        plain_optimizer.step()
-        new = _snapshot(plain, plain_optimizer)
-
+            cut(patch)
+        make, plain = partial(OPTIMIZERS[name], _failing), partial(OPTIMIZERS[name], lambda kind: kind)
+        compared = Compared(ReferenceDevice(), way, make, plain=plain, has_states=has_states)
+        failing: Any = type(compared.optimizer)
+        compared.backward()
         failing.is_behind, failing.num_calls, failing.fails_at = is_behind, 0, {at: error("injected")}
         try:
-            optimizer.step()
+            compared.step()
         except error:
-            _assert_old_or_new(_snapshot(model, optimizer), old, new)
+            compared.assert_whole()
             if goes_on:
-                optimizer.step()
+                compared.step()
         else:
             goes_on = True
         if goes_on:
-            assert_same(_snapshot(model, optimizer), new)
-            assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
-        else:  # other gradients: all are stepped
-            found = _snapshot(model, optimizer)
-            _give_gradients(model, device, 6)
-            optimizer.step()
-            moved = [
-                not _is_same(one[0], other[0])
-                for one, other, parameter in zip(_snapshot(model, optimizer), found, model.parameters(), strict=True)
-                if parameter.grad is not None and parameter.grad.count_nonzero()
-            ]
-            assert all(moved)
+            compared.assert_new()
+            return
+        found = snapshot(compared.model, compared.optimizer)  # with other gradients, all are stepped
+        train(compared.model, compared.optimizer, compared.device, [6])
+        after = snapshot(compared.model, compared.optimizer)
+        assert sum(not is_same(one[0], other[0]) for one, other in zip(after, found, strict=True)) == 9
 
 
 def test_an_error_says_what_was_stepped() -> None:
@@ -278,6 +312,47 @@ def test_an_error_says_what_was_stepped() -> None:
 
     (note,) = caught.value.__notes__
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        cut(monkeypatch)
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(net(batch(device, 0)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with memkit.StateOffload(optimizers[1], device=device):
+        step(plain, optimizers[0])
+        step(model, optimizers[1])
+        before = snapshot(model, optimizers[1])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", _interrupted(torch.optim.AdamW.step))
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizers[1])
+        assert_same(snapshot(model, optimizers[1]), before)
+        with pytest.raises(StateOffloadError, match=r"has written to the gradient of parameter 0\.\d.* run the backward again"):
+            scaler.step(optimizers[1])
+        scaler.update()
+        del optimizers[1].grad_scale  # which torch leaves there, and multiplies by
+        step(plain, optimizers[0])
+        step(model, optimizers[1])
+        assert_same(snapshot(model, optimizers[1]), snapshot(plain, optimizers[0]))
+
+
+def _interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any, **options: Any) -> None:
+        call(*args, **options)
+        raise KeyboardInterrupt
+
+    return step
 
 
 def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
@@ -315,69 +390,3 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         with pytest.raises(StateOffloadError, match='two pieces of one step have written different values to "d"'):
             optimizer.step()
         assert optimizer.param_groups[0]["d"] == before
-
-
-@pytest.mark.slow
-@settings(max_examples=80)
-@given(
-    name=st.sampled_from(sorted(OPTIMIZERS)),
-    at=st.integers(1, 120),
-    error=st.sampled_from(ERRORS),
-    has_states=st.booleans(),
-    overlaps=st.booleans(),
-    is_cut=st.booleans(),
-    update=st.sampled_from(["device", "device", "host"]),
-)
-def test_a_fault_within_a_backward_or_beside_a_forward(
-    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool, update: str
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if is_cut:
-            _cut(patch)
-        _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps, update)
-
-
-def _fail_within_a_backward_or_beside_a_forward(
-    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, update: str
-) -> None:
-    device = Faulty()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
-    options: dict[str, Any] = {"update": update} | ({"overlap_forward": True} if overlaps else {"when": "backward"})
-    with memkit.StateOffload(optimizer, device=device, **options) as states:
-        steps = 2 if has_states else 0
-        train(plain, plain_optimizer, device, range(steps))
-        train(model, optimizer, device, range(steps))
-        states.wait()
-        old = _snapshot(plain, plain_optimizer)
-        _give_gradients(plain, device, 5)
-        plain_optimizer.step()
-        new = _snapshot(plain, plain_optimizer)
-
-        model.zero_grad()
-        loss = model(batch(device, 5)).square().mean()
-        if overlaps:
-            loss.backward()
-        device.num_calls, device.fails_at = 0, {at: error("injected")}
-        try:
-            optimizer.step() if overlaps else loss.backward()
-            if update == "device":
-                device.fails_at = {}
-            states.wait()  # for what is stepped on the host
-        except (*ERRORS, StateOffloadError):
-            device.fails_at = {}
-            states.wait()
-            _assert_old_or_new(_snapshot(model, optimizer), old, new)
-            optimizer.step()
-        else:
-            device.fails_at = {}
-            if not overlaps:
-                optimizer.step()
-        states.wait()
-        num_new = _assert_old_or_new(_snapshot(model, optimizer), old, new)
-        assert num_new == sum(not _is_same(one, other) for one, other in zip(old, new, strict=True)) or not overlaps
-        optimizer.zero_grad()
-        train(model, optimizer, device, range(7, 9))
-        states.wait()
-    device.synchronize()
-    assert not device.races

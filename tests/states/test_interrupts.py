@@ -15,24 +15,13 @@ from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.transfer import ReferenceDisk
 from tests.interrupts import interrupts
-from tests.states.cases import Net, assert_same, batch, make_net, offload, train
-from tests.states.test_faults import _assert_old_or_new, _cut, _snapshot
+from tests.states.cases import WAYS, assert_same, cut
+from tests.states.test_faults import Compared
 from tests.states.test_layered_faults import _Trained
 from tests.threads import num_own_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
 
-MODES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "some stay": {"device_budget": 16384},
-    "host": {"update": "host"},
-    "beside": {"overlap_forward": True},
-    "beside, host": {"overlap_forward": True, "update": "host"},
-    "backward": {"when": "backward"},
-    "backward, host": {"when": "backward", "update": "host"},
-    "disk": {"disk": ReferenceDisk()},
-    "backward, disk": {"when": "backward", "disk": ReferenceDisk(is_late=False)},
-}
 NUM_LINES = [5, pytest.param(40, marks=pytest.mark.slow)]
 
 
@@ -48,58 +37,42 @@ def lost_is_named() -> Iterator[None]:
 
 @pytest.mark.parametrize("num_lines", NUM_LINES)
 @pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_step(mode: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_step(way: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
-        _cut(monkeypatch)
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model))
-
-    def step(net: Net, own: torch.optim.Optimizer) -> None:
-        net(batch(device, 50)).square().mean().backward()
-        own.step()
-
-    train(plain, plain_optimizer, device, range(2))
-    begin = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
-    old = _snapshot(plain, plain_optimizer)
-    step(plain, plain_optimizer)
-    new = _snapshot(plain, plain_optimizer)
+        cut(monkeypatch)
     threads, held = num_own_threads(), set()
-    with offload(optimizer, device, **MODES[mode]) as states:
+    compared = Compared(ReferenceDevice(), way, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
 
-        def begin_anew() -> None:
-            model.load_state_dict(begin[0])
-            optimizer.load_state_dict(begin[1])
-            model.zero_grad()
+    def step() -> None:
+        compared.backward()
+        compared.step()
 
-        def step_and_wait() -> None:
-            step(model, optimizer)
-            if "overlap_forward" in MODES[mode]:
-                states.wait()  # by which the step ends
-
-        for place in interrupts(step_and_wait, num_lines, prepare=begin_anew):
-            with lost_is_named():
-                states.wait()
-                _assert_old_or_new(_snapshot(model, optimizer), old, new, place)
-                optimizer.step()  # which ends the step
-                states.wait()
-                _assert_old_or_new(_snapshot(model, optimizer), old, new, place)
-                plain.load_state_dict(model.state_dict())
-                plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                for net, own in ((plain, plain_optimizer), (model, optimizer)):
-                    net.zero_grad()
-                    step(net, own)
-                assert_same(optimizer.state_dict(), plain_optimizer.state_dict(), place)  # which waits
-                assert_same(model.state_dict(), plain.state_dict(), place)
-            held.add(states.stats().host_bytes)
-        begin_anew()
-        step_and_wait()
-        assert_same(_snapshot(model, optimizer), new)
-        assert len(held) == 1
-    device.synchronize()
-    assert not device.races
+    for place in interrupts(step, num_lines, prepare=compared.begin_anew):
+        with lost_is_named():
+            compared.assert_whole(place)
+            compared.step()  # which ends the step
+            compared.assert_whole(place)
+            compared.assert_goes_on(place)
+        held.add(compared.states.stats().host_bytes)
+    compared.begin_anew()
+    step()
+    compared.assert_new()
+    assert len(held) == 1
+    compared.plain.load_state_dict(compared.model.state_dict())
+    compared.plain_optimizer.load_state_dict(copy.deepcopy(compared.optimizer.state_dict()))
+    compared.close()
     assert num_own_threads() == threads
+
+
+@pytest.mark.parametrize("num_lines", NUM_LINES)
+@pytest.mark.parametrize("way", ["device", "disk", "backward, disk"])
+def test_saving(way: str, num_lines: int) -> None:
+    compared = Compared(ReferenceDevice(), way)
+    for place in interrupts(compared.optimizer.state_dict, num_lines):
+        assert_same(compared.optimizer.state_dict(), compared.begin[1], place)
+    compared.assert_goes_on()
+    compared.close()
 
 
 @pytest.mark.parametrize("num_lines", [2, pytest.param(25, marks=pytest.mark.slow)])
@@ -107,7 +80,7 @@ def test_step(mode: str, is_cut: bool, num_lines: int, monkeypatch: pytest.Monke
     "options", [{}, {"has_master": True}, {"disk": ReferenceDisk(is_late=False)}], ids=["", "master", "disk"]
 )
 def test_backward_of_streamed_layers(options: dict[str, Any], num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _cut(monkeypatch)
+    cut(monkeypatch)
     trained = _Trained(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)
     for _ in interrupts(trained.step, num_lines, prepare=trained.begin_anew):
         with lost_is_named():

@@ -21,13 +21,12 @@ from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.plan import LayerCosts, plan_streamed_ratio
-from memkit.plan import states as state_pieces
-from memkit.states import in_backward, trial
+from memkit.states import in_backward
 from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk
 from memkit.weights import shares
 from tests.interrupts import hooks_around
-from tests.states.cases import ScheduleFree, assert_same, assert_same_training, offload
+from tests.states.cases import ScheduleFree, assert_same, assert_same_training, cut, offload
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -127,29 +126,21 @@ def _each_way(names: Any) -> list[Any]:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "has_own"), _each_way(OPTIMIZERS))
-def test_twenty_steps_are_the_plain_ones(name: str, has_own: bool, device: Device) -> None:
-    both = Both(device, in_groups(OPTIMIZERS[name]))
+@pytest.mark.parametrize("disk", [None, pytest.param(ReferenceDisk(), marks=pytest.mark.slow)], ids=["host", "disk"])
+def test_steps_are_the_plain_ones(name: str, has_own: bool, disk: memkit.Disk | None, device: Device) -> None:
+    both = Both(device, in_groups(OPTIMIZERS[name]), disk=disk)
     schedulers = [StepLR(one, 3, gamma=0.5) for one in (both.plain_optimizer, both.optimizer)]
-    for _ in range(20):
+    for _ in range(12):
         both.step(has_own=has_own)
         for scheduler in schedulers:
             scheduler.step()
 
     both.assert_same_training()
-    assert both.states.stats().num_steps == 20
+    assert (both.states.plan.host_bytes == 0 < both.states.plan.disk_bytes) == (disk is not None)
+    assert both.states.stats().num_steps == 12
     assert both.layers.stats().num_overflows == 0
     both.close()
-
-
-@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("name", ["AdamW fused", pytest.param("Adafactor", marks=pytest.mark.slow)])
-def test_steps_of_float32_copies(name: str, ratio: float, device: Device) -> None:
-    both = Both(device, in_groups(OPTIMIZERS[name]), ratio=ratio, num_slots=1, dtype=torch.bfloat16, master=torch.float32)
-    for _ in range(4):
-        both.step()
-
     both.assert_same_training()
-    both.close()
 
 
 @pytest.mark.slow
@@ -165,34 +156,19 @@ def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) ->
     both.close()
 
 
-@pytest.mark.parametrize("num_slots", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("run", [pytest.param("reused", marks=pytest.mark.slow), "checkpoint"])
-def test_orders(run: str, num_slots: int, device: Device) -> None:
-    both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=num_slots)
+@pytest.mark.parametrize(
+    ("run", "disk"),
+    [
+        pytest.param(run, disk, marks=() if run == "checkpoint" else pytest.mark.slow)
+        for run in RUNS
+        for disk in (None, ReferenceDisk(is_late=False))
+    ],
+)
+def test_orders(run: str, disk: memkit.Disk | None, device: Device) -> None:
+    both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=1 if disk is None else 2, disk=disk)
     for _ in range(3):
         both.step()
 
-    both.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [run for run in RUNS if run not in ("reused", "checkpoint")])
-def test_other_orders(run: str, device: Device) -> None:
-    both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=2)
-    for _ in range(3):
-        both.step()
-
-    both.close()
-
-
-@pytest.mark.slow
-def test_half_of_the_layers_stay(device: Device) -> None:
-    both = Both(device, ratio=0.5, num_slots=1)
-    for _ in range(4):
-        both.step()
-
-    assert both.layers.stats().num_streamed == 2
-    both.assert_same_training()
     both.close()
 
 
@@ -224,26 +200,14 @@ def test_frozen_weights_are_read_behind_all_steps_of_their_layer(device: Device)
     both.close()
 
 
-def _cut(patch: pytest.MonkeyPatch) -> None:
-    """Have matrices be stepped in windows."""
-    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    patch.setattr(state_pieces, "WINDOW_NUMEL", 128)
-    patch.setattr(trial, "WINDOW_NUMEL", 128)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="float32", marks=pytest.mark.slow),
-        pytest.param({"master": torch.float32, "dtype": torch.bfloat16}, id="master"),
-    ],
-)
+@pytest.mark.parametrize("disk", [None, ReferenceDisk(seed=1, is_late=False)], ids=["host", "disk"])
+@pytest.mark.parametrize("has_master", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_windows_of_large_parameters_hold_no_slot(
-    options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
+    has_master: bool, disk: memkit.Disk | None, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _cut(monkeypatch)
-    both = Both(device, num_slots=2, **options)
+    cut(monkeypatch, numel=128)
+    options: dict[str, Any] = {"master": torch.float32, "dtype": torch.bfloat16} if has_master else {}
+    both = Both(device, num_slots=2, disk=disk, **options)
     assert any(len(piece.windows) > 1 for piece in both.states.plan.pieces)
     for _ in range(4):
         both.step()
@@ -344,26 +308,6 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_training_is_saved_and_goes_on(device: Device) -> None:
-    both = Both(device, in_groups(OPTIMIZERS["AdamW fused"]))
-    for _ in range(2):
-        both.step()
-    saved = copy.deepcopy((both.model.state_dict(), both.optimizer.state_dict()))
-    expected = copy.deepcopy((both.plain.state_dict(), both.plain_optimizer.state_dict()))
-    assert_same(expected, saved)
-    for _ in range(2):
-        both.step()
-
-    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
-        one.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-    for _ in range(2):
-        both.step()
-    both.assert_same_training()
-    both.close()
-
-
-@pytest.mark.slow
 def test_states_from_before_are_taken_over_and_given_back(device: Device) -> None:
     """The `StateOffload` may come and go while layers stream."""
     both = Both(device)
@@ -393,19 +337,6 @@ def test_layers_closed_first_leave_states_that_can_be_closed(device: Device) -> 
     both.states.close()
     both.assert_same_training()
     streamed(both.model, device).close()
-
-
-def test_both_as_contexts(device: Device) -> None:
-    torch.manual_seed(0)
-    model, (batch,) = Stack(3), inputs(device, 1)
-    for _ in range(2):  # the model is as it was, so both may come again
-        with (
-            streamed(model, device, num_slots=2) as layers,
-            memkit.StateOffload(layers.optimizer, when="backward", device=device) as states,
-        ):
-            model(batch).square().mean().backward()
-            assert states.device is device or not isinstance(device, ReferenceDevice)
-            assert states.stats().num_steps == 1
 
 
 def test_nothing_is_left_once_both_are_closed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch import nn
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.errors import LayerOffloadError, StateOffloadError
+from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import assert_same
-from tests.states.test_faults import ERRORS, Faulty, _assert_old_or_new, _cut, _failing, _snapshot
+from tests.states.cases import assert_same, cut
+from tests.states.test_faults import ERRORS, Faulty, _failing, assert_old_or_new, snapshot
+from tests.states.test_on_disk import Faults
 from tests.weights.cases import Stack, inputs
 
 pytestmark = pytest.mark.slow
@@ -53,9 +55,9 @@ class _Trained:
         for _ in range(2 if has_states else 0):
             self.step_plain()
         self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
-        self.old = _snapshot(self.plain, self.plain_optimizer)  # type: ignore[arg-type]
+        self.old = snapshot(self.plain, self.plain_optimizer)  # type: ignore[arg-type]
         self.step_plain()
-        self.new = _snapshot(self.plain, self.plain_optimizer)  # type: ignore[arg-type]
+        self.new = snapshot(self.plain, self.plain_optimizer)  # type: ignore[arg-type]
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -77,7 +79,7 @@ class _Trained:
         """Assert that each parameter is old or new, with its states. Return how many are new."""
         with torch.no_grad():
             self.model(inputs(self.device, 1)[0].to(self.dtype))  # which does what interrupts have kept from being done
-        return _assert_old_or_new(_snapshot(self.model, self.optimizer), self.old, self.new)  # type: ignore[arg-type]
+        return assert_old_or_new(snapshot(self.model, self.optimizer), self.old, self.new)  # type: ignore[arg-type]
 
     def assert_goes_on(self) -> None:
         """Assert that the next step is that of a plain model which is as this one is now."""
@@ -117,7 +119,7 @@ def test_a_fault_of_the_device(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
-            _cut(patch)
+            cut(patch)
         device, kind = Faulty(), KINDS[name]
         trained = _Trained(device, kind, kind, has_master=has_master, has_states=has_states, disk=disk)
         loss = trained.loss_of(trained.model)
@@ -147,7 +149,7 @@ def test_a_fault_of_the_device(
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that one is as it was."""
-    _cut(monkeypatch)
+    cut(monkeypatch)
     kind: Any = _failing(KINDS[name])
     trained = _Trained(ReferenceDevice(), kind, KINDS[name], **options)
     kind.is_behind = is_behind
@@ -169,7 +171,7 @@ def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind:
 
 
 def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    _cut(monkeypatch)
+    cut(monkeypatch)
     kind: Any = _failing(torch.optim.AdamW)
     trained = _Trained(ReferenceDevice(), kind, torch.optim.AdamW)
     number = next(n for n, piece in enumerate(reversed(trained.states.plan.pieces)) if len(piece.windows) > 1)
@@ -183,3 +185,39 @@ def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_lo
     trained.assert_goes_on()
     assert trained.layers.stats().num_overflows == 0
     trained.close()
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    what=st.sampled_from(["read", "write"]),
+    at=st.integers(0, 24),
+    number=st.sampled_from([errno.EIO, errno.ENOSPC]),
+    lasts=st.booleans(),
+    has_states=st.booleans(),
+    is_cut=st.booleans(),
+    is_late=st.booleans(),
+)
+def test_a_disk_that_fails(what: str, at: int, number: int, lasts: bool, has_states: bool, is_cut: bool, is_late: bool) -> None:
+    """Each weight is as before the step or as after it, with its states, and the next backward goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            cut(patch)
+        faults = Faults()
+        disk = ReferenceDisk(fault=faults, is_late=is_late)
+        trained = _Trained(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, has_states=has_states, disk=disk)
+        faults.arm(what, at, number, lasts=lasts)
+        try:
+            trained.step()
+        except (DiskError, StateOffloadError, LayerOffloadError):
+            faults.disarm()
+            try:
+                trained.assert_whole()
+            except StateOffloadError as error:
+                assert is_cut
+                assert lasts
+                assert "a part of the parameter" in str(error)  # noqa: PT017
+                trained.begin_anew()  # its layer has left the slot: a checkpoint is loaded, as the error says
+        faults.disarm()
+        trained.assert_goes_on()
+        trained.close()

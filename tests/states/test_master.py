@@ -13,7 +13,21 @@ from torch import nn
 from memkit.device import Device
 from memkit.errors import StateOffloadError
 from memkit.states.packing import follow
-from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, often, train
+from tests.states.cases import (
+    OPTIMIZERS,
+    WAYS,
+    Case,
+    Net,
+    assert_same,
+    assert_same_training,
+    batch,
+    cut,
+    make_net,
+    offload,
+    often,
+    skip_host_steps,
+    train,
+)
 
 CASES = [case for case in OPTIMIZERS if case.name != "rebinding"]
 
@@ -56,12 +70,36 @@ def test_steps_as_the_plain_optimizer_over_copies(device: Device, case: Case, bu
 
     with offload(optimizer, device, master=torch.float32, device_budget=budget):
         reference.train(device, range(4))
-        train(model, optimizer, device, range(4), clip=0.1, accumulate=2, dtype=torch.bfloat16)
+        train(model, optimizer, device, range(4), clip=0.1, accumulate=2)
 
         assert_same(reference.model.state_dict(), model.state_dict(), "parameters")
         state = optimizer.state_dict()
         state["state"] = {key: entries for key, entries in state["state"].items() if "master" in entries}
         assert_same(reference.state_dict(), state, "states")
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("way", "is_cut"), [(way, number % 2 == 0) for number, way in enumerate(WAYS)])
+def test_ways_of_stepping_copies(way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_host_steps(device, way)
+    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[0], device, master=torch.float32, device_budget="1GiB"):
+        if is_cut:
+            cut(monkeypatch)
+        with offload(optimizers[1], device, master=torch.float32, **WAYS[way]) as states:
+            for step in range(6):
+                for net, own in zip(nets, optimizers, strict=True):
+                    train(net, own, device, [step])
+                    states.wait()
+                    if step == 2:
+                        with torch.no_grad():
+                            net.head.weight.mul_(0.5)
+                    elif step == 3:
+                        net.layers[0].weight.data[5:20].fill_(0.25)
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
 def test_write_back_is_seen_by_autograd(device: Device) -> None:
@@ -76,28 +114,10 @@ def test_write_back_is_seen_by_autograd(device: Device) -> None:
             loss.backward()
 
 
-def test_what_others_write_to_a_parameter_counts(device: Device) -> None:
-    model = make_net(device, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
-    with offload(optimizer, device, master=torch.float32):
-        train(model, optimizer, device, range(2), dtype=torch.bfloat16)
-        weight = model.head.weight
-        before = optimizer.state[weight]["master"].clone()
-        with torch.no_grad():
-            weight[0] = 3.0
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-
-        after = optimizer.state[weight]["master"]
-        assert bool((after[0] == 3.0).all())
-        assert_same(before[1:], after[1:])
-
-
 def test_a_checkpoint_without_copies_is_taken_up(device: Device) -> None:
     plain = make_net(device, dtype=torch.bfloat16)
     plain_optimizer = torch.optim.AdamW(plain.parameters())
-    train(plain, plain_optimizer, device, range(2), dtype=torch.bfloat16)
+    train(plain, plain_optimizer, device, range(2))
     model = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -106,18 +126,18 @@ def test_a_checkpoint_without_copies_is_taken_up(device: Device) -> None:
         entries = optimizer.state[model.head.weight]
         assert_same(entries["master"], model.head.weight.detach().float())
         assert_same(entries["exp_avg"], plain_optimizer.state[plain.head.weight]["exp_avg"].float())
-        train(model, optimizer, device, range(2, 4), dtype=torch.bfloat16)
+        train(model, optimizer, device, range(2, 4))
 
 
 def test_copies_keep_their_precision_through_a_checkpoint(device: Device) -> None:
     models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
     with offload(optimizers[0], device, master=torch.float32), offload(optimizers[1], device, master=torch.float32):
-        train(models[0], optimizers[0], device, range(3), dtype=torch.bfloat16)
+        train(models[0], optimizers[0], device, range(3))
         models[1].load_state_dict(models[0].state_dict())
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         for net, own in zip(models, optimizers, strict=True):
-            train(net, own, device, range(3, 6), dtype=torch.bfloat16)
+            train(net, own, device, range(3, 6))
         assert_same(models[0].state_dict(), models[1].state_dict())
         assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
         assert optimizers[1].state[models[1].head.weight]["exp_avg"].dtype is torch.float32
@@ -145,7 +165,7 @@ def test_what_is_written_through_data_counts(device: Device, update: str, write:
     model = make_net(device, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12, momentum=0.9)
     with offload(optimizer, device, master=torch.float32, update=update):
-        train(model, optimizer, device, range(2), dtype=torch.bfloat16)
+        train(model, optimizer, device, range(2))
         weight, other = model.head.weight, model.layers[0].weight
         before = optimizer.state[other]["master"].clone()
         write(weight)

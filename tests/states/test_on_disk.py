@@ -8,84 +8,29 @@ import gc
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
-from memkit.plan import states as state_pieces
-from memkit.states import trial
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskRing
 from memkit.transfer import ReferenceDisk
 from tests.refusing import PinLimit
-from tests.states.cases import (
-    OPTIMIZERS,
-    Case,
-    Net,
-    assert_resumes,
-    assert_same,
-    assert_same_training,
-    batch,
-    groups_of,
-    make_net,
-    offload,
-    often,
-    train,
-)
+from tests.states.cases import adamw, assert_same, assert_same_training, batch, cut, make_net, offload, train
+from tests.states.test_faults import Compared, assert_old_or_new, snapshot
 from tests.threads import num_own_threads
 
 MIB = 2**20
 
 
-def _cut(patch: pytest.MonkeyPatch) -> None:
-    """Have matrices be stepped in three windows each."""
-    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    for module in (state_pieces, trial):
-        patch.setattr(module, "WINDOW_NUMEL", 256)
-
-
-def _adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
-
-
 # The same bits
-
-
-def by_turns(cases: Iterable[Case], first: int) -> list[Any]:
-    """Return cases, of which the plain run of pytest has half of those that it has of others: two tests share them."""
-    often_run = [case for case in often(cases) if isinstance(case, Case)]
-    return [pytest.param(case, marks=() if case in often_run[first::2] else pytest.mark.slow) for case in cases]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("case", by_turns(OPTIMIZERS, 0), ids=str)
-@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.slow)])
-def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
-    device = ReferenceDevice(seed=seed)
-    plain, model = make_net(device, case), make_net(device, case)
-    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
-    with offload(optimizer, device, disk=ReferenceDisk(seed=seed)) as states:
-        for steps in (range(3), range(3, 5)):
-            train(plain, plain_optimizer, device, steps, clip=1.0)
-            train(model, optimizer, device, steps, clip=1.0)
-            assert_same_training(plain, plain_optimizer, model, optimizer)
-        assert states.plan.host_bytes == 0 < states.plan.disk_bytes
-        assert states.stats().disk_written_bytes > 0
-    assert_same_training(plain, plain_optimizer, model, optimizer)
-    train(plain, plain_optimizer, device, range(5, 7))
-    train(model, optimizer, device, range(5, 7))
-    assert_same_training(plain, plain_optimizer, model, optimizer)
-    device.synchronize()
-    assert not device.races
 
 
 @pytest.mark.core(1)
@@ -95,9 +40,9 @@ def test_the_same_bits_on_a_real_disk(
     device: Device, budget: int | str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_cut:
-        _cut(monkeypatch)
+        cut(monkeypatch)
     plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    plain_optimizer, optimizer = adamw(plain), adamw(model)
     threads = num_own_threads()
     with offload(optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
         train(plain, plain_optimizer, device, range(4), accumulate=2)
@@ -119,64 +64,6 @@ class _Quiet(memkit.Disk):
         file = super()._make_file(num_bytes)
         file.refusal = None
         return file
-
-
-@pytest.mark.parametrize("is_cut", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    device = ReferenceDevice()
-    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [_adamw(net) for net in nets]
-    with (
-        offload(optimizers[0], device, master=torch.float32, device_budget="1GiB"),
-        offload(optimizers[1], device, master=torch.float32, disk=ReferenceDisk()),
-    ):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net, optimizer, device, range(4), dtype=torch.bfloat16)
-            with torch.no_grad():
-                net.head.weight.mul_(0.5)
-            train(net, optimizer, device, range(4, 6), dtype=torch.bfloat16)
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-
-
-def test_steps_that_miss_parameters_or_are_left_out() -> None:
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk()):
-        for step in range(8):
-            for net, own in ((plain, plain_optimizer), (model, optimizer)):
-                net.zero_grad()
-                if step == 3:
-                    with torch.no_grad():
-                        net(batch(device, step))
-                    continue
-                loss = net.layers[0](batch(device, step)) if step % 2 else net(batch(device, step))
-                loss.square().mean().backward()
-                own.step()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
-def test_parameters_that_come_later() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device) for _ in range(2)]
-    later = [Net(width=24, depth=8) for _ in range(2)]
-    for net in later:
-        net.load_state_dict(later[0].state_dict())
-    optimizers = [_adamw(net) for net in nets]
-    with offload(optimizers[1], device, disk=ReferenceDisk()) as states:
-        for net, extra, optimizer in zip(nets, later, optimizers, strict=True):
-            train(net, optimizer, device, range(2))
-            optimizer.add_param_group({"params": extra.parameters(), "lr": 1e-3})
-            for step in range(3):
-                (net(batch(device, step)) + extra(batch(device, step))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-        assert_same(later[0].state_dict(), later[1].state_dict())
-        assert states.plan.disk_bytes > 2 * 13312
 
 
 # Where states are
@@ -205,7 +92,7 @@ def test_host_budget_says_how_much_is_in_host_memory() -> None:
 
 
 def test_a_host_budget_without_room_for_the_buffers() -> None:
-    optimizer = _adamw(make_net(ReferenceDevice()))
+    optimizer = adamw(make_net(ReferenceDevice()))
     disk = ReferenceDisk()
 
     with pytest.raises(HostMemoryError, match=r"needs a host_budget of at least 8\.00 MiB, for the buffers"):
@@ -216,7 +103,7 @@ def test_a_host_budget_without_room_for_the_buffers() -> None:
 def test_what_is_told() -> None:
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     with offload(optimizer, device, disk=ReferenceDisk()) as states:
         train(model, optimizer, device, range(3))
         text = states.plan.explain()
@@ -234,7 +121,7 @@ def test_what_is_told() -> None:
 def test_what_stands_for_a_state_says_what_to_do() -> None:
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     with offload(optimizer, device, disk=ReferenceDisk()):
         train(model, optimizer, device, range(2))
         entries = optimizer.state[model.head.weight]
@@ -258,29 +145,10 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
 # Saving and loading
 
 
-@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", by_turns([case for case in OPTIMIZERS if case.name != "rebinding"], 1), ids=str)
-def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        _cut(monkeypatch)
-    assert_resumes(case, ReferenceDevice(), tmp_path, num_steps_before=1, disk=ReferenceDisk())
-
-
-def test_begins_with_states_that_are_there() -> None:
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    train(plain, plain_optimizer, device, range(4))
-    train(model, optimizer, device, range(2))
-    with offload(optimizer, device, disk=ReferenceDisk(seed=1)):
-        train(model, optimizer, device, range(2, 4))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
 def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     with offload(optimizer, device, disk=ReferenceDisk()):
         train(model, optimizer, device, range(2))
         with monkeypatch.context() as patch:
@@ -291,45 +159,7 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
         assert len(optimizer.state_dict()["state"]) == 9
 
 
-@pytest.mark.slow
-def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large parameter is stepped in windows, or as a whole where it isn't contiguous: what is on the disk follows."""
-    _cut(monkeypatch)
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(seed=2)):
-        for step in range(8):
-            for net, own in ((plain, plain_optimizer), (model, optimizer)):
-                for weight in (net.layers[0].weight, net.layers[1].weight):
-                    data = weight.data
-                    weight.data = data.mT.contiguous().mT if step in (2, 3, 6) else data.contiguous()
-                train(net, own, device, [step])
-            assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
 # What goes wrong
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        (
-            {"update": "host"},
-            ValueError,
-            'are stepped on the device, update="device"; found update="host"',
-        ),
-        ({"overlap_forward": True}, ValueError, "waits for the disk before it returns: nothing would be left to run beside"),
-        ({"disk": "/tmp"}, TypeError, "disk is a memkit.Disk"),
-    ],
-)
-def test_what_does_not_go_together(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    optimizer = _adamw(make_net(ReferenceDevice()))
-
-    with pytest.raises(error) as caught:
-        offload(optimizer, ReferenceDevice(), **{"disk": ReferenceDisk(), **options})
-
-    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("has_states", [False, True])
@@ -344,7 +174,7 @@ def test_what_does_not_go_together(options: dict[str, Any], error: type[Exceptio
 def test_a_disk_without_room(make: Callable[[], memkit.Disk], has_states: bool) -> None:
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     if has_states:
         train(model, optimizer, device, range(2))
     before, threads = copy.deepcopy(optimizer.state_dict()), num_own_threads()
@@ -363,20 +193,6 @@ def _no_room(what: str, offset: int, num_bytes: int) -> int:
     return num_bytes
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_is_not_writable(tmp_path: Path) -> None:
-    optimizer = _adamw(make_net(ReferenceDevice()))
-    tmp_path.chmod(0o500)
-    with pytest.raises(DiskError, match="Permission denied"):
-        offload(optimizer, ReferenceDevice(), disk=memkit.Disk(tmp_path))
-
-
-def test_a_directory_that_all_may_write_to(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match="all users may write"):
-        memkit.Disk(tmp_path)
-
-
 def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, is_direct: bool) -> None:
         if is_direct:
@@ -385,7 +201,7 @@ def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypat
     monkeypatch.setattr("memkit.transfer.disk_file.ScratchFile._set_direct", refuse)
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     with pytest.warns(UserWarning, match="has no direct reads and writes") as caught:
         states = offload(optimizer, device, disk=memkit.Disk(tmp_path))
     assert len(caught) == 1
@@ -399,7 +215,7 @@ def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
     plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    plain_optimizer, optimizer = adamw(plain), adamw(model)
     with pytest.warns(UserWarning, match="StateOffload"):
         states = offload(optimizer, device, disk=ReferenceDisk(seed=3))
     with states:
@@ -409,7 +225,7 @@ def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-class _Faults:
+class Faults:
     """Fails reads or writes at chosen calls: once, or from then on."""
 
     def __init__(self) -> None:
@@ -433,100 +249,13 @@ class _Faults:
         return num_bytes
 
 
-def _copied(net: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any]]:
-    saved = optimizer.state_dict()["state"]
-    return [
-        (parameter.detach().clone(), copy.deepcopy(saved.get(number, {}))) for number, parameter in enumerate(net.parameters())
-    ]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        assert_same(one, other)
-    except AssertionError:
-        return False
-    return True
-
-
-@pytest.mark.slow
-@settings(max_examples=15)
-@given(
-    what=st.sampled_from(["read", "write"]),
-    at=st.integers(0, 14),
-    number=st.sampled_from([errno.EIO, errno.ENOSPC]),
-    lasts=st.booleans(),
-    budget=st.sampled_from([0, "8KiB"]),
-    has_states=st.booleans(),
-    is_cut=st.booleans(),
-    seed=st.sampled_from([None, 1, 2]),
-    is_late=st.booleans(),
-)
-def test_a_disk_that_fails(
-    what: str,
-    at: int,
-    number: int,
-    lasts: bool,
-    budget: int | str,
-    has_states: bool,
-    is_cut: bool,
-    seed: int | None,
-    is_late: bool,
-) -> None:
-    """Each parameter is as before the step or as after it, and the next step goes on; or what is stepped in part is named."""
-    with pytest.MonkeyPatch.context() as patch:
-        if is_cut:
-            _cut(patch)
-        device, faults = ReferenceDevice(), _Faults()
-        disk = ReferenceDisk(fault=faults, seed=seed, is_late=is_late)
-        plain, model = make_net(device), make_net(device)
-        plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-        with offload(optimizer, device, disk=disk, device_budget=budget):
-            train(plain, plain_optimizer, device, range(2 * has_states))
-            train(model, optimizer, device, range(2 * has_states))
-            old = _copied(plain, plain_optimizer)
-            for net in (plain, model):
-                net(batch(device, 50)).square().mean().backward()
-            plain_optimizer.step()
-            new = _copied(plain, plain_optimizer)
-
-            faults.arm(what, at, number, lasts=lasts)
-            for _ in range(2):
-                try:
-                    optimizer.step()
-                except (DiskError, StateOffloadError):
-                    continue
-                break
-            faults.disarm()
-            try:
-                optimizer.state_dict()
-            except StateOffloadError as lost:  # neither the rest of a large parameter could be stepped
-                said = str(lost)
-                assert lasts
-                assert is_cut
-                assert "Load a checkpoint of the model and the optimizer" in said
-                model.load_state_dict(plain.state_dict())
-                optimizer.load_state_dict(plain_optimizer.state_dict())
-            for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
-                assert _is_same(mine, before) or _is_same(mine, after)
-            if not _is_same(_copied(model, optimizer), new):
-                optimizer.step()
-            assert_same(_copied(model, optimizer), new)
-            for net, own in ((plain, plain_optimizer), (model, optimizer)):
-                net.zero_grad()
-                train(net, own, device, range(7, 9))
-            assert_same_training(plain, plain_optimizer, model, optimizer)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-        device.synchronize()
-        assert not device.races
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> None:
-    device, faults = ReferenceDevice(), _Faults()
+    device, faults = ReferenceDevice(), Faults()
     plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    plain_optimizer, optimizer = adamw(plain), adamw(model)
     for net, own in ((plain, plain_optimizer), (model, optimizer)):
         train(net, own, device, range(2))
     faults.arm("write", at, errno.EIO, lasts=lasts)
@@ -545,9 +274,9 @@ def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> No
 
 
 def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
-    device, faults = ReferenceDevice(), _Faults()
+    device, faults = ReferenceDevice(), Faults()
     plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    plain_optimizer, optimizer = adamw(plain), adamw(model)
     with offload(optimizer, device, disk=ReferenceDisk(fault=faults, is_late=False)):
         for step in range(6):
             train(plain, plain_optimizer, device, [step])
@@ -565,9 +294,9 @@ def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
 def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
-    device, faults = ReferenceDevice(), _Faults()
+    device, faults = ReferenceDevice(), Faults()
     plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    plain_optimizer, optimizer = adamw(plain), adamw(model)
     with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
         train(plain, plain_optimizer, device, range(2))
         train(model, optimizer, device, range(2))
@@ -612,7 +341,7 @@ class _Growing(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("lasts", [False, True])
 def test_states_that_grow_past_what_was_planned(lasts: bool) -> None:
-    device, faults = ReferenceDevice(), _Faults()
+    device, faults = ReferenceDevice(), Faults()
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = _Growing(plain.parameters()), _Growing(model.parameters())
     with offload(optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
@@ -651,9 +380,9 @@ def test_a_buffer_that_grows_keeps_its_bytes() -> None:
 
 
 def test_a_disk_that_can_not_be_read_at_the_end() -> None:
-    device, faults = ReferenceDevice(), _Faults()
+    device, faults = ReferenceDevice(), Faults()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
     train(model, optimizer, device, range(3))
     optimizer.state_dict()  # nothing is in a buffer any more
@@ -670,30 +399,22 @@ def test_a_disk_that_can_not_be_read_at_the_end() -> None:
 
 def test_a_disk_that_takes_no_more_writes() -> None:
     """All can still be saved, and is there once closed."""
-    device, faults = ReferenceDevice(), _Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
-        for net, own in ((plain, plain_optimizer), (model, optimizer)):
-            train(net, own, device, range(3))
-            net(batch(device, 50)).square().mean().backward()
-        old = _copied(plain, plain_optimizer)
-        plain_optimizer.step()
-        new = _copied(plain, plain_optimizer)
-        faults.arm("write", 0, errno.ENOSPC, lasts=True)
-        for _ in range(2):
-            with pytest.raises((DiskError, StateOffloadError)):
-                optimizer.step()
-        for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
-            assert _is_same(mine, before) or _is_same(mine, after)
-    for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
-        assert _is_same(mine, before) or _is_same(mine, after)
+    faults = Faults()
+    compared = Compared(ReferenceDevice(), "disk", disk=ReferenceDisk(fault=faults))
+    compared.backward()
+    faults.arm("write", 0, errno.ENOSPC, lasts=True)
+    for _ in range(2):
+        with pytest.raises((DiskError, StateOffloadError)):
+            compared.step()
+    compared.assert_whole()
+    compared.states.close()
+    assert_old_or_new(snapshot(compared.model, compared.optimizer), compared.old, compared.new)
 
 
 def test_a_state_dict_that_can_not_be_read() -> None:
-    device, faults = ReferenceDevice(), _Faults()
+    device, faults = ReferenceDevice(), Faults()
     plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    plain_optimizer, optimizer = adamw(plain), adamw(model)
     with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
         train(plain, plain_optimizer, device, range(3))
         train(model, optimizer, device, range(3))
@@ -708,13 +429,12 @@ def test_a_state_dict_that_can_not_be_read() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_run_takes_no_more_than_a_short_one() -> None:
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_a_long_run_takes_no_more_than_a_short_one(when: str) -> None:
     device = ReferenceDevice()
     model = make_net(device)
-    optimizer = _adamw(model)
-    counter = device.memory_counter()
-    assert counter is not None
-    with offload(optimizer, device, disk=ReferenceDisk(is_late=False)) as states:
+    optimizer = adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(is_late=False), when=when) as states:
         found = []
         for step in range(60):
             train(model, optimizer, device, [step])
@@ -733,7 +453,7 @@ def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
     threads = num_own_threads()
     model = make_net(device)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     offload(optimizer, device, disk=_real_disk(tmp_path))
     train(model, optimizer, device, range(2))
     del optimizer

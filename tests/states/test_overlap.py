@@ -14,62 +14,19 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import RaceError, StateOffloadError
 from memkit.states import device_steps, host_steps
 from tests.states.cases import (
-    OPTIMIZERS,
-    Case,
+    FailsOnHost,
     ScheduleFree,
     assert_same,
     assert_same_training,
     batch,
-    groups_of,
+    is_same,
     make_net,
     offload,
-    often,
     train,
 )
-from tests.states.test_backward import Gate, Slow
+from tests.states.test_backward import Slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-
-
-@pytest.mark.core(1)
-@pytest.mark.covering(2)
-@pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", True)])
-@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
-def test_steps_as_the_plain_optimizer(device: Device, case: Case, update: str, set_to_none: bool) -> None:
-    if update != "device" and device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    plain, model = make_net(device, case), make_net(device, case)
-    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
-    schedulers = [torch.optim.lr_scheduler.StepLR(own, 2, 0.5) for own in (plain_optimizer, optimizer)]
-
-    with offload(optimizer, device, overlap_forward=True, update=update, device_budget=8192) as states:
-        train(plain, plain_optimizer, device, range(5), clip=0.1, accumulate=2, scheduler=schedulers[0])
-        for step in range(5):
-            for part in range(2):
-                model(batch(device, 10 * step + part)).square().mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            schedulers[1].step()
-        states.wait()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_with_float32_copies(device: Device, update: str) -> None:
-    if update != "device" and device.torch_device.type != "cpu":
-        pytest.skip("the device steps differ from the host's in last bits")
-    models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
-    with (
-        offload(optimizers[0], device, master=torch.float32),
-        offload(optimizers[1], device, master=torch.float32, overlap_forward=True, update=update) as states,
-    ):
-        for net, own in zip(models, optimizers, strict=True):
-            train(net, own, device, range(4), dtype=torch.bfloat16)
-        states.wait()
-        assert_same(models[0].state_dict(), models[1].state_dict())
-        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
 class _Net(nn.Module):
@@ -268,48 +225,6 @@ def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
     assert not device.races
 
 
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_beside_the_forward_or_not(value) -> None:
-    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
-    with pytest.raises(TypeError, match="overlap_forward is True or False; found"):
-        offload(optimizer, ReferenceDevice(), overlap_forward=value)
-
-
-def test_within_the_backward_is_refused() -> None:
-    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters(), fused=True)
-
-    with pytest.raises(ValueError, match='overlap_forward=True needs a step behind the backward; found when="backward"'):
-        offload(optimizer, ReferenceDevice(), overlap_forward=True, when="backward")
-
-
-def test_a_step_that_fails(device: Device) -> None:
-    class Failing(torch.optim.AdamW):
-        fails = 0
-
-        def step(self, closure=None):
-            Failing.fails -= 1
-            if Failing.fails == 0:
-                raise ArithmeticError("no")
-            return super().step(closure)
-
-    nets = [make_net(device), make_net(device)]
-    optimizers = [kind(net.parameters(), lr=1e-2) for kind, net in zip((torch.optim.AdamW, Failing), nets, strict=True)]
-    with offload(optimizers[1], device, overlap_forward=True) as states:
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2))
-            net(batch(device, 9)).square().mean().backward()
-        Failing.fails = 4
-        with pytest.raises(ArithmeticError):
-            optimizers[1].step()
-        for own in optimizers:
-            own.step()
-        for net, own in zip(nets, optimizers, strict=True):
-            own.zero_grad()
-            train(net, own, device, range(2, 4))
-        states.wait()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-
-
 def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Device) -> None:
     """A learning rate that is a tensor, and the scale of a scaler, are written to in place as soon as `step()` has returned."""
     nets = [make_net(device), make_net(device)]
@@ -355,25 +270,21 @@ def test_betas_that_are_tensors_are_those_of_the_step() -> None:
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
-@pytest.mark.parametrize("update", ["host"])
-def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host(update: str) -> None:
+def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
     device = ReferenceDevice()
     nets = [nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)]) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
-    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
+    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
+        assert states._overlap is not None
         for step in range(3):
+            optimizers[1].gate.is_open.clear()
             for net, own in zip(nets, optimizers, strict=True):
                 net(batch(device, step)).sum().backward()
-                is_open = getattr(own, "gate", Gate()).is_open
-                if update == "host":
-                    is_open.clear()
                 own.step()
             assert all(parameter.grad is None for parameter in nets[1].parameters())
-            assert states._overlap is not None
-            num_leaving = len(states._overlap._leaving)
-            is_open.set()
-            assert num_leaving == (len(states.plan.pieces) if update == "host" else num_leaving) > 0
+            assert len(states._overlap._leaving) == len(states.plan.pieces) > 0
+            optimizers[1].gate.is_open.set()
             optimizers[0].zero_grad()
             assert_same(nets[0](batch(device, 7)), nets[1](batch(device, 7)))
             assert not states._overlap._leaving
@@ -385,24 +296,14 @@ def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host(update: str
 
 @pytest.mark.parametrize("ends", ["wait", "forward", "step", "state_dict"])
 def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
-    class Failing(torch.optim.SGD):
-        fails = 0
-
-        def step(self, closure=None):
-            if any(group["params"] for group in self.param_groups):  # else it is what torch steps, in this thread
-                Failing.fails -= 1
-                if Failing.fails == 0:
-                    assert has_returned.wait(60)
-                    raise ArithmeticError("no")
-            return super().step(closure)
-
-    device, has_returned = ReferenceDevice(), threading.Event()
+    device = ReferenceDevice()
     model = make_net(device)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = FailsOnHost(model.parameters())
+    optimizer.told["await"] = has_returned = threading.Event()
     with offload(optimizer, device, overlap_forward=True, update="host") as states:
         model(batch(device, 0)).square().mean().backward()
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        Failing.fails = 3
+        optimizer.told["fails"] = 3
         optimizer.step()
         has_returned.set()
         what = {
@@ -413,22 +314,18 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
         }
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no"):
             what[ends]()
-        moved = [
-            not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True) if one.count_nonzero()
-        ]
-        assert sum(moved) == 8
+        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8
         train(model, optimizer, device, range(2))
         states.wait()
     device.synchronize()
     assert not device.races
 
 
-@pytest.mark.parametrize("update", ["host"])
-def test_closing_waits_for_the_host(update: str) -> None:
+def test_closing_waits_for_the_host() -> None:
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]
     optimizers = [ScheduleFree(net.parameters()) for net in nets]
-    states = offload(optimizers[1], device, overlap_forward=True, update=update)
+    states = offload(optimizers[1], device, overlap_forward=True, update="host")
     for net, own in zip(nets, optimizers, strict=True):
         for step in range(3):
             net(batch(device, step)).square().mean().backward()

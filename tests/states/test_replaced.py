@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from memkit.core.tensors import parts_of
 from memkit.device import Device
 from memkit.plan import states as state_pieces
+from memkit.states.packing import copy_each
 from tests.states.cases import EightBit, assert_same, offload
 from tests.states.test_trial import Momentum
+from tests.weights.wrapped import Int8
 
 Act = Callable[[torch.optim.Optimizer, list[nn.Parameter]], None]
 
@@ -127,3 +130,18 @@ def test_what_a_step_has_put_there_is_kept(
     kind: Any, options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _assert_same_steps(lambda row: kind(row), None, device, monkeypatch, **options)
+
+
+def test_tensors_are_copied_whatever_they_are_made_of() -> None:
+    sources = [torch.randn(4, 3), nn.Parameter(torch.randn(5)), torch.randn(3, 4).t(), torch.tensor(2.0)]
+    wrapped = [Int8.quantized(torch.randn(4, 4)), Int8.quantized(torch.randn(2, 2))]
+    for each in (sources, sources[:1], [], [*sources, *wrapped]):
+        targets = [
+            Int8.quantized(torch.ones(source.size())) if isinstance(source, Int8) else torch.empty_like(source)
+            for source in each
+        ]
+        with torch.no_grad():
+            copy_each(targets, each)
+
+        for target, source in zip(targets, each, strict=True):
+            assert all(map(torch.equal, parts_of(target), parts_of(source)))

@@ -14,13 +14,16 @@ from torch.distributed.checkpoint import state_dict as dcp
 from memkit.device import Device
 from tests.states.cases import (
     OPTIMIZERS,
+    WAYS,
     Case,
     assert_resumes,
     assert_same,
     assert_same_training,
+    cut,
+    in_all_ways,
     make_net,
     offload,
-    often,
+    skip_host_steps,
     train,
 )
 
@@ -28,11 +31,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 
 
 @pytest.mark.covering(2)
-@pytest.mark.core(1)
-@pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)  # it counts outside
-@pytest.mark.parametrize("budget", [0, 8192])
-def test_resumes_into_and_from_plain_torch(device: Device, case: Case, budget: int, tmp_path: Path) -> None:
-    assert_resumes(case, device, tmp_path, device_budget=budget)
+@pytest.mark.parametrize(
+    ("case", "way", "is_cut"),
+    in_all_ways(case for case in OPTIMIZERS if case.name != "rebinding"),  # it counts outside
+)
+def test_resumes_into_and_from_plain_torch(
+    case: Case, way: str, is_cut: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_host_steps(device, way)
+    if is_cut:
+        cut(monkeypatch)
+    assert_resumes(case, device, tmp_path, num_steps_before=(0, 1), **WAYS[way])
 
 
 def test_a_saved_state_has_no_more_than_its_own_bytes(device: Device) -> None:
@@ -145,10 +154,10 @@ def test_loading_keeps_the_precision_that_the_optimizer_keeps(device: Device, bu
 
     nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
     optimizers = [Precise(net.parameters()) for net in nets]
-    train(nets[0], optimizers[0], device, range(3), dtype=torch.bfloat16)
+    train(nets[0], optimizers[0], device, range(3))
     nets[1].load_state_dict(nets[0].state_dict())
     with offload(optimizers[1], device, device_budget=budget):
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(3, 5), dtype=torch.bfloat16)
+            train(net, own, device, range(3, 5))
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])

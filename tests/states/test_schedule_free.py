@@ -72,16 +72,6 @@ def test_the_mode_is_the_users() -> None:
             optimizer.step()
 
 
-def test_a_profile_counts_its_states() -> None:
-    model, optimizer = _made(ReferenceDevice())
-
-    report = memkit.profile_memory(model, torch.ones(5, 24), optimizer=optimizer, print_table=False, warmup=0)
-
-    assert report.optimizer is not None
-    assert report.optimizer.state_bytes == 2 * sum(parameter.nbytes for parameter in model.parameters())
-    assert not any(group["train_mode"] for group in optimizer.param_groups)
-
-
 @pytest.mark.integrations
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeReference"])
 def test_those_of_the_library(name: str) -> None:

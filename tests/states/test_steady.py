@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from pathlib import Path
+import threading
+from collections import Counter
 from types import FrameType
 from typing import Any
 
@@ -12,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-import memkit
 from memkit.device import Device, ReferenceDevice
-from tests.states.cases import batch, make_net, offload, train
+from memkit.plan import states as state_pieces
+from tests.calls import DEVICE, is_counted, num_calls
+from tests.states.cases import WAYS, EightBit, Make, batch, make_net, offload, train
 from tests.threads import num_own_threads
-
-ROOT = str(Path(memkit.__file__).parent) + "/"
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
@@ -79,56 +79,73 @@ def test_what_was_taken_is_given_back(device: Device) -> None:
         assert counter.allocated_bytes() <= before + stays
 
 
-def _calls(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many functions of memkit a step calls, the device's apart: the reference one stands for the hardware."""
-    num_calls = 0
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal num_calls
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(ROOT) and not name.startswith(ROOT + "device/"):
-            num_calls += 1
 
-    gc.collect()
-    gc.disable()  # what died earlier is not of the step
-    sys.setprofile(count)
+@pytest.mark.parametrize(
+    ("make", "master", "way", "is_cut", "most", "in_thread"),
+    [
+        (_fused, None, "device", False, 99.5, 0),
+        (_fused, None, "beside", False, 112, 0),
+        (_fused, torch.float32, "device", False, 104.5, 0),
+        (_fused, torch.float32, "beside", False, 117, 0),
+        (EightBit, None, "device", False, 101, 0),
+        (_fused, None, "host", False, 115, 32),
+        (_fused, torch.float32, "host", False, 115, 32),
+        (_fused, None, "host", True, 115, 42),
+        (_fused, torch.float32, "host", True, 115, 42),
+    ],
+)
+def test_a_steady_step_takes_few_calls(
+    make: Make,
+    master: torch.dtype | None,
+    way: str,
+    is_cut: bool,
+    most: float,
+    in_thread: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For each piece, in this thread and in that of steps on the host; and it asks little of the device."""
+    if is_cut:
+        for name, value in (("PIECE_BYTES", 2**12), ("_LARGEST_PIECE_BYTES", 2**12), ("WINDOW_NUMEL", 64)):
+            monkeypatch.setattr(state_pieces, name, value)
+    dtype, sizes = torch.float32 if master is None else torch.bfloat16, [(512, 16)] if is_cut else [(64, 32)] * 16
+    parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes]
+    optimizer, found, asked, is_steady = make(parameters), Counter[bool](), Counter[str](), False
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if not is_steady or event != "call":
+            return
+        if is_counted(frame):
+            found[threading.current_thread() is threading.main_thread()] += 1
+        elif frame.f_code.co_filename.startswith(DEVICE) and frame.f_back is not None and is_counted(frame.f_back):
+            asked[frame.f_code.co_name] += 1
+
+    threading.setprofile(profile)  # for threads to come
     try:
-        optimizer.step()
+        with offload(optimizer, ReferenceDevice(), master=master, **WAYS[way]) as states:
+            for step in range(5):
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                is_steady = step == 4
+                sys.setprofile(profile if is_steady else None)
+                optimizer.step()
+                sys.setprofile(None)
+                states.wait()
+            num_parts = sum(len(piece.parts) for piece in states._members.pieces)
     finally:
         sys.setprofile(None)
-        gc.enable()
-    return num_calls
+        threading.setprofile(None)  # type: ignore[arg-type]  # of which its annotation does not know
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("master", [None, torch.float32])
-def test_calls_per_parameter(master: torch.dtype | None) -> None:
-    """A call is about 0.2 us, so that 40 of them are well within 20 us."""
-    device, dtype = ReferenceDevice(), torch.float32 if master is None else torch.bfloat16
-    counts = {}
-    for depth in (32, 64):
-        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(depth)]).to(dtype)
-        optimizer = torch.optim.AdamW(model.parameters())
-        with offload(optimizer, device, master=master):
-            for _ in range(3):
-                model(torch.randn(2, 8, dtype=dtype)).float().sum().backward()
-                optimizer.step()
-            counts[depth] = _calls(optimizer)
-
-    assert (counts[64] - counts[32]) / 64 <= 40
-
-
-def test_calls_per_piece() -> None:
-    device = ReferenceDevice()
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(16)])
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device) as states:
-        for _ in range(3):
-            model(torch.randn(2, 64)).sum().backward()
-            optimizer.step()
-        num_pieces = len(states.plan.pieces)
-        assert num_pieces == 16
-        assert _calls(optimizer) / num_pieces <= 120
+    assert num_parts >= 16
+    assert found[True] <= most * num_parts
+    assert found[False] <= in_thread * num_parts
+    if way in ("device", "beside"):
+        assert asked["copy"] == 2 * num_parts
+        assert asked["record_event"] <= (3 + (way == "beside")) * num_parts + 4
+        assert asked["wait_event"] <= 4 * num_parts + 2
+        assert asked["current_stream"] <= num_parts + 1
 
 
 @pytest.mark.parametrize("depth", [4, 64])
@@ -141,7 +158,7 @@ def test_nothing_to_offload_calls_next_to_nothing(depth: int) -> None:
         for _ in range(3):
             model(torch.randn(2, 8)).sum().backward()
             optimizer.step()
-        assert _calls(optimizer) <= 6
+        assert num_calls(optimizer.step) <= 6
 
 
 def test_states_that_stay_are_there_once(device: Device) -> None:

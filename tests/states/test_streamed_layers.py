@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from tests.states.cases import assert_same, offload
+from tests.states.cases import WAYS, assert_same, offload
 
 
 class Net(nn.Module):
@@ -39,8 +39,8 @@ def _rest_of(model: Net) -> list[nn.Parameter]:
     return [*model.stem.parameters(), *model.head.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap_forward": True}, {"when": "backward"}], ids=str)
-def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["device", "beside", "backward", "backward, disk"])
+def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, way: str) -> None:
     """Layers stream and are stepped on the host; the states of what does not stream pass through the device."""
     if device.torch_device.type != "cpu":
         pytest.skip("the plain steps of the layers differ from the host's in last bits")
@@ -58,7 +58,7 @@ def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, opt
 
     with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
         mine, rest = torch.optim.AdamW(model.layers.parameters(), fused=True), torch.optim.AdamW(_rest_of(model), fused=True)
-        with offload(rest, device, **options) as states:
+        with offload(rest, device, **WAYS[way]) as states:
             for batch in x:
                 model(batch).square().mean().backward()
                 for own in (mine, rest):
@@ -66,6 +66,7 @@ def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, opt
                     own.zero_grad()
             states.wait()
             assert states.stats().host_bytes > 0
+            assert (states.plan.host_bytes == 0) == ("disk" in way)
             assert_same(on_rest.state_dict()["state"], rest.state_dict()["state"])
         assert_same(on_layers.state_dict()["state"], mine.state_dict()["state"])
     assert_same([*plain.parameters()], [*model.parameters()])
