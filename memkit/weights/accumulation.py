@@ -10,11 +10,9 @@ For how a backward ends see [Note: interrupts of streaming] in `memkit.weights.s
 
 [Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, and so the
 engine adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
-refused in the former, with the latter under way: see [Note: backwards that have failed and are not over] in
-`memkit.core.backwards`.
-First all hooks refuse to have anything more added in this backward. Then a backward within this one, of a tensor on the device,
-has the device's thread come to the end of the node that it is at. And then the backward is ended as one that has failed, before
-the caller hears of it.
+refused in the former, with the latter under way (see [Note: backwards that have failed and are not over] in
+`memkit.core.backwards`): first all hooks refuse to have anything more added; then a backward within this one, of a tensor on
+the device, has the device's thread come to the end of its node; then the backward is ended as a failed one.
 
 [Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
 the next one, or ends. When a layer is opened, the `grad` of each of its parameters is set aside; the engine accumulates on the
@@ -24,12 +22,12 @@ branches, a checkpoint inside of a layer that runs a backward of its own, an out
 gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
 the layer. What was taken of the layer before is then added to.
 
-Whether a gradient is complete is a question only where several graphs over the
-layer are alive: it is complete once it has come from each of them. A call of the layer whose outputs have a graph counts for as
-long as that graph is alive; any other call (of a module inside of the layer, or with outputs that are not tensors) for as long
-as each of its nodes. A graph may outlive the nodes of all outputs, if the outputs are dropped, or are views and written to,
-while something that was computed inside leads to the loss. So once a layer has been called again before a backward has reached
-its last call, the nodes of all its later calls are counted.
+Whether a gradient is complete is a question only where several graphs over the layer are alive: it is complete once it has come
+from each of them. A call of the layer whose outputs have a graph counts for as long as that graph is alive; any other call (of
+a module inside of the layer, or with outputs that are not tensors) for as long as each of its nodes. A graph may outlive the
+nodes of all outputs, if the outputs are dropped, or are views and written to, while something that was computed inside leads to
+the loss. So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls
+count.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -68,12 +66,13 @@ class Accumulation(ABC):
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.d2h_bytes = 0
         self._tasks: dict[int, BackwardEnd] = {}
         """The backwards under way, each inside of the one before; also those whose end was interrupted."""
         self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if device.torch_device.type != "cpu" else _never
-        """Tells a gradient that comes from the host, where a parameter lies while its layer does not run."""
+        """Whether a gradient comes from the host, where a parameter lies while its layer does not run."""
         self._refused_task, self._refusal = _NONE, ""
-        """The last backward that was refused, in which nothing is added any more, and why."""
+        """The last backward in which nothing is added any more, and why."""
 
     @abstractmethod
     def watch(self, chunk: LayerChunk) -> None:
@@ -93,63 +92,57 @@ class Accumulation(ABC):
 
     @abstractmethod
     def _finish(self, has_failed: bool) -> None:
-        """Called when no backward is running any more; again, with `has_failed`, if an interrupt broke it off."""
+        """No backward is running any more; called again, with `has_failed`, if an interrupt broke it off."""
 
     @abstractmethod
     def _reset(self) -> None:
         """Drop the gradients of a backward that failed earlier, and for which `_finish` was interrupted."""
 
-    @abstractmethod
-    def _ask_each(self, task: int) -> None:
+    def _ask_each(self, task: int) -> None:  # noqa: B027  # some are asked for each gradient anyway
         """From now on call `_refuse_more` ahead of each gradient of a refused backward."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         for chunk in chunks:
             self.watch(chunk)
 
+    @abstractmethod
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Remove all hooks. No backward may be running. Calling it again finishes a call that was interrupted.
 
         Returns:
             Pairs of a storage of host memory that the caller still holds, and a copy of it that outlives the host memory.
         """
-        return []
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
         """Call `note_recompute` for modules that do not stream, too. Calling it again does nothing."""
 
     def note_recompute(self) -> None:  # noqa: B027
-        """Called when a forward begins within a backward: a checkpoint may run another backward inside of this one."""
+        """A forward begins within a backward: a checkpoint may run another backward inside of this one."""
 
     def note_call(self, chunk: LayerChunk) -> object:
-        """Called when a layer's forward has an output, before it ends.
-
-        Returns:
-            An object that the graph behind the output is to keep alive.
-        """
+        """A layer's forward has an output. Return an object that the graph behind the output is to keep alive."""
         return None
 
     @abstractmethod
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
-        """Called when a layer's forward is over, while its parameters are still in a slot: note the nodes that it made.
+        """A layer's forward is over, and its parameters are still in a slot: note the nodes that it made.
 
         Args:
             is_followed: whether the output has a graph, which keeps what `note_call` returned and calls `begin_backward`.
         """
 
     def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
-        """Called when a backward reaches an output of a layer."""
+        """A backward reaches an output of a layer."""
 
     # In a backward
 
-    def _enter_backward(self) -> int:
-        """Return the number of the backward that is running; the first time, register for its end."""
+    def _enter_backward(self) -> None:
+        """Register for the end of the backward that is running."""
         task = torch_private.backward_task()
         if task not in self._tasks:
             if task == self._refused_task:
                 self._refuse_more()
             self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
-        return task
 
     def _refuse_host(self, streamed: StreamedParameter) -> NoReturn:
         """End the backward that runs, which has brought a gradient from the host: see [Note: gradients from the host]."""
@@ -167,7 +160,6 @@ class Accumulation(ABC):
         self._refuse_more()
 
     def _refuse_more(self) -> NoReturn:
-        """Refuse what the device brings in the backward that is refused."""
         raise LayerOffloadError(self._refusal)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
@@ -195,15 +187,12 @@ class Accumulation(ABC):
 
 
 def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now.
-
-    Args:
-        has_modes: whether grad mode is off, or a dispatch mode on.
-    """
+    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now."""
     return backwards.gradient_node(parameter) if has_modes else get_gradient_edge(parameter).node
 
 
 def are_modes_on() -> bool:
+    """Tell whether grad mode is off, or a dispatch mode on."""
     return torch_private.num_dispatch_modes() > 0 or not torch.is_grad_enabled()
 
 
@@ -244,7 +233,7 @@ class _LayerGradients:
         """Those that are watched."""
         self.parameters: tuple[Tensor, ...] = ()
         self.tensors: Sequence[Tensor] | None = None
-        """What the layer's parameters were when that was found out; None until all hooks are set."""
+        """The binding's tensors when the hooks were set; None until all are."""
         self.requires_grad: tuple[bool, ...] = ()
         self.hooks = HookSet()
         self.task = -1
@@ -253,7 +242,7 @@ class _LayerGradients:
         """The stream on which these are made."""
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
-        """Those of which something was made on another one."""
+        """Those of which a part was made on another stream."""
         self.calls = _Alive()
         """What the graph behind each of the layer's calls has a weak reference of its own to, for as long as it is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
@@ -311,17 +300,10 @@ class LayerAccumulation(Accumulation):
     def _take(self, made: Sequence[Made]) -> None:
         """Gradients of a layer are complete that a backward has made, on the current stream."""
 
+    @abstractmethod
     def _take_whole(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor | None]) -> bool:
-        """The same, of all parameters of a layer that are watched, and they are complete. This may leave them to `_take`, and
-        does where they are not as they were the last time: then nothing was done.
-
-        Args:
-            gradients: of each; None where nothing has come.
-
-        Returns:
-            Whether they were taken.
-        """
-        return False
+        """Take the complete gradients (None where none has come) of all watched parameters of a layer. Return whether they were
+        taken: where they are not as they were the last time, they are left to `_take`."""
 
     def watch(self, chunk: LayerChunk) -> None:
         binding, layer = chunk.binding, self._watched.get(chunk)
@@ -331,11 +313,7 @@ class LayerAccumulation(Accumulation):
         if layer.tensors is binding.tensors and layer.requires_grad == requires_grad and not binding.wrappers:
             return
         streamed = tuple(item for item in binding.parameters if item.parameter.requires_grad)
-        if (
-            layer.tensors is not binding.tensors
-            or len(streamed) != len(layer.streamed)
-            or not all(map(is_, streamed, layer.streamed))
-        ):
+        if layer.tensors is not binding.tensors or streamed != layer.streamed:
             layer.tensors = None
             if layer.task != -1:
                 self._collect(layer)
@@ -365,11 +343,10 @@ class LayerAccumulation(Accumulation):
             del self._watched[chunk]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        for layer in self._watched.values():
-            layer.hooks.remove()
-        self._watched.clear()
+        for chunk in [*self._watched]:
+            LayerAccumulation.unwatch(self, chunk)
         self._layer = None
-        return super().close()
+        return []
 
     def note_call(self, chunk: LayerChunk) -> object:
         layer = self._watched.get(chunk)
@@ -468,7 +445,6 @@ class LayerAccumulation(Accumulation):
             self._take(made)
 
     def _complete(self, layer: _LayerGradients, task: int, made: Iterable[Made]) -> Iterable[Made]:
-        """Add parts to the held ones, and yield the gradients that are complete now."""
         for streamed, gradient in made:
             layer.add_part(task, streamed, gradient)
             if layer.num_come[task, streamed] == layer.num_alive(streamed):
@@ -505,7 +481,7 @@ _grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradien
 
 
 class _Token:
-    """Stands for one node that brings gradients: it lives as long as that, and is called when it is about to bring some."""
+    """Lives as long as one node that brings gradients, and is called when that is about to bring some."""
 
     task = -1
 
@@ -514,9 +490,7 @@ class _Token:
 
 
 class _Sum:
-    """What has come of one parameter's gradient."""
-
-    __slots__ = ("due", "hooks", "is_watched", "parameter", "parts", "tokens")
+    """The parts of one parameter's gradient that have come."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
@@ -548,7 +522,7 @@ class ParameterAccumulation(Accumulation):
 
     @abstractmethod
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
-        """A backward is about to bring a gradient of a parameter that has this `grad`; it is None now."""
+        """A backward is about to bring a gradient of a parameter that has this `grad`."""
 
     @abstractmethod
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
@@ -566,17 +540,18 @@ class ParameterAccumulation(Accumulation):
                 made.is_watched = True
 
     def unwatch(self, chunk: LayerChunk) -> None:
-        for streamed in chunk.parameters:
+        self._forget(chunk.parameters)
+
+    def _forget(self, parameters: Iterable[StreamedParameter]) -> None:
+        for streamed in parameters:
             known = self._sums.get(streamed)
             if known is not None:
                 known.hooks.remove()
                 del self._sums[streamed]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        for known in self._sums.values():
-            known.hooks.remove()
-        self._sums.clear()
-        return super().close()
+        self._forget([*self._sums])
+        return []
 
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
         has_modes = are_modes_on()
@@ -619,9 +594,6 @@ class ParameterAccumulation(Accumulation):
         known.parts[task] = made if part is None else sum_of(part, made)
         if known.is_complete(task):
             self._take(streamed, known.parts.pop(task))
-
-    def _ask_each(self, task: int) -> None:
-        pass  # that is done for each gradient
 
     def _forget_parts(self, task: int) -> None:
         for streamed, known in self._sums.items():

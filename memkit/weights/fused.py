@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,26 +36,12 @@ class SteppedGradient(GradientStandIn):
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Entries = dict[str, tuple[Any, int]]
+_MISSING = object()
 
 
-def entries_of(group: dict[str, Any]) -> Entries:
+def _entries_of(group: dict[str, Any]) -> dict[str, tuple[Any, int]]:
     """Return the entries of an optimizer's group, and how often each was written to."""
     return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
-
-
-def changed_in(before: Entries, group: dict[str, Any]) -> str | None:
-    """Return the name of an entry of a group that a step has changed, if any."""
-    for name, (value, version) in entries_of(group).items():
-        known, known_version = before.get(name, (_MISSING, 0))
-        if known is value and known_version == version:
-            continue
-        if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
-            return name
-    return None
-
-
-_MISSING = object()
 
 
 def _version(value: object) -> int:
@@ -85,12 +71,10 @@ def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
 
 
 def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
+    """Bring an optimizer's states of some parameters to where these are, as `torch.optim.Optimizer.load_state_dict` does."""
     wanted = set(map(id, parameters))
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in wanted:
-                continue
+        for parameter in (item for item in group["params"] if id(item) in wanted):
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 is_moved = isinstance(value, Tensor) and value.device != parameter.device
@@ -128,23 +112,21 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._consumed: list[nn.Parameter] = []
         """Parameters whose `grad` is a stand-in: a step has consumed it."""
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
-        """What says so, for each size, data type and device."""
         self._stepped: dict[int, nn.Parameter] = {}
-        """The parameters, by their ids, that were stepped since a backward began that is within no other."""
+        """By id, the parameters that were stepped since the outermost backward began."""
         self._whole = set[int]()
         """The backwards that have stepped something since the user's own step, and have not failed."""
         self._due: dict[int, nn.Parameter] = {}
         """By id, the parameters whose `grad` holds, or is about to hold, the gradient of their step."""
-        self.d2h_bytes = 0
         self._outermost = 0
         self._group_of: dict[int, int] = {}
-        """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
+        """The number of each parameter's group."""
         self._alone: dict[int, nn.Parameter] = {}
-        """The parameters, by their ids, that are stepped by hooks of their own."""
+        """By id, the parameters that are stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
-        """What is in the groups, does not stream, and does not require grad yet."""
+        """Parameters of the groups that do not stream, and do not require grad yet."""
         self._groups: list[dict[str, Any]] | None = None
-        """The optimizer's groups, while it steps one parameter and has another."""
+        """The optimizer's groups, while it has one parameter alone."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         super().begin(chunks)
@@ -159,12 +141,11 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def unwatch(self, chunk: LayerChunk) -> None:
         super().unwatch(chunk)
         for streamed in chunk.parameters:
-            if streamed in self._layers:
-                del self._layers[streamed]
+            self._layers.pop(streamed, None)
         self._watch_groups()
 
     def _watch_groups(self, *, are_same: bool = False) -> None:
-        """Step also what has come to the optimizer's groups since, or has come to require grad.
+        """Step parameters that were added to the optimizer's groups since, or have come to require grad.
 
         Args:
             are_same: whether it is enough to look at how many parameters they have: to ask for each is slow.
@@ -174,11 +155,10 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
             known = {*self._alone, *(id(item.parameter) for item in self._layers)}
             self._frozen = [item for group in groups for item in group["params"] if id(item) not in known]
-        if self._frozen:
-            for parameter in self._frozen:
-                if parameter.requires_grad:
-                    self._step_by_itself(parameter)
-            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                self._step_by_itself(parameter)
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         self._hooks.remove()
@@ -190,7 +170,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._forget_consumed()
         return super().close()
 
-    # For who steps the parameters in the place of the optimizer: see `memkit.optimizers.steppers.LayerStepper`
+    # As `memkit.optimizers.steppers.LayerStepper`, for a `StateOffload` that steps in the optimizer's place
 
     def have_stepped_by(self, steps: ParameterSteps | None) -> None:
         self._beside = steps
@@ -198,15 +178,11 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def streamed(self) -> list[nn.Parameter]:
         return [streamed.parameter for streamed in self._layers]
 
-    @contextmanager
-    def in_place(self, parameter: Tensor) -> Iterator[None]:
-        streamed = next((streamed for streamed in self._layers if streamed.parameter is parameter), None)
-        chunk = None if streamed is None else self._layers[streamed]
-        if streamed is None or chunk is None or chunk.slot is None or not chunk.slot.is_dirty:
-            yield
-            return
-        with self._lying(streamed, chunk, chunk.slot):
-            yield
+    def in_place(self, parameter: Tensor) -> AbstractContextManager[None]:
+        for streamed, chunk in self._layers.items():
+            if streamed.parameter is parameter and chunk.slot is not None and chunk.slot.is_dirty:
+                return self._lying(streamed, chunk, chunk.slot)
+        return nullcontext()
 
     @contextmanager
     def _lying(self, streamed: StreamedParameter, chunk: LayerChunk, slot: Slot) -> Iterator[None]:
@@ -241,13 +217,12 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     def _before_users_step(self) -> None:
         """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
-        if self._groups is not None:
-            return
-        self._forget_consumed()
-        num_backwards = len(self._whole)
-        self._whole.clear()
-        if num_backwards > 1:
-            raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
+        if self._groups is None:
+            self._forget_consumed()
+            num_backwards = len(self._whole)
+            self._whole.clear()
+            if num_backwards > 1:
+                raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
 
     # In a backward
 
@@ -282,7 +257,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         _refuse(grad, f'"{streamed.name}"')
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """A gradient is complete: step the parameter in its slot, and write the layer back once that was its last."""
+        """Step a parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
         with self.streamer.lock:
             slot, beside = self.streamer.use(chunk), self._beside
@@ -301,26 +276,23 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._write_back(chunk)
 
     def _consume(self, parameter: nn.Parameter) -> None:
-        """A parameter was stepped with its gradient, or could not be."""
         parameter.grad = None
         self._due.pop(id(parameter), None)
 
     def _write_back(self, chunk: LayerChunk) -> None:
         beside = self._beside
         with label(f"write back ({chunk.name})"):
-            if beside is None:
-                self._written.append(self.streamer.write_back(chunk))
-            else:  # behind the steps, and what has read the slot so far: the backward goes on
+            if beside is not None:  # behind the steps, and reads of the slot so far: the backward goes on
                 self.device.wait_event(beside.stream, self.device.record_event(timed=False))
-                with self.device.on_stream(beside.stream):
-                    self._written.append(self.streamer.write_back(chunk))
+            with nullcontext() if beside is None else self.device.on_stream(beside.stream):
+                self._written.append(self.streamer.write_back(chunk))
         del self._waiting[chunk]
         self.d2h_bytes += chunk.num_bytes
 
-    def _enter_backward(self) -> int:
+    def _enter_backward(self) -> None:
         if not self._tasks:
             self._forget_consumed()
-        return super()._enter_backward()
+        super()._enter_backward()
 
     def _say_consumed(self) -> None:
         """Set `grad` to a stand-in that raises when used: clipping would take None for no gradient."""
@@ -349,7 +321,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._whole.discard(task)
         elif len(self._tasks) > 1:
             self._take_left(task)
-            self._write_back_waiting()  # what comes next in the backward around may read the host copies
+            self._write_back_waiting()  # the backward around may read the host copies
             if self._beside is not None:
                 self._beside.await_steps()
         super()._end_backward(task, has_failed)
@@ -390,11 +362,8 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         return named.get(id(parameter), "a parameter")
 
     def _step(self, parameter: nn.Parameter) -> Event | None:
-        """Let the optimizer step one parameter: once in a backward, those within it included.
-
-        Returns:
-            What is reached once that is done; None if it is done on the current stream.
-        """
+        """Let the optimizer step one parameter: once in a backward, those within it included. Return an event that is reached
+        then; None if it is done on the current stream."""
         if not self._stepped:
             self._watch_groups()
         if id(parameter) not in self._group_of:
@@ -428,16 +397,22 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         """Return a context in which the optimizer has one group, with one parameter in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
-        entries = entries_of(group)
+        entries = _entries_of(group)
         self._groups = groups
         self.optimizer.param_groups = [group]
         try:
             yield
         finally:
             self._regroup()
-        changed = changed_in(entries, group)
-        if changed is not None:
-            raise LayerOffloadError(f"{type(self.optimizer).__name__} {_KEEPS % changed}")
+        for name, (value, version) in _entries_of(group).items():
+            known, known_version = entries.get(name, (_MISSING, 0))
+            if known is value and known_version == version:
+                continue
+            if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
+                raise LayerOffloadError(
+                    f'{type(self.optimizer).__name__} keeps state in its groups (a step has changed "{name}"), which is of all '
+                    'parameters together. With train="fused" each is stepped by itself. Use train="host"'
+                )
 
     def _regroup(self) -> None:
         """Give the optimizer its groups back. An interrupt ahead of that leaves it to the end of the backward."""
@@ -449,9 +424,3 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 def _refuse(grad: Tensor | None, name: str) -> None:
     if grad is not None:
         raise LayerOffloadError(f"{name} has a gradient already when a backward brings one. {_ADVICE}")
-
-
-_KEEPS = (
-    'keeps state in its groups (a step has changed "%s"), which is of all parameters together. With train="fused" each is '
-    'stepped by itself. Use train="host"'
-)

@@ -1,10 +1,8 @@
 """Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
-While a backward runs, the engine adds to `Parameter.grad` on the device. So what was there before is set aside, what is made is
+While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
 taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then. Gradients of a
 layer are sent together: see [Note: gradients by the layer] in `memkit.weights.accumulation`.
-
-What is left by an interrupt: see [Note: interrupts of streaming] in `memkit.weights.streaming`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -39,8 +38,6 @@ _NO_CONTEXT = nullcontext()
 class GradientBuffer:
     """Pinned host memory for one gradient: `span`, which is `taken` of the arena, or a part of that."""
 
-    __slots__ = ("_view", "span", "storage", "taken")
-
     def __init__(self, span: Span, taken: Span) -> None:
         self.span, self.taken = span, taken
         self.storage = self._over_span()
@@ -61,7 +58,7 @@ class GradientBuffer:
         return self._view
 
     def lend(self, streamed: StreamedParameter) -> Tensor | None:
-        """Return the gradient of a parameter as it lies here, None if one that does is held."""
+        """Return the gradient of a parameter as it lies here; None if the caller holds one that lies here."""
         assert self.span.whole is not None
         if self.storage.data_ptr() != self.span.whole.data_ptr():  # it was moved to other memory in place
             self.storage, self._view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
@@ -76,25 +73,8 @@ class GradientBuffer:
 
 
 class LayerBuffers:
-    """Buffers to which gradients of a layer are sent together: what `GradientBuffer.lend` asks of each, asked of all at once.
-
-    Args:
-        buffers: one for each, all of which were lent once.
-    """
-
-    __slots__ = (
-        "_addresses",
-        "_is_as_before",
-        "_keys",
-        "_parameters",
-        "_sizes_bytes",
-        "_storages",
-        "_strides",
-        "_views",
-        "buffers",
-        "copies",
-        "num_bytes",
-    )
+    """Buffers to which gradients of a layer are sent together, each of which was lent once: `lend` asks of all at once what
+    `GradientBuffer.lend` asks of each."""
 
     def __init__(
         self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
@@ -111,7 +91,7 @@ class LayerBuffers:
         """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
-        """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
+        """Return the gradients as they lie here; None where each has to be asked."""
         if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
             return None
         if [*map(_stride_of, self._parameters)] != self._strides:
@@ -123,7 +103,7 @@ class LayerBuffers:
         return [*map(_data_of, self._views)]
 
     def packed(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
-        """Return the storages of gradients, each of which fills its own, as it is to lie here; None if that is not so."""
+        """Return the storages of gradients, if each fills its own as it is to lie here."""
         if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
             return None
         if [*map(Tensor.stride, gradients)] != self._strides:
@@ -136,32 +116,27 @@ class LayerBuffers:
         return storages
 
     def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
-        """Return the same where there is a gradient of each parameter, and each has the dtype, the strides and no graph, as the
-        last time; None where that is to be looked at."""
+        """Return the same if each parameter has a gradient with the dtype and strides of the last time, and no graph."""
         if self._is_as_before is None or not self._is_as_before(*gradients):
             return None
         storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
         return storages if [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes else None
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
-    """Gradients that copies read, or are about to: their storages, which are held until then."""
+    """Gradients that copies read, or are about to: their storages are held until then."""
 
-    __slots__ = ("done", "num_bytes", "storages", "stream")
-
-    def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage], num_bytes: int) -> None:
-        self.stream = stream
-        self.storages = storages
-        self.num_bytes = num_bytes
-        self.done: Event | None = None
-        """None until it is known: an interrupt may come in between."""
+    stream: Stream
+    storages: Sequence[torch.UntypedStorage]
+    num_bytes: int
+    done: Event | None = None
+    """None until it is known: an interrupt may come in between."""
 
 
 _IDLE = {2}
 _data_of = attrgetter("data")
 _stride_of = attrgetter("gradient_stride")
-
-
 _MOST_TARGETS = 8
 """For each layer, so many sets of parameters with gradients that come together are remembered."""
 
@@ -193,9 +168,9 @@ class HostGradients(LayerAccumulation):
         self._before: dict[StreamedParameter, Tensor] = {}
         """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
-        """And all that was brought to the host, or is on its way, behind that."""
+        """That, and all gradients that were brought to the host, or are on their way."""
         self._in_flight: deque[Flight] = deque()
-        """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
+        """Oldest first. The memory goes back to the stream when that has waited for the copies."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
         """Buffers for parameters whose gradients came together, the last ones used."""
@@ -203,9 +178,8 @@ class HostGradients(LayerAccumulation):
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
-        self.d2h_bytes = 0
         self._spans: list[Span] = []
-        """What was taken of the arena, and is given back in the end."""
+        """Taken of the arena, and given back in the end."""
         self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
@@ -213,12 +187,9 @@ class HostGradients(LayerAccumulation):
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
         """Take memory for the gradients of groups of parameters, each group's pinned as one."""
-        ends = [
-            list(accumulate((rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group), initial=0)) for group in groups
-        ]
-        spans = self._take_pinned([found[-1] for found in ends])
-        for group, starts, span in zip(groups, ends, spans, strict=True):
-            for item, start in zip(group, starts, strict=False):
+        sizes = [[rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group] for group in groups]
+        for group, found, span in zip(groups, sizes, self._take_pinned([*map(sum, sizes)]), strict=True):
+            for item, start in zip(group, accumulate(found, initial=0), strict=False):
                 self._buffers[item] = [GradientBuffer(span.part(start, start + _gradient_bytes(item)), span)]
 
     def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
@@ -250,8 +221,7 @@ class HostGradients(LayerAccumulation):
 
     def _give_unused(self) -> None:
         """Give back spans that no gradient lies in any more."""
-        used = {buffer.taken for buffers in self._buffers.values() for buffer in buffers}
-        used.update(buffer.taken for buffer in self._kept)
+        used = {buffer.taken for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
         unused = [span for span in self._spans if span not in used]
         self._spans = [span for span in self._spans if span in used]
         for span in unused:
@@ -315,7 +285,6 @@ class HostGradients(LayerAccumulation):
         self._make_room(min(chunk.num_bytes, self._window_bytes))
 
     def _take(self, made: Sequence[Made]) -> None:
-        """Take what a backward has made of a layer to the host, behind what was brought there before."""
         first = list[Made]()
         before, totals = self._before, self._totals
         for one in made:
@@ -386,7 +355,6 @@ class HostGradients(LayerAccumulation):
         return storage
 
     def _note_made(self, gradients: Sequence[Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
-        """Tell the device what fills storages that are about to be copied."""
         for gradient, storage in zip(gradients, storages, strict=True):
             self._device.note_written(storage, torch_private.version_of(gradient))
 
@@ -423,18 +391,15 @@ class HostGradients(LayerAccumulation):
         totals, buffers = list[Tensor](), list[GradientBuffer]()
         for streamed in parameters:
             known = self._buffers[streamed]
-            for buffer in known:
-                total = buffer.lend(streamed)
-                if total is not None:
-                    break
-            else:  # the caller keeps the gradients of earlier steps
+            found = next(((buffer, total) for buffer in known if (total := buffer.lend(streamed)) is not None), None)
+            if found is None:  # the caller keeps the gradients of earlier steps
                 (span,) = self._take_pinned([known[0].span.num_bytes])
-                buffer = GradientBuffer(span, span)
-                known.append(buffer)
-                total = buffer.lend(streamed)
-            assert total is not None
-            totals.append(total)
-            buffers.append(buffer)
+                known.append(GradientBuffer(span, span))
+                total = known[-1].lend(streamed)
+                assert total is not None
+                found = known[-1], total
+            buffers.append(found[0])
+            totals.append(found[1])
         spans = [buffer.span for buffer in buffers]
         is_pinned = all(span.staging is None for span in spans)  # else each is sent by itself: a thread of its own sees to it
         copies = self._lanes.batch_out(spans) if is_pinned else None
@@ -444,7 +409,7 @@ class HostGradients(LayerAccumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until these are done; return what is reached then."""
+        """Put copies of storages on the lane, which are held until the event that is returned."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)

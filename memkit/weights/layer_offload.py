@@ -159,7 +159,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._leaving: list[LayerChunk] = []
         """Layers that stay on the device from now on, and have not given back their memory."""
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
-        self._arena = self._host.arena
+        self._arena = arena = self._host.arena
         files = FileWeights(model, weights)
         try:
             self._host.take(self._chunks)
@@ -167,9 +167,8 @@ class LayerOffload(NotCopied, EnteredOnce):
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(
-                    self.device, self._arena, self._chunks, rest=lambda: self._streams.rest(), others=self._host.spans
-                )
+                rest, others = lambda: self._streams.rest(), self._host.spans
+                self._gradients = HostGradients(self.device, arena, self._chunks, rest=rest, others=others)
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, is_streamed))
             self._host.warn_of_refusal()
@@ -190,8 +189,6 @@ class LayerOffload(NotCopied, EnteredOnce):
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
             self._host.move_in(chunk, files.read)
-            for item in chunk.parameters:
-                claim(item, self._host)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         files.fill(tensors)
         self._placement.place(tensors, self.device.torch_device)
@@ -213,7 +210,7 @@ class LayerOffload(NotCopied, EnteredOnce):
     # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
-        resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
+        resident = {name: layer for name, layer in self._layers.items() if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
         timing = self._choice.begin(self._streams, is_trained=is_trained)
         self._forwards.time_with(timing, resident)
@@ -247,9 +244,8 @@ class LayerOffload(NotCopied, EnteredOnce):
         """Choose, by the timed step, which layers stay on the device from now on."""
         before, chosen = self.plan, self._choice.choose(self.plan, times)
         staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
-        if not staying:
-            self.plan = chosen
-        else:
+        self.plan = before if staying else chosen
+        if staying:
             try:
                 self._arena.drain()
                 self._streams.close()
@@ -324,12 +320,8 @@ class LayerOffload(NotCopied, EnteredOnce):
             self._hooks.remove()
 
     def close(self) -> None:
-        """Stop streaming, and put every tensor back to where it was found.
-
-        Calling it again does nothing, or what an interrupt has kept from being done.
-
-        Graphs that are alive cannot be run backward any more.
-        """
+        """Stop streaming, and put every tensor back to where it was found. Graphs that are alive cannot be run backward any
+        more. Calling it again does nothing, or the rest of a call that was interrupted."""
         if self._is_closed:
             return
         if os.getpid() != self._process:
@@ -379,12 +371,11 @@ class LayerOffload(NotCopied, EnteredOnce):
     def stats(self) -> LayerStats:
         """Return what was moved so far, and what had to be waited for."""
         times, disk = self._choice.times, self._host.disk
-        gradients_bytes = 0 if self._gradients is None else self._gradients.d2h_bytes
         with self._streams.lock:
             return LayerStats(
                 num_resident=len(self._layers) - len(self._chunks),
                 host_bytes=self._arena.held_bytes,
-                d2h_bytes=gradients_bytes,
+                d2h_bytes=0 if self._gradients is None else self._gradients.d2h_bytes,
                 predicted_s=self.plan.predicted_s,
                 actual_s=None if times is None else times.taken_s,
                 predicted_peak_bytes=self._choice.predicted_peak_bytes,

@@ -162,7 +162,7 @@ class _Saves:
                 if not is_plain:
                     return FlattenedHandle(tensor, self._pack_any)
                 with torch_private.without_python_dispatch():  # it is no part of the forward
-                    return self._streamer.handle_of(tensor)
+                    return StreamedHandle(self._streamer, tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._outer is not None:
             return ForwardedHandle(tensor, *self._outer, is_checked=False)

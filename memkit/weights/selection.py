@@ -92,13 +92,13 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
 class _List:
     """Layers that were found in one list, by name."""
 
-    kind: type[nn.Module]
-    """Whether it is a ModuleList or a Sequential."""
+    is_module_list: bool
+    """It is a ModuleList, not a Sequential."""
     layers: Mapping[str, nn.Module]
 
     @property
     def role(self) -> Hashable:
-        """What lists that belong together have in common: the class of their layers, if that is not one of torch."""
+        """Equal for lists that belong together, whose layers are of one class that is not torch's."""
         kinds = frozenset(map(type_before_parametrizations, self.layers.values()))
         return id(self) if any(kind.__module__.startswith("torch.nn") for kind in kinds) else kinds
 
@@ -110,7 +110,7 @@ def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     the same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
     """
     lists = [
-        _List(nn.ModuleList if isinstance(module, nn.ModuleList) else nn.Sequential, _resolved(name, module))
+        _List(isinstance(module, nn.ModuleList), _resolved(name, module))
         for name, module in _lists_in(modules, at_least=2).items()
     ]
     groups = defaultdict[Hashable, list[_List]](list)
@@ -122,7 +122,7 @@ def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     chosen, longest = _joined(main), max(len(found.layers) for found in main)
 
     def counts(found: _List) -> bool:
-        is_long = found.kind is main[0].kind and len(found.layers) >= _SHARE_OF_LONGEST * longest
+        is_long = found.is_module_list == main[0].is_module_list and len(found.layers) >= _SHARE_OF_LONGEST * longest
         return found in main or (is_long and _freed_bytes({**chosen, **found.layers}) > _freed_bytes(chosen))
 
     return _joined(found for found in lists if counts(found))
@@ -165,11 +165,8 @@ def _blocks_of(name: str, stage: nn.Module) -> dict[str, nn.Module]:
     """Return the elements of a stage's lists that hold modules, or the stage itself."""
     lists = _lists_in(dict(stage.named_modules(prefix=name, remove_duplicate=False)), at_least=1)
     blocks = {f"{path}.{key}": block for path, found in lists.items() for key, block in found.named_children()}
-    return blocks if blocks and all(map(_has_modules, blocks.values())) else {name: stage}
-
-
-def _has_modules(module: nn.Module) -> bool:
-    return any(name != "parametrizations" for name, _ in module.named_children())
+    have_modules = all(any(name != "parametrizations" for name, _ in block.named_children()) for block in blocks.values())
+    return blocks if blocks and have_modules else {name: stage}
 
 
 def _num_bytes(layers: Mapping[str, nn.Module]) -> int:
@@ -207,12 +204,22 @@ def _check_nesting(found: dict[str, nn.Module]) -> None:
 
 
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
-    """Raise where a parameter or a buffer has no data that could be moved, or cannot be given other data.
+    """Raise where a parameter or a buffer has no data that could be moved, cannot be given other data, or another library
+    decides where it is.
 
     Args:
         reads_weights: whether those on torch's "meta" device are given data.
     """
-    _refuse_wrapped(model)
+    for name, module in model.named_modules():
+        if is_sharded_by_fsdp(module):
+            kind = type(module).__name__
+            raise ValueError(
+                f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
+                "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
+            )
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter.data):
+            raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f'LayerOffload: "{name}" has no data: its module is lazy. Run the model once first')
@@ -226,11 +233,8 @@ def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
 
 
 def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_all: bool) -> None:
-    """Raise where torch refuses hooks on a module whose forward must be seen: one that TorchScript has compiled.
-
-    Args:
-        steps_all: whether all that is trained is stepped within the backward, so that its forwards must be seen as well.
-    """
+    """Raise where TorchScript has compiled a module whose forward must be seen, on which torch then refuses hooks: those of
+    layers, and with `steps_all` those of all that is trained."""
     advice = "Leave it as it is (torch.compile works)"
     scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     within = {id(inner): name for name, module in reversed(scripted.items()) for inner in module.modules()}
@@ -238,12 +242,10 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
         for inner in module.modules():
             if id(inner) in within:
                 name = within[id(inner)]
-                what = quoted(name)
                 where = f', which is in "{layer}"' if inner is not module else f', with "{layer}" in it'
-                where = "" if name == layer else where
                 raise ValueError(
                     "LayerOffload needs layers that hooks can be set on; found that torch.jit.script or torch.jit.trace has "
-                    f"compiled {what}{where}. {advice}, or name other layers by layers="
+                    f"compiled {quoted(name)}{'' if name == layer else where}. {advice}, or name other layers by layers="
                 )
     for name, module in scripted.items():
         if steps_all and any(parameter.requires_grad for parameter in module.parameters()):
@@ -258,20 +260,6 @@ def quoted(name: str) -> str:
     return f'"{name}"' if name else "the model"
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise where another library already decides where the parameters are."""
-    for name, module in model.named_modules():
-        if is_sharded_by_fsdp(module):
-            kind = type(module).__name__
-            raise ValueError(
-                f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
-                "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
-            )
-    for name, parameter in model.named_parameters():
-        if is_dtensor(parameter.data):
-            raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
-
-
 def refuse_replicas(model: nn.Module, train: str) -> None:
     """Raise where another library reduces the gradients that are taken away."""
     for module in model.modules():
@@ -283,9 +271,7 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
 
 
 def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
-    """Raise where the forward that is going on is one of a model that another library has come to replicate since, or that it
-    has around the one that was given.
-    """
+    """Raise where the forward that is going on is one within DistributedDataParallel."""
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # without a group of processes there is no such module

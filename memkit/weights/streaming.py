@@ -53,39 +53,27 @@ class UsePhase(Enum):
 
 
 class LayerOrder:
-    """The order of one phase.
-
-    Args:
-        turns_back: whether what is used in this phase is used again afterwards, in reverse.
-    """
+    """The order of one phase; `turns_back` says whether the layers are used again afterwards, in reverse."""
 
     def __init__(self, guess: Sequence[int], *, turns_back: bool) -> None:
         self._known = list(guess)
+        """The layers of the last pass, in order."""
         self._turns_back = turns_back
-        self._noted: list[int] = []
+        self.noted: list[int] = []
+        """The layers of this pass so far."""
         self._place = -1
         self._ahead: dict[tuple[int, int], dict[int, int]] = {}
         """Results of `ahead`, by place in the order and layer."""
 
-    @property
-    def known(self) -> Sequence[int]:
-        """The layers of the last pass, in order."""
-        return self._known
-
-    @property
-    def noted(self) -> Sequence[int]:
-        """The layers of this pass so far, in order."""
-        return self._noted
-
     def begin(self) -> None:
-        if self._noted and self._noted != self._known:
-            self._know(self._noted)
-        self._noted, self._place = [], -1
+        if self.noted and self.noted != self._known:
+            self._know(self.noted)
+        self.noted, self._place = [], -1
 
-    def expect(self, order: Sequence[int]) -> None:
+    def expect(self, order: list[int]) -> None:
         """Expect this order, unless the known one is of the same layers."""
         if sorted(self._known) != sorted(order):
-            self._know(list(order))
+            self._know(order)
 
     def _know(self, order: list[int]) -> None:
         self._ahead.clear()
@@ -93,8 +81,8 @@ class LayerOrder:
 
     def note(self, layer: int) -> Mapping[int, int]:
         """Note the use of a layer other than the last one; return what `ahead` returns for it."""
-        if len(self._noted) < _MOST_NOTED:
-            self._noted.append(layer)
+        if len(self.noted) < _MOST_NOTED:
+            self.noted.append(layer)
         known, following = self._known, self._place + 1
         if following < len(known) and known[following] == layer:
             self._place = following
@@ -104,11 +92,8 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers that are expected next, in order, each with how many others come before it.
-
-        Args:
-            current: the layer that is in use, which is left out; -1 if there is none.
-        """
+        """Return the layers that are expected next but for the current one (-1: none), each with how many others come
+        before."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -128,9 +113,9 @@ class LayerOrder:
 class Streamer:
     """Brings layers into slots. It is the owner of the slots' storages. See [Note: interrupts of streaming].
 
-    Any use of a layer finds its bytes: they are in a slot, or are fetched then. Whatever is expected next is fetched ahead, as
-    far as slots are free that no layer needs sooner. What a slot holds is good for the pass and its backward: before each new
-    pass the slots forget, since not every write to a host copy can be seen.
+    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers that are expected next are fetched
+    ahead, as far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before
+    each new pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
         chunks: the layers that stream, in the order in which they are expected to run.
@@ -169,10 +154,9 @@ class Streamer:
         """The layer whose backward is going on."""
         self._backward, self.backwards = -1, set[backwards.BackwardEnd]()
         """The last backward whose end is seen, and the ends that are yet to come."""
-        self._is_closed = False
+        self.is_closed = False
 
     def count_on(self, before: Streamer) -> None:
-        """Take over the counters of the streamer before."""
         self.h2d_bytes, self.num_fetches = before.h2d_bytes, before.num_fetches
         self.num_demand_fetches, self.ring.num_overflows = before.num_demand_fetches, before.ring.num_overflows
         waited_s = dict(zip(before.chunks, before.stalls.seconds(), strict=True))
@@ -189,9 +173,6 @@ class Streamer:
             "num_overflows": self.ring.num_overflows,
             "stall_s": dict(zip((chunk.name for chunk in self.chunks), self.stalls.seconds(), strict=True)),
         }
-
-    def log_transfers(self, log: list[Transfer] | None) -> None:
-        self.transfers = log
 
     # Passes
 
@@ -225,7 +206,7 @@ class Streamer:
     def use(self, chunk: LayerChunk) -> Slot:
         """Return the slot with the bytes of a layer, for work that is put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
@@ -262,7 +243,7 @@ class Streamer:
         keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
         """
         with torch_private.without_python_dispatch(), self.lock:
-            if self._is_closed or self._in_backward is chunk or not chunk.is_on_host:
+            if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
             if self._backward != torch_private.backward_task():
                 backwards.on_end(lambda _: self.rest(), among=self.backwards)
@@ -348,20 +329,14 @@ class Streamer:
             if not is_free:
                 return True  # another thread is at it, and perhaps waits for the one that asks
             with torch_private.without_python_dispatch():
-                return self._is_closed or self._phase is not UsePhase.BACKWARD or self._prefetch(until=use_order)
+                return self.is_closed or self._phase is not UsePhase.BACKWARD or self._prefetch(until=use_order)
         finally:
             if is_free:
                 self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
-        """Fetch what is expected next. Nothing is fetched past what is needed sooner.
-
-        Args:
-            until: fetch what is needed sooner than what was used then, and no more.
-
-        Returns:
-            Whether there was a slot for all of it.
-        """
+        """Fetch the layers that are expected next, in order: those needed sooner than what was used at `until`, if that is
+        given. Return whether there was a slot for all of them."""
         current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
         if disk is not None:
@@ -433,16 +408,12 @@ class Streamer:
     # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.core.owners.Owner`."""
+        """See `memkit.core.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-            return self.handle_of(tensor).unpack
-
-    def handle_of(self, tensor: Tensor) -> StreamedHandle:
-        """Return what stands for a tensor that lies in a slot, and holds none of its bytes."""
-        return StreamedHandle(self, tensor)
+            return StreamedHandle(self, tensor).unpack
 
     def streamed(self) -> StreamedWeights:
-        """Return what streams: see `memkit.core.owners.Owner`."""
+        """See `memkit.core.owners.Owner`."""
         items = [item for chunk in self.chunks for item in chunk.parameters]
         with self.lock:
             return StreamedWeights(
@@ -451,14 +422,10 @@ class Streamer:
                 slots=tuple(slot.storage for slot in self.ring if not slot.is_overflow),
             )
 
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
     def close(self) -> None:
         backwards.join(self.backwards)
         with self.lock:
-            self._is_closed = True
+            self.is_closed = True
             self.rest()
             self.device.synchronize()
             self.ring.close()

@@ -222,41 +222,33 @@ def _times(forward_s: float = 1.0, peak_bytes: int | None = 20 * MIB, speed: flo
     )
 
 
-@pytest.fixture
-def twelve(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
-    """Layers of 1 MiB each."""
-
-    def costs(name: str, _: None, times: StepTimes | None) -> LayerCosts:
-        forward_s = times and times.forward_s[name]
-        return LayerCosts(name=name, num_bytes=MIB, forward_s=forward_s, backward_s=times and times.backward_s[name])
-
-    monkeypatch.setattr("memkit.weights.shares._costs", costs)
-    return {str(index): None for index in range(12)}
+def _chosen(times: StepTimes, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
+    """Return how many of twelve layers of 1 MiB stream."""
+    costs = [
+        LayerCosts(name=name, num_bytes=MIB, forward_s=times.forward_s[name], backward_s=times.backward_s[name])
+        for name in times.forward_s
+    ]
+    all_stream = plan_streamed_ratio(costs, 1.0, num_slots=3)
+    return len(plan_measured(costs, times, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes).streamed)
 
 
-def _chosen(layers: dict[str, None], times: StepTimes, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
-    all_stream = plan_streamed_ratio([LayerCosts(name=name, num_bytes=MIB) for name in layers], 1.0, num_slots=3)
-    plan = plan_measured(layers, times, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes)
-    return len(plan.streamed)
-
-
-def test_most_that_hides_is_chosen(twelve: dict[str, None]) -> None:
-    assert _chosen(twelve, _times()) == 12
-    slow = _chosen(twelve, _times(speed=MIB / 2))
+def test_most_that_hides_is_chosen() -> None:
+    assert _chosen(_times()) == 12
+    slow = _chosen(_times(speed=MIB / 2))
     assert 0 < slow < 12
-    costs = [LayerCosts(name=name, num_bytes=MIB, forward_s=1.0, backward_s=2.0) for name in twelve]
+    costs = [LayerCosts(name=name, num_bytes=MIB, forward_s=1.0, backward_s=2.0) for name in _times().forward_s]
     plan = plan_streamed_ratio(costs, slow / 12, num_slots=3, link_bytes_per_s=MIB / 2)
     streamed = [index for index, layer in enumerate(costs) if layer.name in plan.streamed]
     assert predict_step(costs, streamed, plan.slot_bytes, MIB / 2).total_s <= 1.01 * 36
 
 
 @pytest.mark.parametrize(("train", "num_streamed"), [("frozen", 8), ("host", 11)])
-def test_least_that_fits_is_chosen_where_there_is_no_room(twelve: dict[str, None], train: str, num_streamed: int) -> None:
+def test_least_that_fits_is_chosen_where_there_is_no_room(train: str, num_streamed: int) -> None:
     times = _times(speed=MIB / 100)  # next to nothing hides
-    assert _chosen(twelve, times, train=train) < 4
+    assert _chosen(times, train=train) < 4
     # 20 MiB with 3 slots in it: 4 MiB are left, for four layers, or for one with its gradient and its optimizer's state
-    assert _chosen(twelve, times, train=train, capacity_bytes=int(24.01 * MIB / 0.95)) == num_streamed
-    assert _chosen(twelve, times, train=train, capacity_bytes=10 * MIB) == 12
+    assert _chosen(times, train=train, capacity_bytes=int(24.01 * MIB / 0.95)) == num_streamed
+    assert _chosen(times, train=train, capacity_bytes=10 * MIB) == 12
 
 
 def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
