@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from memkit.errors import LayerOffloadError
 from memkit.optimizers import kept_states
 from memkit.optimizers.shells import needs_closure
 from memkit.optimizers.steppers import ParameterSteps, steppers
-from memkit.weights.accumulation import ParameterAccumulation
+from memkit.weights.accumulation import TOKEN, Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
@@ -85,7 +86,37 @@ def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optim
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 
 
-class FusedSteps(NotCopied, ParameterAccumulation):
+class _Token:
+    """Lives as long as one node that brings gradients, and is called when that is about to bring some."""
+
+    task = -1
+
+    def __call__(self, _: Any) -> None:
+        self.task = torch_private.backward_task()
+
+
+class _Sum:
+    """The parts of one parameter's gradient that have come."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.hooks = HookSet()
+        self.is_watched = False
+        """Whether all hooks are set."""
+        self.due = -1
+        """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
+        self.tokens = weakref.WeakSet[_Token]()
+        self.parts: dict[int, Tensor] = {}
+
+    def is_complete(self, task: int) -> bool:
+        """See [Note: when a gradient is complete]."""
+        for token in self.tokens:  # noqa: SIM110  # a generator would be one more frame, for each gradient
+            if token.task != task:
+                return False
+        return True
+
+
+class FusedSteps(NotCopied, Accumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
     Args:
@@ -93,10 +124,9 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             schedulers and `state_dict` work on it. Its state is on the device.
     """
 
-    _steps = True
-
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__(device)
+        self._sums: dict[StreamedParameter, _Sum] = {}
         self._hooks = HookSet()
         self.optimizer = make(trained)
         steppers[self.optimizer] = weakref.ref(self)
@@ -135,14 +165,42 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._hooks.add(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
 
     def watch(self, chunk: LayerChunk) -> None:
-        super().watch(chunk)
+        for streamed in chunk.binding.parameters:
+            parameter, known = streamed.parameter, self._sums.get(streamed)
+            if parameter.requires_grad and (known is None or known.parameter is not parameter or not known.is_watched):
+                if known is not None:
+                    known.hooks.remove()
+                made = self._sums[streamed] = _Sum(parameter)
+                before, after = partial(self._before, streamed), partial(self._after, streamed)
+                made.hooks.around_accumulation(parameter, before=before, after=after, steps=True)
+                made.is_watched = True
         self._watch_groups()
 
     def unwatch(self, chunk: LayerChunk) -> None:
-        super().unwatch(chunk)
+        self._forget(chunk.parameters)
         for streamed in chunk.parameters:
             self._layers.pop(streamed, None)
         self._watch_groups()
+
+    def _forget(self, parameters: Iterable[StreamedParameter]) -> None:
+        for streamed in parameters:
+            known = self._sums.get(streamed)
+            if known is not None:
+                known.hooks.remove()
+                del self._sums[streamed]
+
+    def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
+        has_modes = are_modes_on()
+        for streamed in chunk.binding.parameters:
+            known, parameter = self._sums.get(streamed), streamed.parameter
+            if known is None or not parameter.requires_grad:
+                continue
+            node = accumulating_node(parameter, has_modes=has_modes)
+            if TOKEN not in node.metadata:
+                token = _Token()
+                known.tokens.add(token)
+                node.register_prehook(token)
+                node.metadata[TOKEN] = token
 
     def _watch_groups(self, *, are_same: bool = False) -> None:
         """Step parameters that were added to the optimizer's groups since, or have come to require grad.
@@ -168,7 +226,8 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             beside.leave()
         self._regroup()
         self._forget_consumed()
-        return super().close()
+        self._forget([*self._sums])
+        return []
 
     # As `memkit.optimizers.steppers.LayerStepper`, for a `StateOffload` that steps in the optimizer's place
 
@@ -252,9 +311,44 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def note_recompute(self) -> None:
         self._enter_backward()
 
-    def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
+    def _before(self, streamed: StreamedParameter, made: Tensor) -> None:
+        if self._is_on_host(made):
+            self._refuse_host(streamed)
+        task = torch_private.backward_task()
+        if task == self._refused_task:
+            self._refuse_more()
+        if task not in self._tasks:
+            self._enter_backward()
+        grad = streamed.parameter.grad
+        if grad is not None:
+            streamed.parameter.grad = None
+            _refuse(grad, f'"{streamed.name}"')
+        self._sums[streamed].due = task
+
+    def _after(self, streamed: StreamedParameter, _: Tensor) -> None:
+        task, known, made = torch_private.backward_task(), self._sums[streamed], streamed.parameter.grad
         streamed.parameter.grad = None
-        _refuse(grad, f'"{streamed.name}"')
+        known.due = -1
+        if made is None:
+            return
+        if made.requires_grad:
+            refuse_graph([Made(streamed, made)])
+        part = known.parts.get(task)
+        known.parts[task] = made if part is None else sum_of(part, made)
+        if known.is_complete(task):
+            self._take(streamed, known.parts.pop(task))
+
+    def _forget_parts(self, task: int) -> None:
+        for streamed, known in self._sums.items():
+            known.parts.pop(task, None)
+            if known.due == task:
+                streamed.parameter.grad, known.due = None, -1
+
+    def _take_left(self, task: int) -> None:
+        for streamed, known in self._sums.items():
+            part = known.parts.pop(task, None)
+            if part is not None:
+                self._take(streamed, part)
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
         """Step a parameter in its slot, and write the layer back once that was its last."""

@@ -259,7 +259,8 @@ class LayerOffload(NotCopied, EnteredOnce):
                 self._stream_anew()
                 raise
             self._release_leaving()
-        self._choice.note_chosen(before, self.plan, times)
+        if times.peak_bytes is not None:
+            self._choice.predicted_peak_bytes = times.peak_bytes - before.device_bytes + self.plan.device_bytes
 
     def _stream_anew(self) -> None:
         """Stream the layers of the current plan, and no others."""

@@ -60,7 +60,9 @@ def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerO
             raise ValueError("layers: the predicate is true for none of the modules")
     else:
         found = _named(modules, choice)
-    _check_nesting(found)
+    outermost = _outermost(found)
+    if nested := [name for name in found if name not in outermost]:
+        raise ValueError(f'layers: "{nested[0]}" is inside of another layer. Layers must not contain each other')
     names = dict[int, str]()
     for name in modules:
         if name in found:
@@ -133,12 +135,14 @@ def _joined(lists: Iterable[_List]) -> dict[str, nn.Module]:
 
 
 def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, nn.ModuleList | nn.Sequential]:
-    """Return the outermost lists of modules of one class, by name."""
+    """Return the outermost lists of modules of one class that have parameters, by name."""
+    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
+    found = {name: module for name, module in lists.items() if len({*map(type_before_parametrizations, module)}) == 1}
     return _outermost(
         {
             name: module
-            for name, module in modules.items()
-            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= at_least and _is_homogeneous(module)
+            for name, module in found.items()
+            if len(module) >= at_least and any(True for _ in module[0].parameters())
         }
     )
 
@@ -185,22 +189,10 @@ def _freed_bytes(layers: Mapping[str, nn.Module], nums_slots: Sequence[int] = ra
     return sum(sizes_bytes) - slots_bytes / len(nums_slots)
 
 
-def _is_homogeneous(module: nn.ModuleList | nn.Sequential) -> bool:
-    kinds = {type_before_parametrizations(item) for item in module}
-    return len(kinds) == 1 and any(True for _ in module[0].parameters())
-
-
 def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
     """Leave out modules that are inside of another one."""
     inside = {id(inner) for module in found.values() for inner in module.modules() if inner is not module}
     return {name: module for name, module in found.items() if id(module) not in inside}
-
-
-def _check_nesting(found: dict[str, nn.Module]) -> None:
-    outermost = _outermost(found)
-    for name in found:
-        if name not in outermost:
-            raise ValueError(f'layers: "{name}" is inside of another layer. Layers must not contain each other')
 
 
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:

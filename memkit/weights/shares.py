@@ -374,11 +374,6 @@ class MeasuredChoice:
         options: dict[str, Any] = {"train": self._train, "num_slots": self._num_slots, "capacity_bytes": capacity_bytes}
         return plan_measured(costs, times, plan, **options)
 
-    def note_chosen(self, before: ResidencyPlan, plan: ResidencyPlan, times: StepTimes) -> None:
-        """Predict the peak of a plan from another one's."""
-        if times.peak_bytes is not None:
-            self.predicted_peak_bytes = times.peak_bytes - before.device_bytes + plan.device_bytes
-
     def end(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
         """A step with the plan was timed: return it with a prediction."""
         self.times, self.timing = times, None

@@ -195,12 +195,6 @@ class Streamer:
             self._ahead = self._orders[self._phase].ahead(-1)
             self._prefetch()
 
-    def _turn_back(self) -> None:
-        """A backward begins, which expects the layers in reverse."""
-        layer_order = self._orders[UsePhase.BACKWARD]
-        layer_order.begin()
-        layer_order.expect(self._orders[self._phase].noted[::-1])
-
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
@@ -214,8 +208,9 @@ class Streamer:
                 phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
             else:
                 phase = UsePhase.BACKWARD
-                if self._phase is not phase:
-                    self._turn_back()
+                if self._phase is not phase:  # a backward begins, which expects the layers in reverse
+                    self._orders[phase].begin()
+                    self._orders[phase].expect(self._orders[self._phase].noted[::-1])
             if chunk is not self._current or phase is not self._phase:
                 if self._in_backward is not None:
                     self.rest()

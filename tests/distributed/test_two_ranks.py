@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -24,9 +22,11 @@ from tests.distributed.cases import (
     assert_same,
     by_hand,
     groups_of,
+    load,
     make,
     optimizer_of,
     padded_bytes,
+    save,
     step,
     train,
 )
@@ -142,7 +142,7 @@ def _save(folder: str) -> list[torch.Tensor]:
     model = memkit.shard(make())
     optimizer = optimizer_of(model)
     train(model, dist.get_rank(), optimizer=optimizer)
-    _write(Path(folder) / "of two", model, optimizer)
+    save(Path(folder) / "of two", model, optimizer)
     return train(model, dist.get_rank(), numbers=[7, 8], optimizer=optimizer)
 
 
@@ -230,20 +230,13 @@ WORKS: dict[str, Work] = {
 # Checkpoints
 
 
-def _write(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    states, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
-
-
 def _read(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = memkit.shard(make())
     with torch.no_grad():
         for item in model.parameters():
             item.zero_()
     optimizer = optimizer_of(model)
-    states, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=of_optimizer)
+    load(path, model, optimizer)
     return model, optimizer
 
 
@@ -264,7 +257,7 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[torch.Te
         model = memkit.shard(make())
         optimizer = optimizer_of(model)
         train(model, 0, optimizer=optimizer)
-        _write(folder / "of one", model, optimizer)
+        save(folder / "of one", model, optimizer)
         return str(folder), _whole(model, optimizer)
 
 
