@@ -33,14 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _ShardRegion:
-    """The place of one parameter's shard in its layer's chunk."""
-
     start: int
     numel: int
     dtype: torch.dtype
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the shard, [numel], in a storage that has the bytes of the chunk."""
         offset = self.start // self.dtype.itemsize
         return tensor_over(storage, self.dtype, offset=offset, size=(self.numel,), stride=(1,))
 
@@ -59,10 +56,8 @@ class ShardBuffer:
     def __init__(self, storage: torch.UntypedStorage, layout: Layout, home: Stream) -> None:
         self.storage, self.layout, self.home = storage, layout, home
         self.parts = byte_view(storage).split(TURN_BYTES)
-        """Where the pieces of a chunk are copied to."""
         self.shards = [region.over(storage) for region in layout]
         self.done: Event
-        """The bytes of the chunk that was put on the lane last are here."""
 
 
 data_of = attrgetter(torch_private.FSDP_SHARD)
@@ -70,7 +65,6 @@ data_of = attrgetter(torch_private.FSDP_SHARD)
 _own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")
 """The rank's own part of that, in its shape, which the optimizer steps. It may be empty."""
 _gather_of = attrgetter(torch_private.FSDP_GATHER)
-"""The gather of a group that FSDP2 has begun."""
 
 
 class HostLayer:
@@ -83,18 +77,15 @@ class HostLayer:
         self._arena, self._layouts = arena, layouts
         self._span: Span | None = None
         self.pieces: tuple[Tensor, ...] = ()
-        """The bytes of its chunk, in the parts that are copied."""
         self._memories: list[tuple[Span, weakref.ref[Any]]] = []
         """Chunks it has had, each with its memory, held until no tensor is in it."""
         self.last_read: Event | None = None
-        """Behind the last copy of its chunk."""
         self._addresses: tuple[list[int], list[int]] = [], []
         """Where each shard was put: the one that is gathered, and this rank's own."""
         self.steppers: Collection[ReducedSteps] = ()
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the running backward has had shards of it stepped, or has begun to."""
         return any(steps.is_stepping(self) for steps in self.steppers)
 
     # For a `StateOffload` that steps its shards: see `memkit.optimizers.steppers.ReducedLayer`
@@ -227,7 +218,6 @@ class HostShards:
         self.layers: list[HostLayer] = []
         """The groups that FSDP2 gathers: layers in running order, then the rest."""
         self._numbers: dict[int, int] = {}
-        """The place of each layer in the running order, by id."""
         for function in (self._unshard, self._wait_for_unshard, self._reduce, self._begin, self._leave):
             leave_untraced(function)
 
@@ -323,7 +313,6 @@ class HostShards:
     # What comes to the device
 
     def _bring(self, layer: HostLayer) -> None:
-        """Put the copy of a layer's chunk on the lane, unless it is there or done already."""
         if layer.brought is not None:
             return
         for steps in layer.steppers:
@@ -388,7 +377,6 @@ class HostShards:
                 self._bring(following)
 
     def _drop_all(self) -> None:
-        """Drop chunks that were copied and not gathered, and free buffers."""
         self._spare.clear()
         for layer in self.layers:
             brought, layer.brought = layer.brought, None

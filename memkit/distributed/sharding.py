@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """The arguments of `shard` but for the model and its layers."""
-
     mesh: DeviceMesh
     frozen_dtype: torch.dtype | None
     mp_policy: MixedPrecisionPolicy | None
@@ -95,7 +93,6 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise where layers can't be gathered each by itself."""
     for name, layer in layers.items():
         if layer is model:
             raise ValueError("layers: the model itself is no layer of it. Leave layers out, or name modules in it")

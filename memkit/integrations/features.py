@@ -42,7 +42,6 @@ class Features:
         self.states: OptimizerStates | None = None
         self._attached: list[Attachment] = []
         self._known: list[frozenset[str | int]] = []
-        """The names and ids of the parameters of each model whose layers stream, as of now."""
         if not features:
             raise TypeError(f'{owner} needs a feature, such as memkit.MemoryBudget("12GiB"); found none')
         for feature in features:
@@ -106,12 +105,10 @@ class Features:
         _begun[model] = list(self._attached)
 
     def begin_states(self, optimizers: Iterable[object]) -> None:
-        """Make the `StateOffload`s: before `begin`, so that their device memory is allocated when a budget is planned."""
         if self.states is not None:
             self.states.begin(optimizers)
 
     def end(self) -> None:
-        """Remove the contexts. Layers keep streaming."""
         while self._attached:
             self._attached.pop().remove()
 
@@ -133,7 +130,6 @@ class Features:
         return bool(self._attached or (self.states is not None and self.states.opened) or self._streaming())
 
     def figures(self) -> dict[str, float]:
-        """Return `memkit.live_values` of the contexts that have done something, of streaming layers and of states."""
         found: list[SavedTensorStats | LayerStats | StateStats] = [offload.stats() for offload in self._streaming()]
         found += self.states.figures() if self.states is not None else ()
         for tag in dict.fromkeys(context.tag for context in self.contexts if context.tag):
@@ -169,7 +165,6 @@ class OptimizerStates:
         self.overlaps: bool = options["overlap_forward"]
         self.opened: list[StateOffload] = []
         self._figures: list[StateStats] = []
-        """Of the last training that has ended."""
 
     def begin(self, optimizers: Iterable[object]) -> None:
         """Make a `StateOffload` of each optimizer that has none yet."""

@@ -137,7 +137,6 @@ class LightningFeatures:
     # What is attached to
 
     def _target(self, pl_module: nn.Module) -> nn.Module | None:
-        """Return the module to attach to; None for the whole training step."""
         if self._module is not None:
             try:
                 return pl_module.get_submodule(self._module)
@@ -181,7 +180,6 @@ class _Step(nn.Module):
 
 
 def _names_of(module: nn.Module) -> str:
-    """Return the names of the modules to which a feature could be attached."""
     return " or ".join(f'"{name}"' for name, child in module.named_children() if any(True for _ in child.parameters()))
 
 

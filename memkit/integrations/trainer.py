@@ -158,7 +158,6 @@ else:
 
 
 def _fsdp_version(args: TrainingArguments) -> int | None:
-    """Return which FSDP shards the model, by Trainer's arguments or those of `accelerate launch`; None if none does."""
     given = getattr(args, "fsdp_plugin_args", None) or {}
     config = getattr(args, "fsdp_config", None)
     config = config if isinstance(config, dict) else {}

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,6 @@ from memkit.core.backwards import BackwardEnd
 from memkit.device.base import Device
 from memkit.errors import LayerOffloadError
 from memkit.weights.chunks import LayerChunk, StreamedParameter
-
-
-class Made(NamedTuple):
-    """A gradient of a parameter, or a part of one, that a backward has computed."""
-
-    streamed: StreamedParameter
-    gradient: Tensor
 
 
 class Accumulation(ABC):
@@ -117,7 +110,6 @@ class Accumulation(ABC):
     # In a backward
 
     def _enter_backward(self) -> None:
-        """Register for the end of the backward that is running."""
         task = torch_private.backward_task()
         if task not in self._tasks:
             if task == self._refused_task:
@@ -176,14 +168,11 @@ def are_modes_on() -> bool:
     return torch_private.num_dispatch_modes() > 0 or not torch.is_grad_enabled()
 
 
-def refuse_graph(made: Sequence[Made]) -> None:
-    """Raise LayerOffloadError for the first gradient that has a graph of its own, if there is one."""
-    for streamed, gradient in made:
-        if gradient.requires_grad:
-            raise LayerOffloadError(
-                f'"{streamed.name}" streams, and its gradient was asked for with create_graph=True, which streamed weights '
-                "do not support. Use torch.autograd.grad, or leave this layer on the device"
-            )
+def refuse_graph(streamed: StreamedParameter) -> NoReturn:
+    raise LayerOffloadError(
+        f'"{streamed.name}" streams, and its gradient was asked for with create_graph=True, which streamed weights do not '
+        "support. Use torch.autograd.grad, or leave this layer on the device"
+    )
 
 
 def sum_of(one: Tensor, other: Tensor) -> Tensor:

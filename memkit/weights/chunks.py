@@ -61,7 +61,6 @@ class BoundTensor:
 
     @property
     def place(self) -> Geometry:
-        """How it lies in the chunk."""
         return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
 
     def adopt_layout(self, source: Tensor) -> None:
@@ -335,10 +334,6 @@ class LayerChunk:
     def become(self, residency: Residency) -> None:
         assert self.residency.may_become(residency), f"{self.name}: from {self.residency} to {residency}"
         self.residency = residency
-
-    def evict(self) -> None:
-        self.become(Residency.HOST)
-        self.slot = None
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Copy the parameters to the host copy, in `span` or on a disk, and point them at it.

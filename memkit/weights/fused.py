@@ -25,7 +25,7 @@ from memkit.errors import LayerOffloadError
 from memkit.optimizers import kept_states
 from memkit.optimizers.shells import needs_closure
 from memkit.optimizers.steppers import ParameterSteps, steppers
-from memkit.weights.accumulation import TOKEN, Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
+from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
@@ -332,7 +332,7 @@ class FusedSteps(NotCopied, Accumulation):
         if made is None:
             return
         if made.requires_grad:
-            refuse_graph([Made(streamed, made)])
+            refuse_graph(streamed)
         part = known.parts.get(task)
         known.parts[task] = made if part is None else sum_of(part, made)
         if known.is_complete(task):

@@ -25,13 +25,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ from memkit.errors import LayerOffloadError
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import lanes_of
-from memkit.weights.accumulation import TOKEN, Accumulation, Made, accumulating_node, are_modes_on, refuse_graph, sum_of
+from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 
 _NO_CONTEXT = nullcontext()
@@ -152,6 +153,13 @@ class Flight:
     """None until it is known: an interrupt may come in between."""
 
 
+class Made(NamedTuple):
+    """A gradient of a parameter, or a part of one, that a backward has computed."""
+
+    streamed: StreamedParameter
+    gradient: Tensor
+
+
 class _Alive:
     """Stands for a source of gradients: one node, or, by its weak references, all graphs behind a layer's outputs."""
 
@@ -209,7 +217,7 @@ _data_of = attrgetter("data")
 _stride_of = attrgetter("gradient_stride")
 _nothing = callable
 """Is called for nothing, without a frame of its own."""
-_grad_of, _gradient_of, _requires_grad = attrgetter("grad"), attrgetter("gradient"), attrgetter("requires_grad")
+_grad_of = attrgetter("grad")
 _NOT_WAITING = -2
 _MOST_TARGETS = 8
 """For each layer, so many sets of parameters with gradients that come together are remembered."""
@@ -266,7 +274,6 @@ class HostGradients(Accumulation):
         self._take_memory([parameters for parameters in trained if parameters])
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
-        """Take memory for the gradients of groups of parameters, each group's pinned as one."""
         sizes = [[rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group] for group in groups]
         for group, found, span in zip(groups, sizes, self._take_pinned([*map(sum, sizes)]), strict=True):
             for item, start in zip(group, accumulate(found, initial=0), strict=False):
@@ -357,12 +364,14 @@ class HostGradients(Accumulation):
         for streamed in parameters:
             buffers = self._buffers.get(streamed)
             if buffers is not None:
-                _have_own_gradient(streamed)
+                grad = streamed.parameter.grad
+                if grad is not None and grad.layout is torch.strided:
+                    with without_modes():
+                        streamed.parameter.grad = grad.clone()
                 self._kept += [buffer for buffer in buffers if not buffer.is_idle]
                 del self._buffers[streamed]
 
     def _give_unused(self) -> None:
-        """Give back spans that no gradient lies in any more."""
         used = {buffer.taken for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
         unused = [span for span in self._spans if span not in used]
         self._spans = [span for span in self._spans if span in used]
@@ -435,18 +444,16 @@ class HostGradients(Accumulation):
                 self._hand_over(layer, task, [one for one in made if elsewhere.get(one.streamed, layer.stream) == stream])
 
     def _hand_over(self, layer: _LayerGradients, task: int, made: Sequence[Made]) -> None:
-        if any(map(_requires_grad, map(_gradient_of, made))):
-            refuse_graph(made)
+        for streamed, gradient in made:
+            if gradient.requires_grad:
+                refuse_graph(streamed)
         if layer.is_shared or task in layer.parts:
-            made = [*self._complete(layer, task, made)]
+            for streamed, gradient in made:
+                layer.add_part(task, streamed, gradient)
+            complete = [one.streamed for one in made if layer.num_come[task, one.streamed] == layer.num_alive(one.streamed)]
+            made = [Made(streamed, layer.parts[task].pop(streamed)) for streamed in complete]
         if made:
             self._take(made)
-
-    def _complete(self, layer: _LayerGradients, task: int, made: Iterable[Made]) -> Iterable[Made]:
-        for streamed, gradient in made:
-            layer.add_part(task, streamed, gradient)
-            if layer.num_come[task, streamed] == layer.num_alive(streamed):
-                yield Made(streamed, layer.parts[task].pop(streamed))
 
     def _ask_each(self, task: int) -> None:
         for layer in self._watched.values():
@@ -686,13 +693,6 @@ class HostGradients(Accumulation):
                 raise forked("LayerOffload")
             addition.result()
         self._additions.clear()
-
-
-def _have_own_gradient(streamed: StreamedParameter) -> None:
-    grad = streamed.parameter.grad
-    if grad is not None:
-        with without_modes():
-            streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
 
 
 def _gradient_bytes(streamed: StreamedParameter) -> int:

@@ -183,14 +183,12 @@ def _sizes_bytes(layers: Mapping[str, nn.Module]) -> list[int]:
 
 
 def _freed_bytes(layers: Mapping[str, nn.Module], nums_slots: Sequence[int] = range(1, _MAX_SLOTS + 1)) -> float:
-    """Return the bytes that streaming all of them frees, on average over numbers of slots."""
     sizes_bytes = _sizes_bytes(layers)
     slots_bytes = sum(sum(slot_sizes(sizes_bytes, num_slots)) for num_slots in nums_slots)
     return sum(sizes_bytes) - slots_bytes / len(nums_slots)
 
 
 def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
-    """Leave out modules that are inside of another one."""
     inside = {id(inner) for module in found.values() for inner in module.modules() if inner is not module}
     return {name: module for name, module in found.items() if id(module) not in inside}
 
@@ -253,7 +251,6 @@ def quoted(name: str) -> str:
 
 
 def refuse_replicas(model: nn.Module, train: str) -> None:
-    """Raise where another library reduces the gradients that are taken away."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(

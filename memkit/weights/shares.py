@@ -36,14 +36,11 @@ _MOST_SAMPLES = 32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     forward_s: Mapping[str, float]
-    """Seconds from when a layer's weights were there to the next layer, for each layer that has run."""
     backward_s: Mapping[str, float]
     taken_s: float
-    """Seconds of all of that, and of waiting for weights."""
     h2d_bytes_per_s: float | None
     """None if nothing was copied."""
     peak_bytes: int | None
-    """The most bytes that were allocated on the device; None where the device does not count them."""
 
 
 @dataclass(slots=True)
@@ -53,9 +50,7 @@ class _Point:
     name: str | None
     is_backward: bool
     before: Event
-    """Ahead of waiting for its weights."""
     after: Event
-    """Behind that; at first the same one."""
 
 
 class StepTiming:
@@ -74,7 +69,6 @@ class StepTiming:
         self._points: list[_Point] = []
         self._transfers: list[Transfer] = []
         self._seen = set[bool]()
-        """The grad modes of passes so far."""
         self._has_grad = self._is_timing = self._is_timed = False
         self._backward = -1
 
@@ -125,7 +119,6 @@ class StepTiming:
             self._points[-1].after = self._device.record_event()
 
     def end_layer(self) -> None:
-        """No layer is computing any more."""
         if self._points and self._points[-1].name is not None and not self._is_timed:
             self._add(None, self._points[-1].is_backward)
 
@@ -184,7 +177,6 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 
 
 def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -> None:
-    """Check that layers may lie on a disk."""
     if disk is None:
         return
     if not isinstance(disk, Disk):
@@ -326,7 +318,6 @@ def plan_measured(
 
 
 def costs_of(layers: Mapping[str, LayerChunk | None], times: StepTimes | None = None) -> list[LayerCosts]:
-    """Return the layers' bytes for a plan, with their seconds if they were measured."""
     return [
         LayerCosts(
             name=name,
@@ -337,46 +328,3 @@ def costs_of(layers: Mapping[str, LayerChunk | None], times: StepTimes | None = 
         )
         for name, chunk in layers.items()
     ]
-
-
-class MeasuredChoice:
-    """Times a step in which all layers stream and chooses by it, if the share is to be found out (`is_open`); and times a step
-    with the plan that holds for good."""
-
-    def __init__(
-        self, device: Device, layers: Mapping[str, LayerChunk | None], *, train: str, num_slots: int, is_open: bool
-    ) -> None:
-        self.is_open = is_open
-        self.timing: StepTiming | None = None
-        """None once there is nothing to find out."""
-        self.times: StepTimes | None = None
-        """Of a step with the plan that holds for good."""
-        self.predicted_peak_bytes: int | None = None
-        self._device, self._layers = device, layers
-        self._train, self._num_slots = train, num_slots
-
-    def begin(self, streamer: Streamer, *, is_trained: bool) -> StepTiming:
-        self.timing = StepTiming(streamer, is_trained=is_trained, resets_peak=self.is_open)
-        return self.timing
-
-    def begin_pass(self, streamer: Streamer) -> StepTimes | None:
-        """A pass begins. Return the times of the step before, if it was timed whole and layers may move now."""
-        if self.timing is None or not self.timing.begin_pass():
-            return None
-        if self.is_open and (streamer.handles or any(chunk.uses for chunk in streamer.chunks)):
-            return None  # of a graph that is alive, or in another thread: later
-        return self.timing.result()
-
-    def choose(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
-        """Return the best plan by the times of a step in which all layers stream."""
-        counter = self._device.memory_counter()
-        capacity_bytes, costs = None if counter is None else counter.capacity_bytes(), costs_of(self._layers, times)
-        options: dict[str, Any] = {"train": self._train, "num_slots": self._num_slots, "capacity_bytes": capacity_bytes}
-        return plan_measured(costs, times, plan, **options)
-
-    def end(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
-        """A step with the plan was timed: return it with a prediction."""
-        self.times, self.timing = times, None
-        if plan.predicted_s is not None:
-            return plan
-        return plan_again(plan, costs_of(self._layers, times), times.h2d_bytes_per_s)

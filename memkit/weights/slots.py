@@ -43,16 +43,13 @@ class Slot:
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
         """For each layer that was here, the span that it is copied from, and the parts of the slot that it is copied to."""
         self.filled = next(_num_filled)
-        """The larger, the later it was filled."""
         self.is_overflow = is_overflow
         """Whether it was made because all others were in use: it is released as soon as it is idle."""
         self.chunk: LayerChunk | None = None
         """The layer whose bytes it has, or will have once `ready` is reached."""
         self.state: object = None
-        """The chunk's `state()` when its bytes were copied."""
         self.ready: Event | None = None
         self.is_ready = False
-        """Whether `ready` is known to be reached."""
         self.stepped: Event | None = None
         """Reached when the last step of a parameter here is done, of those that run beside the backward; None if there was none
         since it was filled. Streams wait for it, except for the rest of the layer's own backward."""
@@ -77,7 +74,6 @@ class Slot:
 
     @property
     def is_held(self) -> bool:
-        """Whether anyone but the slot itself holds its storage."""
         return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
@@ -108,7 +104,6 @@ class Slot:
                 deque(chunk.binding.set_data(known[1]), maxlen=0)
 
     def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
-        """Return the bytes of the slot that a span is copied to, split like its pieces."""
         parts, start = list[Tensor](), 0
         for piece in span.pieces:
             parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
@@ -152,7 +147,8 @@ class Slot:
     def fail(self) -> None:
         """Note that the copy that was to fill it has failed: it holds nothing."""
         if self.chunk is not None and self.chunk.slot is self:
-            self.chunk.evict()
+            self.chunk.become(Residency.HOST)
+            self.chunk.slot = None
         self.chunk = self.state = self.ready = None
 
     def leave(self) -> None:
@@ -244,7 +240,6 @@ class SlotRing:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that all slots take now."""
         return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
@@ -291,7 +286,6 @@ class SlotRing:
         return best
 
     def overflow(self, chunk: LayerChunk) -> Slot:
-        """Return an overflow slot."""
         slot = Slot(self._device, self._memory.allocate(self, chunk.num_bytes), is_overflow=True)
         self._add(slot)
         self.num_overflows += 1

@@ -38,7 +38,7 @@ from memkit.weights.saving import Lying, StreamedHandle
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
 
-_MOST_NOTED = 4096
+_MOST_NOTED, _MOST_PENDING = 4096, 256
 _MOST_KNOWN_AHEAD = 512
 
 
@@ -57,13 +57,10 @@ class LayerOrder:
 
     def __init__(self, guess: Sequence[int], *, turns_back: bool) -> None:
         self._known = list(guess)
-        """The layers of the last pass, in order."""
         self._turns_back = turns_back
         self.noted: list[int] = []
-        """The layers of this pass so far."""
         self._place = -1
         self._ahead: dict[tuple[int, int], dict[int, int]] = {}
-        """Results of `ahead`, by place in the order and layer."""
 
     def begin(self) -> None:
         if self.noted and self.noted != self._known:
@@ -137,7 +134,6 @@ class Streamer:
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0
-        """Fetches that began no sooner than the layer was needed."""
         self._disk, self._lanes = disk, lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
@@ -148,7 +144,6 @@ class Streamer:
         self._current: LayerChunk | None = None
         self._phase = UsePhase.FORWARD
         self._ahead: Mapping[int, int] = {}
-        """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
         self.lying: Lying | None = None
         """The layer whose backward is going on."""
@@ -177,18 +172,17 @@ class Streamer:
     # Passes
 
     def is_continued_by(self, first: LayerChunk | None) -> bool:
-        """Tell whether a layer that is called by itself is the next one of the pass before, so that this goes on."""
         return first is not None and self._current is not None and self._orders[self._phase].is_next(first.position)
 
     def begin_pass(self) -> None:
-        """A forward begins that is no part of another, nor of a backward."""
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
             self.ring.invalidate()
             if self._disk is not None:
                 self._disk.invalidate()
             self._current = None
-            self.stalls.tidy()
+            if len(self.stalls.pending) > _MOST_PENDING:
+                self.stalls.seconds()  # reads those that are reached
             for phase in (UsePhase.FORWARD, UsePhase.SAMPLING):
                 self._orders[phase].begin()
             self._phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
@@ -252,7 +246,6 @@ class Streamer:
         return len(chunk.uses) > (self in chunk.uses)
 
     def rest(self) -> None:
-        """No backward of a layer is going on."""
         with torch_private.without_python_dispatch(), self.lock:
             chunk, lying, self.lying = self._in_backward, self.lying, None
             if chunk is not None:
@@ -365,8 +358,6 @@ class Streamer:
         self.num_fetches += 1
 
     def write_back(self, chunk: LayerChunk) -> Event:
-        """Copy a layer's written slot to its host copy; return the event behind that."""
-
         def copy(storage: torch.UntypedStorage, after: Event) -> Event:
             assert chunk.span is not None
             return self._lanes.copy_out(storage, chunk.span, after=after).done
@@ -394,7 +385,6 @@ class Streamer:
             self.device.synchronize()
 
     def invalidate(self) -> None:
-        """The caller may have written to the host copies unseen."""
         with self.lock:
             self.ring.invalidate()
             if self._disk is not None:

@@ -190,13 +190,10 @@ OFTEN: dict[str, Work] = {
     "states are saved and loaded": checkpoints,
 }
 FULL: dict[str, Work] = {
-    "AdamW, host, some stay": functools.partial(on_two, adamw, update="host", device_budget="20KiB"),
     "AdamW, some stay": functools.partial(on_two, adamw, device_budget="20KiB"),
-    "AdamW, all stay": functools.partial(on_two, adamw, device_budget="1MiB", least_bytes=0),
     "AdamW, device, windows": functools.partial(on_two, adamw, is_cut=True),
     "AdamW, host, windows": functools.partial(on_two, adamw, is_cut=True, update="host"),
     "SGD, device": functools.partial(on_two, momentum),
-    "SGD, host": functools.partial(on_two, momentum, update="host"),
     "on a disk": on_disk,
     "on two axes": on_two_axes,
 }

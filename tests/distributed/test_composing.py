@@ -200,11 +200,16 @@ def test_what_has_sharded_modules_in_it_is_no_region() -> None:
     assert why_not_region(model.blocks[0].up) == ""
 
 
-def test_sharded_module_that_is_not_gathered_for_its_backward_is_no_region() -> None:
-    block = fully_shard(make().blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    block.set_unshard_in_backward(False)
+def test_what_sharded_module_is_no_region() -> None:
+    model, mesh = make(), init_device_mesh("cpu", (1,))
+    apart, hooked, wrapping = (fully_shard(model.blocks[number], mesh=mesh) for number in range(3))
+    apart.set_unshard_in_backward(False)
+    hooked.register_forward_hook(lambda *_: None)
+    wrapping.up.weight._local_tensor = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))  # such a gather may count as a write
 
-    assert why_not_region(block) == "FSDP2 does not gather it for its backward"
+    assert why_not_region(apart) == "FSDP2 does not gather it for its backward"
+    assert "it has hooks" in why_not_region(hooked)
+    assert "made up of others" in why_not_region(wrapping)
 
 
 class _Ends(nn.Module):
@@ -243,21 +248,6 @@ def test_what_is_not_gathered_for_its_backward_is_kept(context: str) -> None:
     assert_same(found, plain)
     assert context != "Rematerialize(0.1)" or stats.num_replays > 0
     memkit.reset(TAG)
-
-
-def test_sharded_module_with_hooks_of_the_user_is_no_region() -> None:
-    block = fully_shard(make().blocks[0], mesh=init_device_mesh("cpu", (1,)))
-    block.register_forward_hook(lambda *_: None)
-
-    assert "it has hooks" in why_not_region(block)
-
-
-def test_what_gathers_tensors_made_of_others_is_no_region() -> None:
-    """Such a gather may count as a write."""
-    model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
-    model.blocks[0].up.weight._local_tensor = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
-
-    assert "made up of others" in why_not_region(model.blocks[0])
 
 
 def test_marks_are_set_once_and_around_the_hook_of_fsdp_alone() -> None:

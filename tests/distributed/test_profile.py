@@ -269,33 +269,35 @@ def test_part_that_is_sharded_is_not_traced_ahead(one: None) -> None:
         trace_ahead(model.blocks[0], (torch.randn(2, 13),), {}, target="cpu", min_bytes=1)
 
 
-def test_shards_without_data_are_refused() -> None:
-    with fake_group(8):
-        with torch.device("meta"):
-            model = Model()
-        memkit.shard(model)
-
-        with pytest.raises(ProfileError, match="its shards are on the meta device, without data; fill them first"):
-            profile(model, 0)
+def _without_data() -> nn.Module:
+    with torch.device("meta"):
+        model = Model()
+    return memkit.shard(model)
 
 
-def test_shards_between_some_of_the_ranks_are_refused() -> None:
-    with fake_group(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("one", "other"))["other"]
-        model = fully_shard(make(), mesh=mesh)
-
-        with pytest.raises(ProfileError, match="needs all 8 ranks of the process group; found one that is split between 4"):
-            profile(model, 0)
+def _between_some_ranks() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("one", "other"))["other"]
+    return fully_shard(make(), mesh=mesh)
 
 
-def test_tensor_parallelism_is_refused() -> None:
-    with fake_group(8):
-        model, mesh = make(), init_device_mesh("cpu", (8,))
-        fully_shard(model.blocks[0], mesh=mesh)
-        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Replicate()]))
+def _tensor_parallel() -> nn.Module:
+    model, mesh = make(), init_device_mesh("cpu", (8,))
+    fully_shard(model.blocks[0], mesh=mesh)
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Replicate()]))
+    return model
 
-        with pytest.raises(ProfileError, match=r"and head\.weight was a DTensor before, as of tensor parallelism"):
-            profile(model, 0)
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_without_data, "its shards are on the meta device, without data; fill them first"),
+        (_between_some_ranks, "needs all 8 ranks of the process group; found one that is split between 4"),
+        (_tensor_parallel, r"and head\.weight was a DTensor before, as of tensor parallelism"),
+    ],
+)
+def test_other_shards_are_refused(build: Callable[[], nn.Module], message: str) -> None:
+    with fake_group(8), pytest.raises(ProfileError, match=message):
+        profile(build(), 0)
 
 
 def test_model_whose_group_is_gone_is_refused() -> None:

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.core import backwards
 from memkit.device import Device, ReferenceDevice
-from memkit.weights.accumulation import Accumulation, Made
+from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.gradients import HostGradients
+from memkit.weights.gradients import HostGradients, Made
 from memkit.weights.streaming import Streamer
 from tests.engine import LateThread
 from tests.gpus import ON_GPU
