@@ -33,14 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _ShardRegion:
-    """The place of one parameter's shard in its layer's chunk."""
-
     start: int
     numel: int
     dtype: torch.dtype
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the shard, [numel], in a storage that has the bytes of the chunk."""
         offset = self.start // self.dtype.itemsize
         return tensor_over(storage, self.dtype, offset=offset, size=(self.numel,), stride=(1,))
 
@@ -52,26 +49,22 @@ Layout = tuple[_ShardRegion, ...]
 class ShardBuffer:
     """Device memory for chunks of one layout, one after the other, with views of the shards that are made once.
 
-    Args:
-        storage: goes back to `home`. The next chunk is copied here behind what that stream has to do then, so it has waited for
-            all that has read the one before.
+    It goes back to the stream `home`. The next chunk is copied here behind that stream's work, so behind all reads of the one
+    before.
     """
-
-    __slots__ = ("done", "home", "layout", "parts", "shards", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, layout: Layout, home: Stream) -> None:
         self.storage, self.layout, self.home = storage, layout, home
         self.parts = byte_view(storage).split(TURN_BYTES)
-        """What the pieces of a chunk are copied to."""
         self.shards = [region.over(storage) for region in layout]
         self.done: Event
-        """The bytes of the chunk that was put on the lane last are there."""
 
 
 data_of = attrgetter(torch_private.FSDP_SHARD)
-"""What FSDP2 gathers of a parameter: padded to the same length on all ranks, as [numel]."""
+"""The shard that FSDP2 gathers of a parameter: padded to the same length on all ranks, as [numel]."""
 _own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")
-"""What is the rank's own of that, in the shape that it has: what the optimizer steps. It may be nothing."""
+"""The rank's own part of that, in its shape, which the optimizer steps. It may be empty."""
+_gather_of = attrgetter(torch_private.FSDP_GATHER)
 
 
 class HostLayer:
@@ -84,19 +77,16 @@ class HostLayer:
         self._arena, self._layouts = arena, layouts
         self._span: Span | None = None
         self.pieces: tuple[Tensor, ...] = ()
-        """The bytes of its chunk, in as many parts as they are copied in."""
         self._memories: list[tuple[Span, weakref.ref[Any]]] = []
         """Chunks it has had, each with its memory, held until no tensor is in it."""
         self.last_read: Event | None = None
-        """Behind the last copy of its chunk."""
         self._addresses: tuple[list[int], list[int]] = [], []
-        """Where each shard was put: what is gathered, and what is this rank's own of it."""
+        """Where each shard was put: the one that is gathered, and this rank's own."""
         self.steppers: Collection[ReducedSteps] = ()
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether FSDP2 has gathered it, or has begun to."""
-        return self.group.is_unsharded or getattr(self.group, torch_private.FSDP_GATHER) is not None
+    def is_stepped(self) -> bool:
+        return any(steps.is_stepping(self) for steps in self.steppers)
 
     # For a `StateOffload` that steps its shards: see `memkit.optimizers.steppers.ReducedLayer`
 
@@ -117,11 +107,8 @@ class HostLayer:
     # Its memory
 
     def chunk(self) -> Span:
-        """Return its host memory, in which all shards are.
-
-        A shard may have come to lie elsewhere: what had no data when it was sharded, and what was loaded with `assign=True`,
-        moved or cast since.
-        """
+        """Return its host memory, with all shards in it: also those without data when they were sharded, and those that were
+        loaded with `assign=True`, moved or cast since."""
         parameters = self.group.fsdp_params
         flat, own = map(Tensor.data_ptr, map(data_of, parameters)), map(Tensor.data_ptr, map(_own_of, parameters))
         if self._addresses != ([*flat], [*own]):
@@ -153,8 +140,7 @@ class HostLayer:
                 if (flat.data_ptr(), own.data_ptr()) == (flats[number], owns[number]):
                     continue
                 # A storage of its own, so that saving a shard writes no more than its bytes.
-                num_bytes = region.numel * region.dtype.itemsize
-                moved = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=region.start).view(region.dtype)
+                moved = torch.frombuffer(memory, dtype=region.dtype, count=region.numel, offset=region.start)
                 moved.copy_(flat)
                 moved_own = moved[: own.numel()].view(own.shape)
                 moved_own.copy_(own)  # which torch may have put elsewhere by itself, to pin it
@@ -163,7 +149,7 @@ class HostLayer:
                 flats[number], owns[number] = moved.data_ptr(), moved_own.data_ptr()
 
     def _give_left(self) -> None:
-        """Give back the chunks that it has had and in which no tensor is any more, also none that the caller has kept."""
+        """Give back its former chunks in which no tensor is any more, also none that the caller has kept."""
         self._memories, before = [each for each in self._memories if each[1]() is not None], self._memories
         for span in dict.fromkeys(span for span, _ in before):
             if all(span is not held for held, _ in self._memories):
@@ -172,18 +158,18 @@ class HostLayer:
 
 
 def group_of(module: Any) -> Any:
-    """Return what FSDP2 gathers as one for a module, None for one without parameters of its own."""
+    """Return FSDP2's group of the parameters that it gathers as one for a module, None for one without its own."""
     to_state, to_group = torch_private.FSDP_GROUP
     group = _named(_named(module, to_state)(), to_group)
     if group is not None:
         names = torch_private.FSDP_GATHER, torch_private.FSDP_PHASE, torch_private.FSDP_REDUCE
-        for name in (*torch_private.FSDP_PARTS, *names):
-            _named(group, name)
-        _named(group.comm_ctx, "get_all_gather_streams")
+        expected = [(group, (*torch_private.FSDP_PARTS, *names)), (group.comm_ctx, ("get_all_gather_streams",))]
         for parameter in group.fsdp_params:
-            _named(parameter, torch_private.FSDP_SHARD)
-            _named(parameter, torch_private.FSDP_LANDED)
-            _named(parameter.sharded_param, torch_private.LOCAL_TENSOR)
+            expected.append((parameter, (torch_private.FSDP_SHARD, torch_private.FSDP_LANDED)))
+            expected.append((parameter.sharded_param, (torch_private.LOCAL_TENSOR,)))
+        for owner, attributes in expected:
+            for name in attributes:
+                _named(owner, name)
     return group
 
 
@@ -221,9 +207,9 @@ class HostShards:
         self._arena = Arena(device)
         self._layouts: dict[Layout, Layout] = {}
         self._spare: list[ShardBuffer] = []
-        """What layers that are yet to be brought in this forward or backward will need."""
+        """For layers that are yet to be brought in this forward or backward."""
         self._packing: tuple[object, Stream] | None = None
-        """FSDP2's stream for packing, and the same one as the device has it: to ask for that takes as long as a copy."""
+        """FSDP2's stream for packing, and the device's object for it: to ask for that takes as long as a copy."""
         self._is_in_forward = False
         self._last: Event | None = None
         """Behind the copy that was put on the lane last, until the host has waited for it."""
@@ -232,7 +218,6 @@ class HostShards:
         self.layers: list[HostLayer] = []
         """The groups that FSDP2 gathers: layers in running order, then the rest."""
         self._numbers: dict[int, int] = {}
-        """Of layers, by the ids of what FSDP2 gathers."""
         for function in (self._unshard, self._wait_for_unshard, self._reduce, self._begin, self._leave):
             leave_untraced(function)
 
@@ -268,7 +253,7 @@ class HostShards:
 
     def _unshard(self, layer: HostLayer, unshard: Callable[[bool], None], async_op: bool = False) -> None:
         """Begin to gather a layer, as `FSDPParamGroup.unshard`: it reads the shards, unless there is but one rank."""
-        is_read = not layer.is_gathered
+        is_read = not (layer.group.is_unsharded or _gather_of(layer.group) is not None)
         if is_read:
             self._bring(layer)
         self._bring_next(layer)
@@ -280,20 +265,21 @@ class HostShards:
 
     def _wait_for_unshard(self, layer: HostLayer, wait: Callable[[], None]) -> None:
         """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank."""
-        if layer.steppers and getattr(layer.group, torch_private.FSDP_GATHER) is not None and _is_stepped(layer):
+        is_gathering = _gather_of(layer.group) is not None
+        if is_gathering and layer.steppers and layer.is_stepped:
             raise StateOffloadError(
                 "shard: the backward gathers a layer once more whose gradients it has reduced, and with which a "
                 'StateOffload(when="backward") has stepped it: what is computed would mix weights of two steps. Leave the '
                 "StateOffload out"
             )
-        if self._num_shards > 1 or getattr(layer.group, torch_private.FSDP_GATHER) is None:
+        if self._num_shards > 1 or not is_gathering:
             wait()
             return
         self._bring(layer)
         self._read(layer, wait)
 
     def _reduce(self, layer: HostLayer, reduce: Callable[..., None], *args: Any) -> None:
-        """Reduce a layer's gradients to host memory, as `FSDPParamGroup.post_backward`; whoever steps with them is told."""
+        """Reduce a layer's gradients to host memory, as `FSDPParamGroup.post_backward`, and tell its steppers."""
         steppers = [*layer.steppers]  # held until both are called
         for steps in steppers:
             steps.before_reduce(layer)
@@ -302,8 +288,7 @@ class HostShards:
             steps.after_reduce(layer)
 
     def _read(self, layer: HostLayer, read: Callable[[], None], packing: object = None) -> None:
-        """Have FSDP2 read the shards of a layer on the device, on a stream that has waited for them: by default the current
-        one."""
+        """Have FSDP2 read the shards of a layer on the device, on a stream that waits for them: by default the current one."""
         brought, layer.brought = layer.brought, None
         assert brought is not None
         parameters, device, name = layer.group.fsdp_params, self._device, torch_private.FSDP_SHARD
@@ -328,7 +313,6 @@ class HostShards:
     # What comes to the device
 
     def _bring(self, layer: HostLayer) -> None:
-        """Put the copy of a layer's chunk on the lane, unless it is there or done already."""
         if layer.brought is not None:
             return
         for steps in layer.steppers:
@@ -365,8 +349,7 @@ class HostShards:
         return known[1]
 
     def _is_reused(self, layer: HostLayer, buffer: ShardBuffer) -> bool:
-        """Tell whether the buffer of a layer that was read is reused for the next layer but one: see [Note: ahead of the
-        gather]."""
+        """Tell whether the next layer but one can have the buffer: see [Note: ahead of the gather]."""
         is_forward = torch_private.backward_task() == -1
         if is_forward and not self._is_in_forward:
             return False
@@ -387,15 +370,13 @@ class HostShards:
         number += 1 if task == -1 else -1
         if 0 <= number < len(self._numbers):
             following = self.layers[number]
-            if following.brought is not None or following.is_gathered:
+            if following.brought is not None or following.group.is_unsharded or _gather_of(following.group) is not None:
                 return
-            if following.steppers and _is_stepped(following):
-                return  # it runs in another order than it is registered in
-            if task == -1 or following.group.unshard_in_backward:
+            # a stepped one runs in another order than it is registered in
+            if not (following.steppers and following.is_stepped) and (task == -1 or following.group.unshard_in_backward):
                 self._bring(following)
 
     def _drop_all(self) -> None:
-        """Drop chunks that were copied and not gathered, and free buffers."""
         self._spare.clear()
         for layer in self.layers:
             brought, layer.brought = layer.brought, None
@@ -424,8 +405,3 @@ class HostShards:
         last, self._last = self._last, None
         if last is not None:
             self._device.synchronize(last)
-
-
-def _is_stepped(layer: HostLayer) -> bool:
-    """Tell whether the running backward has had shards of a layer stepped, or has begun to."""
-    return any(steps.is_stepping(layer) for steps in layer.steppers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,50 +27,41 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 
-def check_group() -> None:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "shard needs a process group; found none. Start the script by torchrun --nproc-per-node N, and call "
-            "torch.distributed.init_process_group() first; one process is a group as well"
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    mesh: DeviceMesh
+    frozen_dtype: torch.dtype | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    reshard_after_forward: bool
+    prefetch: int
 
+    def check(self) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-def check_arguments(
-    model: object,
-    mesh: object,
-    frozen_dtype: object,
-    mp_policy: object,
-    offload_policy: object,
-    reshard_after_forward: object,
-    prefetch: object,
-) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard needs a torch.nn.Module; found {type(model).__name__}")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"shard: mesh is a torch.distributed.device_mesh.DeviceMesh; found {type(mesh).__name__}")
-    if not (mp_policy is None or isinstance(mp_policy, MixedPrecisionPolicy)):
-        raise TypeError(f"shard: mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy; found {type(mp_policy).__name__}")
-    if not (offload_policy is None or isinstance(offload_policy, OffloadPolicy)):
-        raise TypeError(
-            "shard: offload_policy is a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy; found "
-            f"{type(offload_policy).__name__}"
-        )
-    if not (frozen_dtype is None or isinstance(frozen_dtype, torch.dtype)):
-        raise TypeError(f"shard: frozen_dtype is a torch.dtype; found {frozen_dtype!r}")
-    if frozen_dtype is not None and not frozen_dtype.is_floating_point:
-        raise ValueError(f"shard: frozen_dtype is a floating-point type; found {frozen_dtype}")
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(
-            f"shard: reshard_after_forward is True or False; found {reshard_after_forward!r}. "
-            "torch.distributed.fsdp.fully_shard takes a number of ranks as well"
-        )
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f"shard: prefetch is a number of layers; found {prefetch!r}")
-    if prefetch < 0:
-        raise ValueError(f"shard: prefetch is a number of layers, 0 or more; found {prefetch}")
+        fsdp, none = "torch.distributed.fsdp.", type(None)
+        for name, kinds, what in (
+            ("mesh", (DeviceMesh,), "a torch.distributed.device_mesh.DeviceMesh"),
+            ("mp_policy", (MixedPrecisionPolicy, none), f"a {fsdp}MixedPrecisionPolicy"),
+            ("offload_policy", (OffloadPolicy, none), f"a {fsdp}CPUOffloadPolicy or OffloadPolicy"),
+            ("frozen_dtype", (torch.dtype, none), "a torch.dtype"),
+        ):
+            given = getattr(self, name)
+            found = repr(given) if name == "frozen_dtype" else type(given).__name__
+            if not isinstance(given, kinds):
+                raise TypeError(f"shard: {name} is {what}; found {found}")
+        if self.frozen_dtype is not None and not self.frozen_dtype.is_floating_point:
+            raise ValueError(f"shard: frozen_dtype is a floating-point type; found {self.frozen_dtype}")
+        if not isinstance(self.reshard_after_forward, bool):
+            raise TypeError(
+                f"shard: reshard_after_forward is True or False; found {self.reshard_after_forward!r}. "
+                "torch.distributed.fsdp.fully_shard takes a number of ranks as well"
+            )
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
+            raise TypeError(f"shard: prefetch is a number of layers; found {self.prefetch!r}")
+        if self.prefetch < 0:
+            raise ValueError(f"shard: prefetch is a number of layers, 0 or more; found {self.prefetch}")
 
 
 def check_model(model: nn.Module) -> None:
@@ -101,7 +93,6 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise where layers can't be gathered each by itself."""
     for name, layer in layers.items():
         if layer is model:
             raise ValueError("layers: the model itself is no layer of it. Leave layers out, or name modules in it")
@@ -233,11 +224,25 @@ def shard(
 
     Source: `torch.distributed.fsdp.fully_shard`.
     """
-    check_group()
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "shard needs a process group; found none. Start the script by torchrun --nproc-per-node N, and call "
+            "torch.distributed.init_process_group() first; one process is a group as well"
+        )
     over = _default_mesh() if mesh is None else mesh  # before ranks may raise: it chooses the device by LOCAL_RANK
+    options = _Options(
+        mesh=over,
+        frozen_dtype=frozen_dtype,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+    )
 
     def look() -> dict[str, nn.Module]:
-        check_arguments(model, over, frozen_dtype, mp_policy, offload_policy, reshard_after_forward, prefetch)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"shard needs a torch.nn.Module; found {type(model).__name__}")
+        options.check()
         check_mesh(over, model)
         check_model(model)
         found = find_layers(model, layers, feature="shard")
@@ -251,14 +256,7 @@ def shard(
             yield name, tuple(item.shape), item.dtype, item.requires_grad
 
     found = together(look, describe, doing="looking at the model")
-
-    def act() -> None:
-        if frozen_dtype is not None:
-            _convert_frozen(model, frozen_dtype)
-        host = HostShards(open_device(device_of(over)), over.size(over.ndim - 1)) if _is_brought(offload_policy) else None
-        _shard(model, found, over, mp_policy, offload_policy, reshard_after_forward, prefetch, host)
-
-    together(act, lambda _: (), doing="sharding it, which is done in part now")
+    together(lambda: _shard(model, found, options), lambda _: (), doing="sharding it, which is done in part now")
     return model
 
 
@@ -272,36 +270,26 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _convert_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    frozen = [item for item in model.parameters() if not item.requires_grad and item.is_floating_point()]
-    if not frozen:
-        warn_user(f"memkit.shard: frozen_dtype={dtype} changes nothing: no parameter is frozen")
-    for parameter in frozen:
-        parameter.data = parameter.data.to(dtype)
-
-
-def _shard(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
-    reshard_after_forward: bool,
-    prefetch: int,
-    host: HostShards | None,
-) -> None:
+def _shard(model: nn.Module, layers: Mapping[str, nn.Module], options: _Options) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
-        offload_policy = CPUOffloadPolicy(pin_memory=False)  # there is no device to pin for
-    policies: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy() if mp_policy is None else mp_policy,
-        "offload_policy": OffloadPolicy() if offload_policy is None else offload_policy,
-    }
+    if options.frozen_dtype is not None:
+        frozen = [item for item in model.parameters() if not item.requires_grad and item.is_floating_point()]
+        if not frozen:
+            warn_user(f"memkit.shard: frozen_dtype={options.frozen_dtype} changes nothing: no parameter is frozen")
+        for parameter in frozen:
+            parameter.data = parameter.data.to(options.frozen_dtype)
+    mesh, offload_policy, host = options.mesh, options.offload_policy or OffloadPolicy(), None
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        if offload_policy.pin_memory:  # then memkit brings shards from there
+            host = HostShards(open_device(device_of(mesh)), mesh.size(mesh.ndim - 1))
+        if mesh.device_type == "cpu":
+            offload_policy = CPUOffloadPolicy(pin_memory=False)  # there is no device to pin for
+    policies: dict[str, Any] = {"mp_policy": options.mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy}
     parts: list[FSDPModule] = []
     for module in (*layers.values(), model):
         # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
-        reshards = None if module is model and reshard_after_forward else reshard_after_forward
+        reshards = None if module is model and options.reshard_after_forward else options.reshard_after_forward
         parts.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **policies))
         if host is not None:
             try:
@@ -310,14 +298,7 @@ def _shard(
                 warn_user(f"memkit.shard: parameters come from the host by FSDP2's own policy, in one copy each: {error}")
                 host = None
     *parts, whole = parts
-    _set_prefetch(whole, parts, prefetch, comes_from_host=host is not None)
-
-
-def _is_brought(offload_policy: OffloadPolicy | None) -> bool:
-    """Tell whether shards are to be in pinned host memory, from where memkit brings them."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    _set_prefetch(whole, parts, options.prefetch, comes_from_host=host is not None)
 
 
 def _set_prefetch(model: FSDPModule, layers: list[FSDPModule], prefetch: int, *, comes_from_host: bool) -> None:

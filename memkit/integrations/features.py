@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,27 +27,24 @@ from memkit.weights import LayerOffload, LayerStats
 Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
-"""What was last attached to each model: a run that ended by an error may have left it there."""
 _begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
-"""The `StateOffload`s made by callbacks: a run that ended by an error may have left one open."""
+"""Attached and made last by callbacks: a run that ended by an error may have left them there."""
 
 
 class Features:
     """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
     stream, and what makes a `StateOffload` of the optimizer. `owner` is the name of the callback, for errors."""
 
-    def __init__(self, owner: str, features: Iterable[object]) -> None:
+    def __init__(self, owner: str, features: Sequence[object]) -> None:
         self.owner = owner
         self.contexts: list[ForwardContext] = []
         self.offloads: list[LayerOffload] = []
         self.states: OptimizerStates | None = None
         self._attached: list[Attachment] = []
         self._known: list[frozenset[str | int]] = []
-        """The names and ids of the parameters of each model whose layers stream, as of now."""
-        given: list[object] = list(features)
-        if not given:
+        if not features:
             raise TypeError(f'{owner} needs a feature, such as memkit.MemoryBudget("12GiB"); found none')
-        for feature in given:
+        for feature in features:
             if isinstance(feature, ForwardContext):
                 if any(type(other) is type(feature) for other in self.contexts):
                     raise ValueError(f"{owner} needs at most one {type(feature).__name__}; found two. Leave one of them out")
@@ -94,10 +91,13 @@ class Features:
         self.end()
         for attachment in _begun.pop(model, []):
             attachment.remove()
+        own = inside(optimizer)
         try:
             for context in self.contexts:
-                told = _told(context, optimizer, looks_ahead=looks_ahead) if isinstance(context, MemoryBudget) else context
-                self._attached.append(attach(model, told))
+                if isinstance(context, MemoryBudget):
+                    known = own if isinstance(own, torch.optim.Optimizer) else None
+                    context = context.told(optimizer=known, look_ahead=looks_ahead)
+                self._attached.append(attach(model, context))
         except BaseException:
             self.end()
             self.end_states()
@@ -105,13 +105,10 @@ class Features:
         _begun[model] = list(self._attached)
 
     def begin_states(self, optimizers: Iterable[object]) -> None:
-        """Make the `StateOffload`s, if there are to be any. Called before `begin`, so that their device memory is already
-        allocated when a budget is planned."""
         if self.states is not None:
             self.states.begin(optimizers)
 
     def end(self) -> None:
-        """Remove the contexts. Layers keep streaming."""
         while self._attached:
             self._attached.pop().remove()
 
@@ -125,16 +122,15 @@ class Features:
         for offload in self.offloads:
             offload.close()
 
+    def _streaming(self) -> list[LayerOffload]:
+        return [offload for offload in self.offloads if offload in attached_to(offload.model)]
+
     @property
     def is_on(self) -> bool:
-        has_states = self.states is not None and bool(self.states.opened)
-        return bool(self._attached) or has_states or any(offload in attached_to(offload.model) for offload in self.offloads)
+        return bool(self._attached or (self.states is not None and self.states.opened) or self._streaming())
 
     def figures(self) -> dict[str, float]:
-        """Return `memkit.live_values` of the contexts that have done something, of streaming layers and of states in host
-        memory."""
-        streaming = [offload for offload in self.offloads if offload in attached_to(offload.model)]
-        found: list[SavedTensorStats | LayerStats | StateStats] = [offload.stats() for offload in streaming]
+        found: list[SavedTensorStats | LayerStats | StateStats] = [offload.stats() for offload in self._streaming()]
         found += self.states.figures() if self.states is not None else ()
         for tag in dict.fromkeys(context.tag for context in self.contexts if context.tag):
             with suppress(ValueError):  # nothing has run under it yet
@@ -142,13 +138,8 @@ class Features:
         return values_of(found)
 
 
-def _told(budget: MemoryBudget, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool) -> MemoryBudget:
-    inner = inside(optimizer)
-    return budget.told(optimizer=inner if isinstance(inner, torch.optim.Optimizer) else None, look_ahead=looks_ahead)
-
-
 class OptimizerStates:
-    """A `StateOffload` for each optimizer of a training, which is there only once the training has begun."""
+    """A `StateOffload` for each optimizer of a training, made when the training begins."""
 
     def __init__(self, owner: str, asked: object) -> None:
         if not _is_asked_for(asked):
@@ -157,14 +148,12 @@ class OptimizerStates:
                 'memkit.StateOffload, or functools.partial(memkit.StateOffload, device_budget="4GiB")'
             )
         self._owner = owner
-        self._options: dict[str, Any] = {}
-        if isinstance(asked, functools.partial):
-            if asked.args:
-                raise TypeError(
-                    f"{owner} makes the StateOffload over the trainer's optimizer; found a functools.partial that has one "
-                    f"already, {type(asked.args[0]).__name__}. Leave that out"
-                )
-            self._options = dict(asked.keywords)
+        self._options: dict[str, Any] = getattr(asked, "keywords", {})
+        for given in getattr(asked, "args", ()):
+            raise TypeError(
+                f"{owner} makes the StateOffload over the trainer's optimizer; found a functools.partial that has one already, "
+                f"{type(given).__name__}. Leave that out"
+            )
         try:
             bound = inspect.signature(StateOffload).bind(None, **self._options)
         except TypeError as error:
@@ -176,21 +165,18 @@ class OptimizerStates:
         self.overlaps: bool = options["overlap_forward"]
         self.opened: list[StateOffload] = []
         self._figures: list[StateStats] = []
-        """The figures of the last training that has ended."""
 
     def begin(self, optimizers: Iterable[object]) -> None:
         """Make a `StateOffload` of each optimizer that has none yet."""
-        found = [inside(optimizer) for optimizer in optimizers]
+        found = {id(one): one for one in map(inside, optimizers)}
         if not found:
             raise ValueError(f"{self._owner} needs the optimizer of the training for its StateOffload; the trainer has none")
-        for states in [states for states in self.opened if not any(states.optimizer is one for one in found)]:
+        for states in [states for states in self.opened if id(states.optimizer) not in found]:
             states.close()
             self.opened.remove(states)
-        known = [states.optimizer for states in self.opened]
+        known = {id(states.optimizer) for states in self.opened}
         try:
-            for optimizer in found:
-                if any(optimizer is one for one in known):
-                    continue
+            for optimizer in (one for key, one in found.items() if key not in known):
                 for states in [states for states in _begun_states if states.optimizer is optimizer]:
                     states.close()
                 made = StateOffload(optimizer, **self._options)  # refuses what is no optimizer
@@ -217,11 +203,9 @@ def _is_asked_for(feature: object) -> bool:
 
 def inside(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper, such as Accelerate's or Lightning's."""
-    found = optimizer
-    with suppress(AttributeError):
-        while isinstance(found.optimizer, torch.optim.Optimizer):
-            found = found.optimizer
-    return found
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def keep_in_place(offload: LayerOffload) -> LayerOffload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -64,7 +65,6 @@ class LightningFeatures:
         self._features = Features("MemkitLightningCallback", features)
         self._module = module
         self._step: _Step | None = None
-        """Stands for `training_step`, while it is attached to."""
         self._optimizer_states: list[dict[str, Any]] = []
         """Optimizer states from a checkpoint, until the training begins."""
 
@@ -137,7 +137,6 @@ class LightningFeatures:
     # What is attached to
 
     def _target(self, pl_module: nn.Module) -> nn.Module | None:
-        """Return the module to attach to; None for the whole training step."""
         if self._module is not None:
             try:
                 return pl_module.get_submodule(self._module)
@@ -170,24 +169,17 @@ class _Step(nn.Module):
         return self._code(*args, **kwargs)
 
     def put(self) -> None:
-        """Replace `training_step` from now on. Lightning inspects the function's code."""
-
-        @functools.wraps(self._code)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
-
+        """Replace `training_step`, by a function that looks like it: Lightning inspects its code."""
+        step = functools.wraps(self._code)(lambda *args, **kwargs: self(*args, **kwargs))
         vars(self.pl_module)["training_step"] = step
 
     def remove(self) -> None:
-        """Restore `training_step`."""
+        vars(self.pl_module).pop("training_step", None)
         if self._own is not None:
             vars(self.pl_module)["training_step"] = self._own
-        else:
-            vars(self.pl_module).pop("training_step", None)
 
 
 def _names_of(module: nn.Module) -> str:
-    """Return the names of the modules to which a feature could be attached."""
     return " or ".join(f'"{name}"' for name, child in module.named_children() if any(True for _ in child.parameters()))
 
 
@@ -224,24 +216,18 @@ else:
         if name != "MemkitLightningCallback":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         bases = tuple(sys.modules[package].Callback for package in _PACKAGES if package in sys.modules)
-        bases = bases or (_installed().Callback,)
-        known = _made.get(bases)
-        if known is None:
-            known = type(name, (LightningFeatures, *bases), {"__doc__": LightningFeatures.__doc__, "__module__": __name__})
-            _made[bases] = known
-        return known
+        return _callback_of(bases or (_installed().Callback,))
 
 
-_made: dict[tuple[type, ...], type] = {}
-"""The callback classes made so far, by their base classes."""
+@functools.cache
+def _callback_of(bases: tuple[type, ...]) -> type:
+    contents = {"__doc__": LightningFeatures.__doc__, "__module__": __name__}
+    return type("MemkitLightningCallback", (LightningFeatures, *bases), contents)
 
 
 def _installed() -> Any:
-    try:
+    with suppress(ImportError):
         return library(_PACKAGES[0], "MemkitLightningCallback")
-    except ImportError:
-        try:
-            return library(_PACKAGES[1], "MemkitLightningCallback")
-        except ImportError:
-            pass
-        raise
+    with suppress(ImportError):
+        return library(_PACKAGES[1], "MemkitLightningCallback")
+    return library(_PACKAGES[0], "MemkitLightningCallback")  # whose error is the one to raise

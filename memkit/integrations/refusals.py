@@ -17,7 +17,6 @@ class Loop:
     """What is known of a training loop before it begins, in the words of its own settings, for errors."""
 
     device: torch.device
-    """The device of the inputs."""
     replicas: str | None = None
     """The setting by which one process replicates the model on several GPUs, if any."""
     num_processes: int = 1
@@ -28,19 +27,15 @@ class Loop:
     flattens: str | None = None
     """What shards the weights by the first version of FSDP, which flattens those of a layer into one parameter."""
     casts: str | None = None
-    """The setting that casts the whole model."""
     scales: str | None = None
     """The setting that scales the loss with torch's own `GradScaler`."""
     takes_gradients: str | None = None
     """What reads gradients between the backward and the step."""
     compiles: str | None = None
-    """The setting that compiles the model as a whole."""
     checkpoints: str | None = None
-    """The setting that checkpoints each layer."""
     clips: str | None = None
     """What clips gradients after the backward, or computes their norm: the setting, or the loop itself."""
     accumulates: str | None = None
-    """The setting that accumulates gradients over several backwards."""
 
 
 def refuse(features: Features, loop: Loop) -> None:
@@ -138,5 +133,4 @@ def _refuse_states(owner: str, states: OptimizerStates, trained: list[str], loop
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """Tell whether layers of a model of transformers, or of diffusers, are checkpointed, by whatever setting."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -14,7 +14,7 @@ from memkit.integrations.features import Features
 from memkit.integrations.refusals import Loop, is_checkpointing, refuse
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 _Callback = TypeVar("_Callback", bound="TrainerFeatures")
 
@@ -81,14 +81,7 @@ class TrainerFeatures:
     # What Trainer calls
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        **_: Any,
+        self, args: TrainingArguments, *_: object, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **__: Any
     ) -> None:
         self._refuse(args)
         if self._features.offloads:
@@ -98,14 +91,7 @@ class TrainerFeatures:
             self._features.begin_states([optimizer])
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        **_: Any,
+        self, args: TrainingArguments, *_: object, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **__: Any
     ) -> None:
         self._features.check(model)
         self._refuse(args, is_checkpointing=is_checkpointing(model))
@@ -113,13 +99,7 @@ class TrainerFeatures:
         self._features.begin(model, optimizer)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: object, logs: dict[str, float] | None = None, **__: Any
     ) -> None:
         if logs is None or not self._features.is_on or any(name.startswith(("eval_", "test_")) for name in logs):
             return
@@ -135,7 +115,7 @@ class TrainerFeatures:
     def _refuse(self, args: TrainingArguments, *, is_checkpointing: bool = False) -> None:
         halves = {name: getattr(args, name, False) for name in ("fp16_full_eval", "bf16_full_eval")}
         shards = {name: bool(getattr(args, name, None)) for name in ("fsdp", "deepspeed")}
-        version = _fsdp_version(args)
+        version, backwards = _fsdp_version(args), args.gradient_accumulation_steps
         refuse(
             self._features,
             Loop(
@@ -151,17 +131,13 @@ class TrainerFeatures:
                 compiles="torch_compile=True" if args.torch_compile else None,
                 checkpoints="gradient_checkpointing=True" if is_checkpointing else None,
                 clips=f"Trainer, which takes the norm of all gradients (max_grad_norm={args.max_grad_norm}),",
-                accumulates=_above_one("gradient_accumulation_steps", args.gradient_accumulation_steps),
+                accumulates=f"gradient_accumulation_steps={backwards}" if backwards > 1 else None,
             ),
         )
 
 
 def _first(found: dict[str, bool]) -> str | None:
     return next((f"{name}=True" if name.endswith("eval") else f"{name}=..." for name, is_on in found.items() if is_on), None)
-
-
-def _above_one(name: str, number: int) -> str | None:
-    return f"{name}={number}" if number > 1 else None
 
 
 if TYPE_CHECKING:
@@ -182,7 +158,6 @@ else:
 
 
 def _fsdp_version(args: TrainingArguments) -> int | None:
-    """Return which FSDP shards the model, by Trainer's arguments or those of `accelerate launch`; None if none does."""
     given = getattr(args, "fsdp_plugin_args", None) or {}
     config = getattr(args, "fsdp_config", None)
     config = config if isinstance(config, dict) else {}

@@ -24,7 +24,7 @@ Streaming:
 
 Gradients:
 
-- `accumulation`: hooks that see gradients, and hand them over when they are complete: by layer, or each by itself
+- `accumulation`: `Accumulation`: when a gradient is complete, and how a backward ends
 - `gradients`: `HostGradients`: `train="host"`, gradients are added up in host memory
 - `fused`: `FusedSteps`: `train="fused"`, each parameter is stepped in its slot within the backward
 - `scaler`: `GradScaler` for gradients in host memory

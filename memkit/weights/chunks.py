@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
+from itertools import accumulate, repeat
+from operator import attrgetter, is_, mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +45,6 @@ class BoundTensor:
     While its layer runs, `tensor.data` lies in a slot; at all other times it is `host_copy`, in host memory.
     """
 
-    __slots__ = ("address", "dtype", "host_copy", "offset", "size", "stride", "tensor")
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.offset = 0
@@ -78,11 +76,10 @@ class BoundTensor:
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
 
     def is_host_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is a view of the host copy's storage with the same offset, size, stride and dtype."""
-        host_copy = self.host_copy
+        """Tell whether a tensor lies in the host copy's storage as that does."""
         return (
             tensor.dtype == self.dtype
-            and bool(tensor.storage_offset() == host_copy.storage_offset())
+            and bool(tensor.storage_offset() == self.host_copy.storage_offset())
             and tensor.size() == self.size
             and tensor.stride() == self.stride
             and self.shares_host_copy(tensor)
@@ -91,8 +88,6 @@ class BoundTensor:
 
 class StreamedParameter:
     """One parameter that streams: its plain tensors, and the wrappers around them, which say where those are."""
-
-    __slots__ = ("device", "dtype", "gradient_stride", "name", "parameter", "parts", "places", "size", "stride", "wrappers")
 
     def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
         self.name = name
@@ -107,8 +102,9 @@ class StreamedParameter:
 
     def note_stride(self) -> None:
         self.stride = self.parameter.stride()
-        self.gradient_stride = self.stride if is_dense(self.size, self.stride) else _contiguous(self.size)
-        """`AccumulateGrad` gives gradients the parameter's strides."""
+        # `AccumulateGrad` gives gradients the parameter's strides where those are dense.
+        contiguous = tuple(accumulate((max(length, 1) for length in self.size[:0:-1]), mul, initial=1))[::-1]
+        self.gradient_stride = self.stride if is_dense(self.size, self.stride) else contiguous
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
@@ -141,17 +137,12 @@ class StreamedParameter:
             part.tensor = tensor
 
     def over_gradient(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return a gradient of the parameter that fills a storage."""
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
 
     def is_unchanged(self, parameter: nn.Parameter) -> bool:
         """Tell whether a parameter, which a module has now, is the one that streams, and each of its parts is its host copy."""
-        if parameter is not self.parameter:
-            return False
-        if not self.wrappers:  # asked of all parameters ahead of each pass
-            return self.parts[0].is_host_copy(parameter)
         tensors = parts_of(parameter)
-        if len(tensors) != len(self.parts):
+        if parameter is not self.parameter or len(tensors) != len(self.parts):
             return False
         pairs = zip(self.parts, tensors, strict=True)
         return all(part.tensor is tensor and part.is_host_copy(tensor) for part, tensor in pairs)
@@ -182,37 +173,13 @@ class StreamedParameter:
 
 
 class Binding:
-    """All parameters of a chunk, as arrays that are made once: a step goes through them without a call for each.
-
-    Args:
-        parameters: those of the chunk. Where one is replaced, or its host copy comes to lie another way, `renew` is due.
-    """
-
-    __slots__ = (
-        "_addresses",
-        "_expected",
-        "_guards",
-        "_holders",
-        "_keys",
-        "_layout",
-        "_sample",
-        "counted",
-        "host_copies",
-        "is_frozen",
-        "known",
-        "parameters",
-        "places",
-        "requires_grad",
-        "set_data",
-        "tensors",
-        "versions",
-        "wrappers",
-    )
+    """All parameters of a chunk, as arrays that are made once: a step goes through them without a call for each. Where one is
+    replaced, or its host copy comes to lie another way, `renew` is due."""
 
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.places: tuple[Geometry, ...] = ()
-        """How each tensor lies in the chunk. As long as that stays so, this is the same object."""
+        """As long as all tensors lie in the chunk as before, this is the same object."""
         self.renew()
 
     def renew(self) -> None:
@@ -221,12 +188,11 @@ class Binding:
         self.known = frozenset(map(id, self.tensors))
         self.host_copies = tuple(part.host_copy for part in parts)
         self.wrappers = tuple(wrapper for streamed in self.parameters for wrapper in streamed.wrappers)
-        self.counted = (*self.wrappers, *self.tensors)
-        """What counts the writes to the bytes."""
-        self.versions: Callable[[], Iterator[int]] = partial(map, torch_private.version_of, self.counted)
-        self.requires_grad: Callable[[], Iterator[bool]] = partial(map, _requires_grad, self.tensors)
+        counted = (*self.wrappers, *self.tensors)  # which count the writes to the bytes
+        self.versions: Callable[[], Iterator[int]] = partial(map, torch_private.version_of, counted)
+        self.requires_grad: Callable[[], Iterator[bool]] = partial(map, attrgetter("requires_grad"), self.tensors)
         self.set_data: Callable[[Sequence[Tensor]], Iterator[None]] = partial(map, setattr, self.tensors, repeat("data"))
-        """Sets what each tensor is, as it is gone through: what `point_at` does where nothing else is to be seen to."""
+        """Sets each tensor's `data` as the iterator is exhausted: `point_at` without modes and wrappers."""
         places = tuple(part.place for part in parts)
         if places != self.places:
             self.places = places
@@ -236,20 +202,19 @@ class Binding:
         self._addresses = tuple(part.address for part in parts)
         self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
         self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
-        """What tells in one call that the tensors lie, and require grad, as they did when `check_unchanged` has looked at each.
-        Autocast and inference mode are part of what it compares: so there are two."""
+        """Each tells in one call that the tensors lie, and require grad, as they did when `check_unchanged` looked at each. It
+        compares autocast and inference mode as well: so there are two."""
         self.is_frozen = False
         """Whether no tensor required grad when `check_unchanged` has last said yes."""
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
         self._sample = next(floating, 0)
 
     def check_unchanged(self, *, in_modules: bool = True) -> bool:
-        """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
-        this says no: what wraps other tensors is not looked into.
+        """Tell whether the modules have the parameters, and each is its host copy, where that was made; False where one wraps
+        others, which are not looked into.
 
         Args:
-            in_modules: whether it matters what the modules have. It does not to a backward, which is of the parameters that
-                its forward had.
+            in_modules: whether it matters what the modules have. It does not to a backward, which has its forward's parameters.
         """
         tensors = self.tensors
         if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
@@ -289,15 +254,6 @@ class Binding:
 
 
 _NO_CONTEXT = nullcontext()
-_requires_grad = attrgetter("requires_grad")
-
-
-def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
@@ -319,15 +275,8 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-_HOST = torch.device("cpu")
-
-
 class LayerChunk:
-    """The streamed parameters of one layer, packed side by side.
-
-    Args:
-        parameters: what streams of it: not empty, each plain or with plain parts.
-    """
+    """The streamed parameters of one layer, packed side by side: at least one, each plain or with plain parts."""
 
     def __init__(self, name: str, module: nn.Module, parameters: Iterable[nn.Parameter], position: int) -> None:
         self.name = name
@@ -339,7 +288,7 @@ class LayerChunk:
         self.is_on_host = False
         """Whether the host copies are in the span, and parameters may be those."""
         self.num_changes = 0
-        """How often bytes were put into the host copy that no version counter knows of."""
+        """How often the host copy was written to without a version counter."""
         self.written: Event | None = None
         """Behind the last write to the host copy."""
         self.use_order = 0
@@ -354,29 +303,25 @@ class LayerChunk:
         self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         """Since then: storages of the host copy that the caller holds (a `state_dict`), each with one of the same bytes."""
         wanted = {id(parameter) for parameter in parameters}
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
-        named: dict[int, tuple[str, nn.Parameter]] = {}
+        named: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for prefix, inner in module.named_modules(remove_duplicate=True):
             for key, parameter in torch_private.parameters_of(inner).items():
                 if parameter is not None and id(parameter) in wanted:
-                    places.setdefault(id(parameter), []).append((inner, key))
                     full = ".".join(part for part in (name, prefix, key) if part)
-                    named.setdefault(id(parameter), (full, parameter))
-        self.binding = Binding([StreamedParameter(*named[key], places[key]) for key in named])
-        parts: dict[int, list[BoundTensor]] = {id(part.tensor): [] for part in self._parts()}
+                    named.setdefault(id(parameter), (full, parameter, []))[2].append((inner, key))
+        self.binding = Binding([StreamedParameter(*found) for found in named.values()])
+        parts = defaultdict[int, list[BoundTensor]](list)
         for part in self._parts():
             parts[id(part.tensor)].append(part)
         groups = list(overlapping([same[0].tensor for same in parts.values()]))
         layout = lay_out([[(low, high) for _, low, high in group] for group in groups])
         self._regions: list[tuple[Region, list[BoundTensor]]] = []
-        """The ranges of bytes that belong together, and what lies in each."""
+        """The ranges of bytes that belong together, and the tensors that lie in each."""
         for group, region in zip(groups, layout.regions, strict=True):
-            lying = []
+            self._regions.append((region, [part for tensor, _, _ in group for part in parts[id(tensor)]]))
             for (tensor, _, _), offset in zip(group, region.offsets, strict=True):
                 for part in parts[id(tensor)]:
                     part.offset = offset
-                    lying.append(part)
-            self._regions.append((region, lying))
         self.num_bytes = layout.num_bytes
 
     @property
@@ -387,14 +332,8 @@ class LayerChunk:
         return (part for streamed in self.parameters for part in streamed.parts)
 
     def become(self, residency: Residency) -> None:
-        """Note where its bytes are from now on; an assertion fails where that would lose some."""
         assert self.residency.may_become(residency), f"{self.name}: from {self.residency} to {residency}"
         self.residency = residency
-
-    def evict(self) -> None:
-        """Note that its bytes are in host memory from now on, and in no slot."""
-        self.become(Residency.HOST)
-        self.slot = None
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Copy the parameters to the host copy, in `span` or on a disk, and point them at it.
@@ -402,17 +341,18 @@ class LayerChunk:
         Args:
             read: reads a parameter (its first argument) into its host copy (its second), in place of a copy.
         """
-        memory = self._memory()
+        memory: Any = self.mapped
+        if memory is None:
+            assert self.span is not None
+            assert self.span.whole is not None
+            memory = self.span.whole.numpy()
         self._restored, self.held = {}, []
         with without_modes():
             for region, lying in self._regions:
                 # A storage of its own, so that saving a parameter writes no more than its bytes.
-                if region.num_bytes > 0:
-                    storage = torch.frombuffer(
-                        memory, dtype=torch.uint8, count=region.num_bytes, offset=region.start
-                    ).untyped_storage()
-                else:
-                    storage = torch.UntypedStorage(0)
+                storage, count = torch.UntypedStorage(0), region.num_bytes
+                if count:
+                    storage = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=region.start).untyped_storage()
                 for part in lying:
                     part.host_copy = part.over(storage, start=region.start)
                     part.address = part.host_copy.data_ptr()
@@ -422,15 +362,8 @@ class LayerChunk:
             self.binding.unbind()
             for streamed in self.parameters:
                 grad = streamed.parameter.grad
-                if grad is not None and grad.device != _HOST:
-                    streamed.parameter.grad = grad.to(_HOST)
-
-    def _memory(self) -> Any:
-        if self.mapped is not None:
-            return self.mapped
-        assert self.span is not None
-        assert self.span.whole is not None
-        return self.span.whole.numpy()
+                if grad is not None and grad.device != HOST:
+                    streamed.parameter.grad = grad.to(HOST)
 
     def let_go_of_disk(self) -> None:
         """Hold nothing of a disk any more, once the parameters are restored."""
@@ -446,11 +379,8 @@ class LayerChunk:
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
-        """Let the parameters be tensors of their own again, where they were found; see also `held`.
-
-        Those that the caller has put in the place of others since stay as they are. Calling it again after an
-        interrupt does the rest.
-        """
+        """Let the parameters be tensors of their own again, where they were found; see also `held`. Those that the caller has
+        put in the place of others since stay as they are. Calling it again after an interrupt does the rest."""
         copied = self._restored
         with without_modes():
             for streamed in self.parameters:
@@ -475,7 +405,6 @@ class LayerChunk:
         self._restored = {}
 
     def write_back(self) -> None:
-        """Copy the parameters, as they are now, to the host copy."""
         with without_modes():
             for part in self._parts():
                 if part.tensor.size() == part.size:
@@ -508,7 +437,7 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
         now = {id(part.tensor) for part in streamed.parts}
         for is_kept in left:
             kept = is_kept()
-            if kept is not None and id(kept) not in now:  # who has it reads and writes there what it is, not its successor
+            if kept is not None and id(kept) not in now:  # its holder reads and writes its bytes, not those of its successor
                 with without_modes():
                     kept.data = kept.data.clone()
     for streamed in adopted:
@@ -529,10 +458,8 @@ def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> Non
 
 
 def adopt_data(chunk: LayerChunk) -> None:
-    """Take over what parameters were given since (`parameter.data = other`), while a graph is alive that has used them.
-
-    Those that were put in the place of others are left to the next forward: the graph is one of the others.
-    """
+    """Take over data that parameters were given (`parameter.data = other`) while a graph is alive that has used them.
+    Parameters that were put in the place of others are left to the next forward: the graph is one of the others."""
     if chunk.binding.check_unchanged():
         return
     for streamed in chunk.parameters:

@@ -32,24 +32,24 @@ from memkit.weights.streaming import Streamer
 class InnerHooks(HookSet):
     """Hooks around the forwards of modules that seldom run by themselves.
 
-    At each step most are only taken off and put back. That goes through them without a call of a Python function for each, so
-    that no interrupt comes in between, and what is behind a forward is there only from when that has begun.
+    At each step most are only taken off and put back: without a call of a Python function for each, so that no interrupt comes
+    in between. A hook behind a forward is there only from when that has begun.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._dicts: list[OrderedDict[int, Any]] = []
-        """What torch has the hooks in that are ahead of forwards."""
+        """torch's dicts with the hooks ahead of forwards."""
         self._numbers: list[int] = []
         self._aside: list[Any] = []
         """Those that are set aside, in the same order; None for one that was not there."""
         self._behind: list[tuple[OrderedDict[int, Any], int, Any]] = []
-        """The hooks behind forwards: where each belongs, as what, and which it is."""
+        """The hooks behind forwards, each with its place."""
         self._due: list[tuple[OrderedDict[int, Any], int]] = []
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(place, module, args)` as `around_forward` does, and `after(place, module, args, output)` too, but that
-        only from `expect_end(place)` until `note_end(place)`."""
+        """Call `before(place, module, args)` as `around_forward` does, and from `expect_end(place)` until `note_end(place)`
+        also `after(place, module, args, output)`."""
         place = len(self._behind)
         self.around_forward(module, before=partial(before, place), after=partial(after, place))
         handles: list[Any] = self._handles[-2:]
@@ -59,21 +59,18 @@ class InnerHooks(HookSet):
         self._behind.append((behind, behind_number, behind.pop(behind_number)))
 
     def expect_end(self, place: int) -> None:
-        """A forward is about to begin: add its hook behind it."""
         hooks, number, hook = self._behind[place]
         self._due.append((hooks, number))
         hooks[number] = hook
 
     def note_end(self, place: int) -> None:
-        """The forward is over. Not to be called where it has raised, since torch then goes through the hooks that there are:
-        they stay until the layer runs."""
+        """Not to be called where the forward has raised: torch goes through its hooks then. They stay until the layer runs."""
         hooks, number, _ = self._behind[place]
         hooks.pop(number, None)
         self._due = [due for due in self._due if due[1] != number]
 
     def set_aside(self) -> None:
-        """Leave the hooks out of calls until `put_back`: torch then sees none there, and Dynamo neither breaks a graph because
-        of one nor guards it."""
+        """Leave the hooks out of calls until `put_back`: Dynamo then neither breaks a graph because of one nor guards it."""
         taken = map(OrderedDict.pop, self._dicts, self._numbers, repeat(None))
         if not self._aside:  # in one call of C, so that an interrupt loses none
             self._aside[:] = taken
@@ -85,7 +82,7 @@ class InnerHooks(HookSet):
             self._due.pop()
 
     def put_back(self) -> None:
-        """Put the hooks back, ahead of all others. Calling it again does nothing."""
+        """Put the hooks back, ahead of all others."""
         if not self._aside:
             return
         if None not in self._aside:
@@ -101,7 +98,7 @@ class InnerHooks(HookSet):
         self._aside.clear()
 
     def remove(self) -> None:
-        """Remove every hook, also those that are set aside. Calling it again does nothing."""
+        """Remove every hook, also those that are set aside."""
         self._aside.clear()
         super().remove()
         self._dicts, self._numbers, self._behind, self._due = [], [], [], []
@@ -118,9 +115,7 @@ class Forwards(NotCopied):
     def __init__(
         self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
     ) -> None:
-        self._model = model
-        self._before_pass = before_pass
-        self._note_adopted = note_adopted
+        self._model, self._before_pass, self._note_adopted = model, before_pass, note_adopted
         self._calls, self._claims = Calls(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
         self._timing: StepTiming | None = None
@@ -157,26 +152,14 @@ class Forwards(NotCopied):
                 self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
 
     def time_with(self, timing: StepTiming | None, resident: dict[str, nn.Module]) -> None:
-        """Have the layers timed from now on, or not any more.
-
-        Args:
-            resident: the layers that do not stream, by name.
-        """
+        """Have the layers timed from now on, also the resident ones, which do not stream; or none any more."""
         self._timing_hooks.remove()
         self._timing = timing
-        if timing is None:
-            return
-
-        def before(name: str, *_: Any) -> None:
-            if not are_owners_set_aside():
-                timing.begin_layer(name)
-
-        def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
-            if not are_owners_set_aside():
-                backwards.before(output, lambda _: timing.begin_layer(name))
-
-        for name, module in resident.items():
-            self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
+        if timing is not None:
+            for name, module in resident.items():
+                begin = partial(timing.begin_layer, name)
+                before, after = partial(_time_forward, begin), partial(_time_backward, begin)
+                self._timing_hooks.around_forward(module, before=before, after=after)
 
     def close(self) -> None:
         """See no forwards any more."""
@@ -205,8 +188,7 @@ class Forwards(NotCopied):
             self._begin_pass(None)
 
     def _refuse_thread(self, which: str) -> NoReturn:
-        """A forward has begun while a forward or backward in another thread is going on. Recomputations are let through: the
-        engine has threads of its own."""
+        """Recomputations are let through: the engine has threads of its own."""
         raise LayerOffloadError(
             f"a forward of {type(self._model).__name__} began in one thread while a {which} in another was going on: the "
             "layers stream through slots that they share. Have one thread at a time run the model (a lock), or give each a "
@@ -221,7 +203,7 @@ class Forwards(NotCopied):
         )
 
     def _begin_pass(self, first: LayerChunk | None) -> None:
-        """A forward begins; see whether it is one of its own."""
+        """A forward begins: begin a pass, unless it is a part of one."""
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
@@ -258,11 +240,7 @@ class Forwards(NotCopied):
     # Layers
 
     def _enter(self, layer: _LayerForwards, module: nn.Module, _: Any, depth: int = 2) -> None:
-        """A forward begins that uses the weights of a layer.
-
-        Args:
-            depth: how many frames above this function's the module is called.
-        """
+        """A forward begins that uses the weights of a layer, so many frames above this one."""
         if aside.is_set:
             return
         chunk, gradients, streamer = layer.chunk, self._gradients, self._streamer
@@ -331,7 +309,7 @@ class Forwards(NotCopied):
             self._timing.note_ready()
 
     def _before_inner(self, layer: _LayerForwards, place: int, module: nn.Module, given: Any) -> None:
-        """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
+        """A module in a layer is called, by a checkpoint in the layer's forward or by itself."""
         if not self._streamer.is_in_forward(layer.chunk):
             layer.inner_hooks.expect_end(place)
             self._enter(layer, module, given, depth=3)
@@ -365,14 +343,22 @@ class Forwards(NotCopied):
 
 @dataclass(slots=True, eq=False)
 class _LayerForwards:
-    """What is known of a layer from one forward to the next."""
-
     chunk: LayerChunk
     inner_hooks: InnerHooks
-    """Those on modules inside of it. While it runs they are set aside."""
+    """On modules in the layer. They are set aside while it runs."""
     is_followed: bool = False
-    """Whether a backward of its last call is seen: that has an output with a graph."""
+    """Whether the last call's output has a graph, so that its backward is seen."""
+
+
+def _time_forward(begin: Callable[[], None], *_: Any) -> None:
+    if not are_owners_set_aside():
+        begin()
+
+
+def _time_backward(begin: Callable[[], None], _: nn.Module, __: Any, output: Any) -> None:
+    if not are_owners_set_aside():
+        backwards.before(output, lambda _: begin())
 
 
 def _do_nothing(*_: object) -> None:
-    """What is called once all is closed."""
+    pass

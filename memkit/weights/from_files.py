@@ -7,12 +7,11 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,19 +25,20 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the buffers without data that are not persistent, and other such tensors that modules hold, each with what it is
-    to be.
+    """Return the tensors without data that modules hold and that are not in the `state_dict` (whose ids are `stored`), such as
+    buffers that are not persistent, each with one that has data.
 
     A module is made anew on the CPU, from its attributes that are named like its constructor's arguments. That counts only if
     each argument is an attribute, all its attributes come out equal, and twice the same tensors.
-
-    Args:
-        stored: ids of the tensors in its `state_dict`, which come from elsewhere.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}
     lost: dict[str, str] = {}
     for prefix, module in model.named_modules():
-        needed = dict(_without_data(module, stored))
+        needed = {
+            name: tensor
+            for name, tensor in (*module.named_buffers(recurse=False), *vars(module).items())
+            if isinstance(tensor, Tensor) and tensor.is_meta and id(tensor) not in stored
+        }
         if not needed:
             continue
         try:
@@ -49,10 +49,9 @@ def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
             found |= {id(needed[name]): (needed[name], tensor) for name, tensor in made.items()}
     if lost:
         name, reason = next(iter(lost.items()))
-        names = ", ".join(f'"{name}"' for name in list(lost)[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise ValueError(
-            f'LayerOffload: no checkpoint has {names}: they are not persistent, and have no data (device "meta"). "{name}" '
-            f"cannot be made anew: {reason}. Set them on the CPU before, or build their modules there: "
+            f'LayerOffload: {_some([*lost])} in no checkpoint (not persistent), and without data (device "meta"). '
+            f'"{name}" cannot be made anew: {reason}. Set them on the CPU before, or build their modules there: '
             'with torch.device("cpu")'
         )
     return list(found.values())
@@ -62,38 +61,23 @@ class _CannotMakeError(Exception):
     """Says why."""
 
 
-def _without_data(module: nn.Module, stored: Set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module itself that have no data, and that are in no `state_dict`."""
-    for name, tensor in (*module.named_buffers(recurse=False), *vars(module).items()):
-        if isinstance(tensor, Tensor) and tensor.is_meta and id(tensor) not in stored:
-            yield name, tensor
-
-
 def _made_anew(module: nn.Module, needed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    arguments = _arguments_of(module)
+    arguments, default = _arguments_of(module), torch.get_default_dtype()
     found = _tensors_of(module, arguments, needed)
     again = _tensors_of(module, arguments, needed, seed=1)
     if not all(_is_same(found[name], again[name]) for name in needed):
         raise _CannotMakeError("it is made of random numbers")
-    for name, tensor in needed.items():
-        if found[name].dtype != tensor.dtype:
-            found[name] = _cast(module, arguments, needed, name, found[name])
+    for name, dtype in ((name, tensor.dtype) for name, tensor in needed.items() if found[name].dtype != tensor.dtype):
+        found[name] = found[name].to(dtype)  # it was cast since, or made while this was the default
+        if dtype.is_floating_point:
+            torch.set_default_dtype(dtype)
+            try:
+                made = _tensors_of(module, arguments, needed)[name]
+            finally:
+                torch.set_default_dtype(default)
+            if made.dtype == dtype and not _is_same(made, found[name]):
+                raise _CannotMakeError(f"it is of {dtype}, and depends on whether it was made in that or cast to it")
     return found
-
-
-def _cast(module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, Tensor], name: str, found: Tensor) -> Tensor:
-    """Return a tensor in the dtype that it has in the model: cast since, or made while that was the default."""
-    dtype, default = needed[name].dtype, torch.get_default_dtype()
-    cast = found.to(dtype)
-    if dtype.is_floating_point:
-        torch.set_default_dtype(dtype)
-        try:
-            made = _tensors_of(module, arguments, needed)[name]
-        finally:
-            torch.set_default_dtype(default)
-        if made.dtype == dtype and not _is_same(made, cast):
-            raise _CannotMakeError(f"it is of {dtype}, and depends on whether it was made in that or cast to it")
-    return cast
 
 
 def _arguments_of(module: nn.Module) -> dict[str, Any]:
@@ -114,7 +98,6 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
 def _tensors_of(
     module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, Tensor], *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Make the module anew, and return the tensors that are needed."""
     kind = type(module)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -155,26 +138,16 @@ def _is_same(one: object, other: object) -> bool:
         return False
 
 
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "U16": torch.uint16,
-        "U32": torch.uint32,
-        "U64": torch.uint64,
-        "BOOL": torch.bool,
-        "C64": torch.complex64,
-    }
-)
+_DTYPES: Mapping[str, torch.dtype] = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 """As safetensors calls them. Source: https://github.com/huggingface/safetensors#format."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000
@@ -245,7 +218,7 @@ def _read_part(handle: int, stored: StoredTensor, memory: memoryview, at: int) -
 
 
 def _index_in(path: Path) -> dict[str, str] | None:
-    """Return which file each tensor is in, as an index says; None if there is none."""
+    """Return the file of each tensor, if there is an index."""
     file = path / _INDEX
     if not file.is_file():
         return None
@@ -305,21 +278,17 @@ _MOST_NAMED = 5
 
 
 class FileWeights:
-    """Weights of a model in safetensors files. Nothing is changed before `open`.
+    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`.
 
     Tensors on torch's "meta" device become tensors of the CPU, and stay the same objects. Their memory is only addresses until
-    they are read, each to where it is to be.
-
-    Args:
-        model: with all of its parameters and persistent buffers on "meta", some, or none.
-        path: see `Checkpoint`; None to change nothing.
+    they are read.
     """
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
-        """What was changed, each with one that has its former insides."""
+        """Tensors that were changed, each with one that has its former insides."""
         self._names: dict[int, str] = {}
-        """Of what is in the files, by the tensor's id. Of several names of one tensor the last, as `load_state_dict` goes."""
+        """By tensor id, the names in the files. Of several names of one tensor the last, as `load_state_dict` goes."""
         self._meta: list[Tensor] = []
         self._remade: list[tuple[Tensor, Tensor]] = []
         if path is not None:
@@ -387,7 +356,7 @@ class FileWeights:
             self._checkpoint.read(name, into)
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
-        """Read tensors that are to be whole where they are."""
+        """Read tensors where they are."""
         with torch.no_grad():
             for tensor in tensors:
                 if id(tensor) in self._names:
@@ -409,7 +378,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _hint(tensors: Iterable[str], stored: Iterable[str]) -> str:
-    """Return what may be the matter where all names differ by what they begin with."""
+    """Return a sentence for an error where all names differ by their first part."""
     here, there = set(tensors), set(stored)
     for longer, shorter, whose in ((there, here, "the files"), (here, there, "the model")):
         prefixes = {name.removesuffix(some) for some in sorted(shorter)[:1] for name in longer if name.endswith(f".{some}")}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from memkit.errors import LayerOffloadError
 from memkit.optimizers import kept_states
 from memkit.optimizers.shells import needs_closure
 from memkit.optimizers.steppers import ParameterSteps, steppers
-from memkit.weights.accumulation import ParameterAccumulation
+from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
@@ -36,26 +37,12 @@ class SteppedGradient(GradientStandIn):
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Entries = dict[str, tuple[Any, int]]
+_MISSING = object()
 
 
-def entries_of(group: dict[str, Any]) -> Entries:
+def _entries_of(group: dict[str, Any]) -> dict[str, tuple[Any, int]]:
     """Return the entries of an optimizer's group, and how often each was written to."""
     return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
-
-
-def changed_in(before: Entries, group: dict[str, Any]) -> str | None:
-    """Return the name of an entry of a group that a step has changed, if any."""
-    for name, (value, version) in entries_of(group).items():
-        known, known_version = before.get(name, (_MISSING, 0))
-        if known is value and known_version == version:
-            continue
-        if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
-            return name
-    return None
-
-
-_MISSING = object()
 
 
 def _version(value: object) -> int:
@@ -85,12 +72,10 @@ def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
 
 
 def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
+    """Bring an optimizer's states of some parameters to where these are, as `torch.optim.Optimizer.load_state_dict` does."""
     wanted = set(map(id, parameters))
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in wanted:
-                continue
+        for parameter in (item for item in group["params"] if id(item) in wanted):
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 is_moved = isinstance(value, Tensor) and value.device != parameter.device
@@ -101,7 +86,37 @@ def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optim
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 
 
-class FusedSteps(NotCopied, ParameterAccumulation):
+class _Token:
+    """Lives as long as one node that brings gradients, and is called when that is about to bring some."""
+
+    task = -1
+
+    def __call__(self, _: Any) -> None:
+        self.task = torch_private.backward_task()
+
+
+class _Sum:
+    """The parts of one parameter's gradient that have come."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.hooks = HookSet()
+        self.is_watched = False
+        """Whether all hooks are set."""
+        self.due = -1
+        """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
+        self.tokens = weakref.WeakSet[_Token]()
+        self.parts: dict[int, Tensor] = {}
+
+    def is_complete(self, task: int) -> bool:
+        """See [Note: when a gradient is complete]."""
+        for token in self.tokens:  # noqa: SIM110  # a generator would be one more frame, for each gradient
+            if token.task != task:
+                return False
+        return True
+
+
+class FusedSteps(NotCopied, Accumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
     Args:
@@ -109,10 +124,9 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             schedulers and `state_dict` work on it. Its state is on the device.
     """
 
-    _steps = True
-
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__(device)
+        self._sums: dict[StreamedParameter, _Sum] = {}
         self._hooks = HookSet()
         self.optimizer = make(trained)
         steppers[self.optimizer] = weakref.ref(self)
@@ -128,23 +142,21 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._consumed: list[nn.Parameter] = []
         """Parameters whose `grad` is a stand-in: a step has consumed it."""
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
-        """What says so, for each size, data type and device."""
         self._stepped: dict[int, nn.Parameter] = {}
-        """The parameters, by their ids, that were stepped since a backward began that is within no other."""
+        """By id, the parameters that were stepped since the outermost backward began."""
         self._whole = set[int]()
         """The backwards that have stepped something since the user's own step, and have not failed."""
         self._due: dict[int, nn.Parameter] = {}
         """By id, the parameters whose `grad` holds, or is about to hold, the gradient of their step."""
-        self.d2h_bytes = 0
         self._outermost = 0
         self._group_of: dict[int, int] = {}
-        """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
+        """The number of each parameter's group."""
         self._alone: dict[int, nn.Parameter] = {}
-        """The parameters, by their ids, that are stepped by hooks of their own."""
+        """By id, the parameters that are stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
-        """What is in the groups, does not stream, and does not require grad yet."""
+        """Parameters of the groups that do not stream, and do not require grad yet."""
         self._groups: list[dict[str, Any]] | None = None
-        """The optimizer's groups, while it steps one parameter and has another."""
+        """The optimizer's groups, while it has one parameter alone."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         super().begin(chunks)
@@ -153,18 +165,45 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         self._hooks.add(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
 
     def watch(self, chunk: LayerChunk) -> None:
-        super().watch(chunk)
+        for streamed in chunk.binding.parameters:
+            parameter, known = streamed.parameter, self._sums.get(streamed)
+            if parameter.requires_grad and (known is None or known.parameter is not parameter or not known.is_watched):
+                if known is not None:
+                    known.hooks.remove()
+                made = self._sums[streamed] = _Sum(parameter)
+                before, after = partial(self._before, streamed), partial(self._after, streamed)
+                made.hooks.around_accumulation(parameter, before=before, after=after, steps=True)
+                made.is_watched = True
         self._watch_groups()
 
     def unwatch(self, chunk: LayerChunk) -> None:
-        super().unwatch(chunk)
+        self._forget(chunk.parameters)
         for streamed in chunk.parameters:
-            if streamed in self._layers:
-                del self._layers[streamed]
+            self._layers.pop(streamed, None)
         self._watch_groups()
 
+    def _forget(self, parameters: Iterable[StreamedParameter]) -> None:
+        for streamed in parameters:
+            known = self._sums.get(streamed)
+            if known is not None:
+                known.hooks.remove()
+                del self._sums[streamed]
+
+    def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
+        has_modes = are_modes_on()
+        for streamed in chunk.binding.parameters:
+            known, parameter = self._sums.get(streamed), streamed.parameter
+            if known is None or not parameter.requires_grad:
+                continue
+            node = accumulating_node(parameter, has_modes=has_modes)
+            if TOKEN not in node.metadata:
+                token = _Token()
+                known.tokens.add(token)
+                node.register_prehook(token)
+                node.metadata[TOKEN] = token
+
     def _watch_groups(self, *, are_same: bool = False) -> None:
-        """Step also what has come to the optimizer's groups since, or has come to require grad.
+        """Step parameters that were added to the optimizer's groups since, or have come to require grad.
 
         Args:
             are_same: whether it is enough to look at how many parameters they have: to ask for each is slow.
@@ -174,11 +213,10 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
             known = {*self._alone, *(id(item.parameter) for item in self._layers)}
             self._frozen = [item for group in groups for item in group["params"] if id(item) not in known]
-        if self._frozen:
-            for parameter in self._frozen:
-                if parameter.requires_grad:
-                    self._step_by_itself(parameter)
-            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                self._step_by_itself(parameter)
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         self._hooks.remove()
@@ -188,9 +226,10 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             beside.leave()
         self._regroup()
         self._forget_consumed()
-        return super().close()
+        self._forget([*self._sums])
+        return []
 
-    # For who steps the parameters in the place of the optimizer: see `memkit.optimizers.steppers.LayerStepper`
+    # As `memkit.optimizers.steppers.LayerStepper`, for a `StateOffload` that steps in the optimizer's place
 
     def have_stepped_by(self, steps: ParameterSteps | None) -> None:
         self._beside = steps
@@ -198,15 +237,11 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def streamed(self) -> list[nn.Parameter]:
         return [streamed.parameter for streamed in self._layers]
 
-    @contextmanager
-    def in_place(self, parameter: Tensor) -> Iterator[None]:
-        streamed = next((streamed for streamed in self._layers if streamed.parameter is parameter), None)
-        chunk = None if streamed is None else self._layers[streamed]
-        if streamed is None or chunk is None or chunk.slot is None or not chunk.slot.is_dirty:
-            yield
-            return
-        with self._lying(streamed, chunk, chunk.slot):
-            yield
+    def in_place(self, parameter: Tensor) -> AbstractContextManager[None]:
+        for streamed, chunk in self._layers.items():
+            if streamed.parameter is parameter and chunk.slot is not None and chunk.slot.is_dirty:
+                return self._lying(streamed, chunk, chunk.slot)
+        return nullcontext()
 
     @contextmanager
     def _lying(self, streamed: StreamedParameter, chunk: LayerChunk, slot: Slot) -> Iterator[None]:
@@ -241,13 +276,12 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 
     def _before_users_step(self) -> None:
         """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
-        if self._groups is not None:
-            return
-        self._forget_consumed()
-        num_backwards = len(self._whole)
-        self._whole.clear()
-        if num_backwards > 1:
-            raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
+        if self._groups is None:
+            self._forget_consumed()
+            num_backwards = len(self._whole)
+            self._whole.clear()
+            if num_backwards > 1:
+                raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
 
     # In a backward
 
@@ -277,12 +311,47 @@ class FusedSteps(NotCopied, ParameterAccumulation):
     def note_recompute(self) -> None:
         self._enter_backward()
 
-    def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
+    def _before(self, streamed: StreamedParameter, made: Tensor) -> None:
+        if self._is_on_host(made):
+            self._refuse_host(streamed)
+        task = torch_private.backward_task()
+        if task == self._refused_task:
+            self._refuse_more()
+        if task not in self._tasks:
+            self._enter_backward()
+        grad = streamed.parameter.grad
+        if grad is not None:
+            streamed.parameter.grad = None
+            _refuse(grad, f'"{streamed.name}"')
+        self._sums[streamed].due = task
+
+    def _after(self, streamed: StreamedParameter, _: Tensor) -> None:
+        task, known, made = torch_private.backward_task(), self._sums[streamed], streamed.parameter.grad
         streamed.parameter.grad = None
-        _refuse(grad, f'"{streamed.name}"')
+        known.due = -1
+        if made is None:
+            return
+        if made.requires_grad:
+            refuse_graph(streamed)
+        part = known.parts.get(task)
+        known.parts[task] = made if part is None else sum_of(part, made)
+        if known.is_complete(task):
+            self._take(streamed, known.parts.pop(task))
+
+    def _forget_parts(self, task: int) -> None:
+        for streamed, known in self._sums.items():
+            known.parts.pop(task, None)
+            if known.due == task:
+                streamed.parameter.grad, known.due = None, -1
+
+    def _take_left(self, task: int) -> None:
+        for streamed, known in self._sums.items():
+            part = known.parts.pop(task, None)
+            if part is not None:
+                self._take(streamed, part)
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """A gradient is complete: step the parameter in its slot, and write the layer back once that was its last."""
+        """Step a parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
         with self.streamer.lock:
             slot, beside = self.streamer.use(chunk), self._beside
@@ -301,26 +370,23 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._write_back(chunk)
 
     def _consume(self, parameter: nn.Parameter) -> None:
-        """A parameter was stepped with its gradient, or could not be."""
         parameter.grad = None
         self._due.pop(id(parameter), None)
 
     def _write_back(self, chunk: LayerChunk) -> None:
         beside = self._beside
         with label(f"write back ({chunk.name})"):
-            if beside is None:
-                self._written.append(self.streamer.write_back(chunk))
-            else:  # behind the steps, and what has read the slot so far: the backward goes on
+            if beside is not None:  # behind the steps, and reads of the slot so far: the backward goes on
                 self.device.wait_event(beside.stream, self.device.record_event(timed=False))
-                with self.device.on_stream(beside.stream):
-                    self._written.append(self.streamer.write_back(chunk))
+            with nullcontext() if beside is None else self.device.on_stream(beside.stream):
+                self._written.append(self.streamer.write_back(chunk))
         del self._waiting[chunk]
         self.d2h_bytes += chunk.num_bytes
 
-    def _enter_backward(self) -> int:
+    def _enter_backward(self) -> None:
         if not self._tasks:
             self._forget_consumed()
-        return super()._enter_backward()
+        super()._enter_backward()
 
     def _say_consumed(self) -> None:
         """Set `grad` to a stand-in that raises when used: clipping would take None for no gradient."""
@@ -349,7 +415,7 @@ class FusedSteps(NotCopied, ParameterAccumulation):
             self._whole.discard(task)
         elif len(self._tasks) > 1:
             self._take_left(task)
-            self._write_back_waiting()  # what comes next in the backward around may read the host copies
+            self._write_back_waiting()  # the backward around may read the host copies
             if self._beside is not None:
                 self._beside.await_steps()
         super()._end_backward(task, has_failed)
@@ -390,11 +456,8 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         return named.get(id(parameter), "a parameter")
 
     def _step(self, parameter: nn.Parameter) -> Event | None:
-        """Let the optimizer step one parameter: once in a backward, those within it included.
-
-        Returns:
-            What is reached once that is done; None if it is done on the current stream.
-        """
+        """Let the optimizer step one parameter: once in a backward, those within it included. Return an event that is reached
+        then; None if it is done on the current stream."""
         if not self._stepped:
             self._watch_groups()
         if id(parameter) not in self._group_of:
@@ -428,16 +491,22 @@ class FusedSteps(NotCopied, ParameterAccumulation):
         """Return a context in which the optimizer has one group, with one parameter in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
-        entries = entries_of(group)
+        entries = _entries_of(group)
         self._groups = groups
         self.optimizer.param_groups = [group]
         try:
             yield
         finally:
             self._regroup()
-        changed = changed_in(entries, group)
-        if changed is not None:
-            raise LayerOffloadError(f"{type(self.optimizer).__name__} {_KEEPS % changed}")
+        for name, (value, version) in _entries_of(group).items():
+            known, known_version = entries.get(name, (_MISSING, 0))
+            if known is value and known_version == version:
+                continue
+            if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
+                raise LayerOffloadError(
+                    f'{type(self.optimizer).__name__} keeps state in its groups (a step has changed "{name}"), which is of all '
+                    'parameters together. With train="fused" each is stepped by itself. Use train="host"'
+                )
 
     def _regroup(self) -> None:
         """Give the optimizer its groups back. An interrupt ahead of that leaves it to the end of the backward."""
@@ -449,9 +518,3 @@ class FusedSteps(NotCopied, ParameterAccumulation):
 def _refuse(grad: Tensor | None, name: str) -> None:
     if grad is not None:
         raise LayerOffloadError(f"{name} has a gradient already when a backward brings one. {_ADVICE}")
-
-
-_KEEPS = (
-    'keeps state in its groups (a step has changed "%s"), which is of all parameters together. With train="fused" each is '
-    'stepped by itself. Use train="host"'
-)

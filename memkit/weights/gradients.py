@@ -1,27 +1,45 @@
 """Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
-While a backward runs, the engine adds to `Parameter.grad` on the device. So what was there before is set aside, what is made is
+While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
 taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then. Gradients of a
-layer are sent together: see [Note: gradients by the layer] in `memkit.weights.accumulation`.
+layer are sent together.
 
-What is left by an interrupt: see [Note: interrupts of streaming] in `memkit.weights.streaming`.
+[Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
+the next one, or ends. When a layer is opened, the `grad` of each of its parameters is set aside; the engine accumulates on the
+device as usual; and when the layer is closed, all its gradients are taken at once. They are complete by then, since the engine
+runs the nodes of a later forward first, and nodes that accumulate a gradient as soon as they can run. There are exceptions:
+branches, a checkpoint inside of a layer that runs a backward of its own, an output that does not lead to the loss. Then a
+gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
+the layer. What was taken of the layer before is then added to.
+
+Whether a gradient is complete is a question only where several graphs over the layer are alive: it is complete once it has come
+from each of them. A call of the layer whose outputs have a graph counts for as long as that graph is alive; any other call (of
+a module inside of the layer, or with outputs that are not tensors) for as long as each of its nodes. A graph may outlive the
+nodes of all outputs, if the outputs are dropped, or are views and written to, while something that was computed inside leads to
+the loss. So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls
+count.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from operator import attrgetter
+from itertools import accumulate, repeat
+from operator import attrgetter, is_not
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.forks import OwnThreads, forked
+from memkit.core.hooks import HookSet
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 from memkit.core.tensors import byte_view
 from memkit.core.torch_state import num_users
@@ -30,7 +48,7 @@ from memkit.errors import LayerOffloadError
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import lanes_of
-from memkit.weights.accumulation import LayerAccumulation, Made, sum_of
+from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 
 _NO_CONTEXT = nullcontext()
@@ -38,8 +56,6 @@ _NO_CONTEXT = nullcontext()
 
 class GradientBuffer:
     """Pinned host memory for one gradient: `span`, which is `taken` of the arena, or a part of that."""
-
-    __slots__ = ("_view", "span", "storage", "taken")
 
     def __init__(self, span: Span, taken: Span) -> None:
         self.span, self.taken = span, taken
@@ -61,7 +77,7 @@ class GradientBuffer:
         return self._view
 
     def lend(self, streamed: StreamedParameter) -> Tensor | None:
-        """Return the gradient of a parameter as it lies here, None if one that does is held."""
+        """Return the gradient of a parameter as it lies here; None if the caller holds one that lies here."""
         assert self.span.whole is not None
         if self.storage.data_ptr() != self.span.whole.data_ptr():  # it was moved to other memory in place
             self.storage, self._view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
@@ -76,25 +92,8 @@ class GradientBuffer:
 
 
 class LayerBuffers:
-    """Buffers to which gradients of a layer are sent together: what `GradientBuffer.lend` asks of each, asked of all at once.
-
-    Args:
-        buffers: one for each, all of which were lent once.
-    """
-
-    __slots__ = (
-        "_addresses",
-        "_is_as_before",
-        "_keys",
-        "_parameters",
-        "_sizes_bytes",
-        "_storages",
-        "_strides",
-        "_views",
-        "buffers",
-        "copies",
-        "num_bytes",
-    )
+    """Buffers to which gradients of a layer are sent together, each of which was lent once: `lend` asks of all at once what
+    `GradientBuffer.lend` asks of each."""
 
     def __init__(
         self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
@@ -111,7 +110,7 @@ class LayerBuffers:
         """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
-        """Return the gradients as they lie here; None if one that does is held, or this is to be asked of each."""
+        """Return the gradients as they lie here; None where each has to be asked."""
         if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
             return None
         if [*map(_stride_of, self._parameters)] != self._strides:
@@ -123,7 +122,7 @@ class LayerBuffers:
         return [*map(_data_of, self._views)]
 
     def packed(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
-        """Return the storages of gradients, each of which fills its own, as it is to lie here; None if that is not so."""
+        """Return the storages of gradients, if each fills its own as it is to lie here."""
         if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
             return None
         if [*map(Tensor.stride, gradients)] != self._strides:
@@ -136,37 +135,95 @@ class LayerBuffers:
         return storages
 
     def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
-        """Return the same where there is a gradient of each parameter, and each has the dtype, the strides and no graph, as the
-        last time; None where that is to be looked at."""
+        """Return the same if each parameter has a gradient with the dtype and strides of the last time, and no graph."""
         if self._is_as_before is None or not self._is_as_before(*gradients):
             return None
         storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
         return storages if [*map(torch.UntypedStorage.nbytes, storages)] == self._sizes_bytes else None
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
-    """Gradients that copies read, or are about to: their storages, which are held until then."""
+    """Gradients that copies read, or are about to: their storages are held until then."""
 
-    __slots__ = ("done", "num_bytes", "storages", "stream")
+    stream: Stream
+    storages: Sequence[torch.UntypedStorage]
+    num_bytes: int
+    done: Event | None = None
+    """None until it is known: an interrupt may come in between."""
 
-    def __init__(self, stream: Stream, storages: Sequence[torch.UntypedStorage], num_bytes: int) -> None:
-        self.stream = stream
-        self.storages = storages
-        self.num_bytes = num_bytes
-        self.done: Event | None = None
-        """None until it is known: an interrupt may come in between."""
+
+class Made(NamedTuple):
+    """A gradient of a parameter, or a part of one, that a backward has computed."""
+
+    streamed: StreamedParameter
+    gradient: Tensor
+
+
+class _Alive:
+    """Stands for a source of gradients: one node, or, by its weak references, all graphs behind a layer's outputs."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _LayerGradients:
+    def __init__(self, chunk: LayerChunk) -> None:
+        self.chunk = chunk
+        self.streamed: tuple[StreamedParameter, ...] = ()
+        """Those that are watched."""
+        self.parameters: tuple[Tensor, ...] = ()
+        self.tensors: Sequence[Tensor] | None = None
+        """The binding's tensors when the hooks were set; None until all are."""
+        self.requires_grad: tuple[bool, ...] = ()
+        self.hooks = HookSet()
+        self.task = -1
+        """The backward that `grad` belongs to, or is about to; -1 while the layer is not open."""
+        self.stream_number = 0
+        """The stream on which these are made."""
+        self.stream: Stream
+        self.elsewhere: dict[StreamedParameter, Stream] = {}
+        """Those of which a part was made on another stream."""
+        self.calls = _Alive()
+        """What the graph behind each of the layer's calls has a weak reference of its own to, for as long as it is alive."""
+        self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
+        """Of other calls, the nodes."""
+        self.waits_in = _NOT_WAITING
+        """The backward, -1 outside of one, in which the layer's last call was that none has come to yet."""
+        self.has_nodes_counted = False
+        """Whether the nodes of all its calls are counted, since several come before a backward does."""
+        self.is_shared = False
+        """Whether several graphs may bring gradients in the backward that is under way."""
+        self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
+        """How many nodes have brought some in each backward, where several may."""
+        self.parts: dict[int, dict[StreamedParameter, Tensor]] = {}
+        """On the device: what each backward has made so far, if more may come."""
+
+    def has_several_graphs(self) -> bool:
+        if weakref.getweakrefcount(self.calls) > 1:
+            return True
+        return bool(self.nodes) and any(self.num_alive(streamed) > 1 for streamed in self.nodes)
+
+    def num_alive(self, streamed: StreamedParameter) -> int:
+        return weakref.getweakrefcount(self.calls) + len(self.nodes.get(streamed, ()))
+
+    def add_part(self, task: int, streamed: StreamedParameter, made: Tensor) -> None:
+        parts = self.parts.setdefault(task, {})
+        part = parts.get(streamed)
+        parts[streamed] = made if part is None else sum_of(part, made)
 
 
 _IDLE = {2}
 _data_of = attrgetter("data")
 _stride_of = attrgetter("gradient_stride")
-
-
+_nothing = callable
+"""Is called for nothing, without a frame of its own."""
+_grad_of = attrgetter("grad")
+_NOT_WAITING = -2
 _MOST_TARGETS = 8
 """For each layer, so many sets of parameters with gradients that come together are remembered."""
 
 
-class HostGradients(LayerAccumulation):
+class HostGradients(Accumulation):
     """Takes the gradients of streamed parameters to the host.
 
     Args:
@@ -184,6 +241,12 @@ class HostGradients(LayerAccumulation):
         others: Callable[[], list[Span]],
     ) -> None:
         super().__init__(device)
+        self._has_new_nodes = device.torch_device.type != "cpu"
+        """Whether a parameter has another node once it has left a slot: see [Note: when a gradient is complete]."""
+        self._watched: dict[LayerChunk, _LayerGradients] = {}
+        self._layer: _LayerGradients | None = None
+        self._lock = threading.RLock()
+        """The engine has a thread for each device."""
         self._rest = rest
         self._others = others
         self._arena = arena
@@ -193,9 +256,9 @@ class HostGradients(LayerAccumulation):
         self._before: dict[StreamedParameter, Tensor] = {}
         """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
-        """And all that was brought to the host, or is on its way, behind that."""
+        """That, and all gradients that were brought to the host, or are on their way."""
         self._in_flight: deque[Flight] = deque()
-        """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
+        """Oldest first. The memory goes back to the stream when that has waited for the copies."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
         """Buffers for parameters whose gradients came together, the last ones used."""
@@ -203,22 +266,17 @@ class HostGradients(LayerAccumulation):
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
-        self.d2h_bytes = 0
         self._spans: list[Span] = []
-        """What was taken of the arena, and is given back in the end."""
+        """Taken of the arena, and given back in the end."""
         self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
-        """Take memory for the gradients of groups of parameters, each group's pinned as one."""
-        ends = [
-            list(accumulate((rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group), initial=0)) for group in groups
-        ]
-        spans = self._take_pinned([found[-1] for found in ends])
-        for group, starts, span in zip(groups, ends, spans, strict=True):
-            for item, start in zip(group, starts, strict=False):
+        sizes = [[rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group] for group in groups]
+        for group, found, span in zip(groups, sizes, self._take_pinned([*map(sum, sizes)]), strict=True):
+            for item, start in zip(group, accumulate(found, initial=0), strict=False):
                 self._buffers[item] = [GradientBuffer(span.part(start, start + _gradient_bytes(item)), span)]
 
     def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
@@ -226,14 +284,76 @@ class HostGradients(LayerAccumulation):
         self._spans += spans
         return spans
 
+    def watch(self, chunk: LayerChunk) -> None:
+        binding, layer = chunk.binding, self._watched.get(chunk)
+        if layer is None:
+            layer = self._watched[chunk] = _LayerGradients(chunk)
+        requires_grad = tuple(binding.requires_grad())
+        if layer.tensors is binding.tensors and layer.requires_grad == requires_grad and not binding.wrappers:
+            return
+        streamed = tuple(item for item in binding.parameters if item.parameter.requires_grad)
+        if layer.tensors is not binding.tensors or streamed != layer.streamed:
+            layer.tensors = None
+            if layer.task != -1:
+                self._collect(layer)
+            layer.hooks.remove()
+            unknown = [item for item in streamed if item not in self._buffers]
+            if unknown:
+                self._take_memory([unknown])
+            layer.streamed, layer.parameters = streamed, tuple(item.parameter for item in streamed)
+            for item in streamed:
+                layer.hooks.before_accumulation(item.parameter, self._arrives(layer, item))
+        layer.tensors, layer.requires_grad = binding.tensors, requires_grad
+
+    def _arrives(self, layer: _LayerGradients, streamed: StreamedParameter) -> Callable[[Tensor], None]:
+        """Return the hook that the engine calls before it adds to a parameter's gradient."""
+        stream_number, is_on_host = self._device.stream_number, self._is_on_host
+
+        def arrives(grad: Tensor) -> None:
+            if is_on_host(grad):
+                self._refuse_host(streamed)
+            if layer.task != torch_private.backward_task() or layer.is_shared or layer.stream_number != stream_number():
+                self._note_arrival(layer, streamed)
+
+        return arrives
+
+    def note_call(self, chunk: LayerChunk) -> object:
+        layer = self._watched.get(chunk)
+        if layer is None or not self._has_new_nodes or layer.has_nodes_counted:
+            return None
+        return weakref.ref(layer.calls, _nothing)  # torn down with the graph, without a call of a Python function
+
+    def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
+        layer = self._watched.get(chunk)
+        if layer is None or not self._has_new_nodes:
+            return
+        if is_followed and not layer.has_nodes_counted:
+            task = torch_private.backward_task()
+            layer.has_nodes_counted = layer.waits_in == task
+            layer.waits_in = task
+            return
+        has_modes = are_modes_on()
+        for streamed in layer.streamed:
+            if streamed.parameter.requires_grad:
+                node = accumulating_node(streamed.parameter, has_modes=has_modes)
+                if TOKEN not in node.metadata:
+                    token = node.metadata[TOKEN] = _Alive()
+                    layer.nodes.setdefault(streamed, weakref.WeakSet()).add(token)
+
     def unwatch(self, chunk: LayerChunk) -> None:
-        super().unwatch(chunk)
+        layer = self._watched.get(chunk)
+        if layer is not None:
+            layer.hooks.remove()
+            del self._watched[chunk]
         self._leave(chunk.parameters)
         self._give_unused()
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Leave the host memory; gradients stay where they are, in memory of their own. The arena goes next."""
-        super().close()
+        for layer in self._watched.values():
+            layer.hooks.remove()
+        self._watched.clear()
+        self._layer = None
         self._threads.shutdown()
         self._leave(list(self._buffers))
         self._rest, self._others = lambda: None, list  # those before belong to an object that holds this one
@@ -244,14 +364,15 @@ class HostGradients(LayerAccumulation):
         for streamed in parameters:
             buffers = self._buffers.get(streamed)
             if buffers is not None:
-                _have_own_gradient(streamed)
+                grad = streamed.parameter.grad
+                if grad is not None and grad.layout is torch.strided:
+                    with without_modes():
+                        streamed.parameter.grad = grad.clone()
                 self._kept += [buffer for buffer in buffers if not buffer.is_idle]
                 del self._buffers[streamed]
 
     def _give_unused(self) -> None:
-        """Give back spans that no gradient lies in any more."""
-        used = {buffer.taken for buffers in self._buffers.values() for buffer in buffers}
-        used.update(buffer.taken for buffer in self._kept)
+        used = {buffer.taken for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
         unused = [span for span in self._spans if span not in used]
         self._spans = [span for span in self._spans if span in used]
         for span in unused:
@@ -259,13 +380,104 @@ class HostGradients(LayerAccumulation):
 
     # In a backward
 
-    def _admit(self, parameters: Sequence[StreamedParameter]) -> None:
-        unknown = [streamed for streamed in parameters if streamed not in self._buffers]
-        if unknown:
-            self._take_memory([unknown])
+    def begin_backward(self, chunk: LayerChunk) -> None:
+        layer = self._watched.get(chunk)
+        if layer is not None:
+            task = torch_private.backward_task()
+            layer.waits_in = _NOT_WAITING
+            if layer.task != task:
+                with self._lock:
+                    if task == self._refused_task:
+                        self._refuse_more()
+                    self._open(layer, task)
 
-    def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
-        self._before[streamed] = grad
+    def _note_arrival(self, layer: _LayerGradients, streamed: StreamedParameter) -> None:
+        """Handle a gradient that comes while its layer is not open, or that is one of several parts."""
+        with self._lock:
+            task = torch_private.backward_task()
+            if task == self._refused_task:
+                self._refuse_more()
+            if layer.task != task:
+                self._open(layer, task)
+            if layer.is_shared:
+                layer.num_come[task, streamed] += 1
+                made = streamed.parameter.grad
+                if made is not None:  # a part that is to be added to those before it first
+                    streamed.parameter.grad = None
+                    layer.add_part(task, streamed, made)
+            if layer.stream_number != self._device.stream_number():
+                layer.elsewhere[streamed] = self._device.current_stream()
+
+    def _open(self, layer: _LayerGradients, task: int) -> None:
+        if task not in self._tasks:
+            self._enter_backward()
+        if self._layer is not None:
+            self._collect(self._layer)
+        self._make_room(min(layer.chunk.num_bytes, self._window_bytes))
+        if any(map(is_not, map(_grad_of, layer.parameters), repeat(None))):
+            for streamed, grad in zip(layer.streamed, map(_grad_of, layer.parameters), strict=True):
+                if grad is not None:
+                    self._before[streamed] = grad
+                    streamed.parameter.grad = None
+        layer.is_shared = layer.has_several_graphs()
+        layer.stream_number, layer.stream = self._device.stream_number(), self._device.current_stream()
+        self._layer = layer
+        layer.task = task
+
+    def _collect(self, layer: _LayerGradients) -> None:
+        task, self._layer = layer.task, None
+        if task == -1:
+            return
+        gradients = [*map(_grad_of, layer.parameters)]
+        deque(map(setattr, layer.parameters, repeat("grad"), repeat(None)), maxlen=0)
+        layer.task = -1
+        elsewhere, is_here = layer.elsewhere, layer.stream_number == self._device.stream_number()
+        if is_here and not (elsewhere or layer.is_shared or layer.parts) and self._take_whole(layer.streamed, gradients):
+            return
+        made = [Made(one, grad) for one, grad in zip(layer.streamed, gradients, strict=True) if grad is not None]
+        if is_here and not elsewhere:
+            self._hand_over(layer, task, made)
+            return
+        layer.elsewhere = {}
+        for stream in {layer.stream: None, **dict.fromkeys(elsewhere.values())}:
+            with self._device.on_stream(stream):
+                self._hand_over(layer, task, [one for one in made if elsewhere.get(one.streamed, layer.stream) == stream])
+
+    def _hand_over(self, layer: _LayerGradients, task: int, made: Sequence[Made]) -> None:
+        for streamed, gradient in made:
+            if gradient.requires_grad:
+                refuse_graph(streamed)
+        if layer.is_shared or task in layer.parts:
+            for streamed, gradient in made:
+                layer.add_part(task, streamed, gradient)
+            complete = [one.streamed for one in made if layer.num_come[task, one.streamed] == layer.num_alive(one.streamed)]
+            made = [Made(streamed, layer.parts[task].pop(streamed)) for streamed in complete]
+        if made:
+            self._take(made)
+
+    def _ask_each(self, task: int) -> None:
+        for layer in self._watched.values():
+            layer.is_shared = layer.is_shared or layer.task == task  # whose arrivals are all noted
+
+    def _take_left(self, task: int) -> None:
+        with self._lock:
+            if self._layer is not None and self._layer.task == task:
+                self._collect(self._layer)
+            for layer in self._watched.values():
+                parts = layer.parts.pop(task, None)
+                if parts:
+                    self._take([Made(*part) for part in parts.items()])
+
+    def _forget_parts(self, task: int) -> None:
+        for layer in self._watched.values():
+            layer.parts.pop(task, None)
+            if layer.num_come:
+                layer.num_come = Counter({key: count for key, count in layer.num_come.items() if key[0] != task})
+            if layer.task == task:
+                for parameter in layer.parameters:
+                    parameter.grad = None
+                layer.elsewhere = {}
+                layer.task = -1
 
     def _finish(self, has_failed: bool) -> None:
         try:
@@ -311,11 +523,7 @@ class HostGradients(LayerAccumulation):
         self._give_lost()
         self._before.clear()  # the user may have cleared `grad` since
 
-    def _prepare(self, chunk: LayerChunk) -> None:
-        self._make_room(min(chunk.num_bytes, self._window_bytes))
-
     def _take(self, made: Sequence[Made]) -> None:
-        """Take what a backward has made of a layer to the host, behind what was brought there before."""
         first = list[Made]()
         before, totals = self._before, self._totals
         for one in made:
@@ -386,7 +594,6 @@ class HostGradients(LayerAccumulation):
         return storage
 
     def _note_made(self, gradients: Sequence[Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
-        """Tell the device what fills storages that are about to be copied."""
         for gradient, storage in zip(gradients, storages, strict=True):
             self._device.note_written(storage, torch_private.version_of(gradient))
 
@@ -423,18 +630,15 @@ class HostGradients(LayerAccumulation):
         totals, buffers = list[Tensor](), list[GradientBuffer]()
         for streamed in parameters:
             known = self._buffers[streamed]
-            for buffer in known:
-                total = buffer.lend(streamed)
-                if total is not None:
-                    break
-            else:  # the caller keeps the gradients of earlier steps
+            found = next(((buffer, total) for buffer in known if (total := buffer.lend(streamed)) is not None), None)
+            if found is None:  # the caller keeps the gradients of earlier steps
                 (span,) = self._take_pinned([known[0].span.num_bytes])
-                buffer = GradientBuffer(span, span)
-                known.append(buffer)
-                total = buffer.lend(streamed)
-            assert total is not None
-            totals.append(total)
-            buffers.append(buffer)
+                known.append(GradientBuffer(span, span))
+                total = known[-1].lend(streamed)
+                assert total is not None
+                found = known[-1], total
+            buffers.append(found[0])
+            totals.append(found[1])
         spans = [buffer.span for buffer in buffers]
         is_pinned = all(span.staging is None for span in spans)  # else each is sent by itself: a thread of its own sees to it
         copies = self._lanes.batch_out(spans) if is_pinned else None
@@ -444,7 +648,7 @@ class HostGradients(LayerAccumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until these are done; return what is reached then."""
+        """Put copies of storages on the lane, which are held until the event that is returned."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)
@@ -489,13 +693,6 @@ class HostGradients(LayerAccumulation):
                 raise forked("LayerOffload")
             addition.result()
         self._additions.clear()
-
-
-def _have_own_gradient(streamed: StreamedParameter) -> None:
-    grad = streamed.parameter.grad
-    if grad is not None:
-        with without_modes():
-            streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
 
 
 def _gradient_bytes(streamed: StreamedParameter) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +59,7 @@ def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
 
 
 class DevicePlacement:
-    """Has tensors on the device, and knows where they were found."""
+    """Moves tensors to the device, and back to where they were found."""
 
     def __init__(self) -> None:
         self._found: dict[torch.device, list[Tensor]] = {}
@@ -79,8 +80,8 @@ class DevicePlacement:
 
 
 def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
-    """Return the storages that parameters of several layers have in common, or of one and of what is no layer, or a parameter
-    and a buffer, by key, with the names of what is there."""
+    """Return the storages that parameters of several layers share, or of a layer and the rest, or a parameter and a buffer: by
+    key, with the names of all that lies there."""
     layers_of: dict[int, set[int]] = {}
     for number, layer in enumerate(layers.values()):
         for module in layer.modules():
@@ -136,18 +137,18 @@ def refuse_streamed(model: nn.Module) -> None:
 NUM_BUFFERS = 4
 
 
+@dataclass(eq=False)
 class _ReadBuffer:
     """Host memory for the bytes of one layer at a time, between the disk and a slot."""
 
-    def __init__(self, room: Span) -> None:
-        self.room = room
-        self.chunk: LayerChunk | None = None
-        """The layer that was read here last, or is being read."""
-        self.state: tuple[int, ...] | None = None
-        """The chunk's `state()` when it was read; None: the bytes are stale."""
-        self.sent: Event | None = None
-        self.has_unknown = False
-        """Whether such a copy may be under way of which no event is known: an interrupt came in between."""
+    room: Span
+    chunk: LayerChunk | None = None
+    """The layer that was read here last, or is being read."""
+    state: tuple[int, ...] | None = None
+    """The chunk's `state()` when it was read; None: the bytes are stale."""
+    sent: Event | None = None
+    has_unknown: bool = False
+    """Whether a copy to a slot may be under way of which no event is known: an interrupt came in between."""
 
     def holds(self, chunk: LayerChunk) -> bool:
         return self.chunk is chunk and self.state is not None and self.state == chunk.state()
@@ -164,7 +165,6 @@ class DiskCopies:
     def __init__(self, disk: Disk, device: Device) -> None:
         self._disk, self._device = disk, device
         self._opened: DiskStore | None = None
-        """Made when layers are to lie there."""
         self._copies: dict[LayerChunk, DiskCopy] = {}
         self._buffers: list[_ReadBuffer] = []
 
@@ -198,7 +198,6 @@ class DiskCopies:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that were read from there so far."""
         return 0 if self._opened is None else self._opened.read_bytes
 
     # A pass
@@ -223,7 +222,7 @@ class DiskCopies:
         return self._find(chunk) is not None and (transfer is None or transfer.is_over)
 
     def bring(self, chunk: LayerChunk) -> Span:
-        """Return where the bytes of a layer are in host memory: waits for the disk. `note_sent` is due then."""
+        """Wait for the disk, and return where the bytes of a layer are in host memory. `note_sent` is due then."""
         buffer = self._find(chunk)
         if buffer is None:
             buffer = self._buffers[0]
@@ -234,12 +233,12 @@ class DiskCopies:
             buffer.state = None
             raise
         self._buffers.remove(buffer)
-        self._buffers.append(buffer)  # the first is the one that was used longest ago
+        self._buffers.append(buffer)  # so that the first is the one that was used longest ago
         buffer.has_unknown = True
         return buffer.room.part(0, chunk.num_bytes)
 
     def note_sent(self, sent: Event) -> None:
-        """What was brought last is copied to a slot once an event is reached."""
+        """The layer that was brought last is in a slot once an event is reached."""
         buffer = self._buffers[-1]
         buffer.sent, buffer.has_unknown = sent, False
 
@@ -275,20 +274,10 @@ class DiskCopies:
 
 
 class HostCopies:
-    """The memory that host copies of weights are in, and gradients as well.
-
-    Args:
-        disk: where host copies are instead; None for nowhere.
-    """
+    """The host memory of weights and gradients, or the disk where host copies of weights are instead."""
 
     def __init__(
-        self,
-        device: Device,
-        model: nn.Module,
-        chunks: Iterable[LayerChunk],
-        *,
-        limit_bytes: int | None,
-        disk: Disk | None = None,
+        self, device: Device, model: nn.Module, chunks: Iterable[LayerChunk], *, limit_bytes: int | None, disk: Disk | None
     ) -> None:
         self.model = model
         self.chunks = tuple(chunks)
@@ -296,7 +285,7 @@ class HostCopies:
         self.disk = None if disk is None else DiskCopies(disk, device)
         self._has_warned = False
         self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
-        """Once all is where it was found: storages of host memory that the caller holds, each with one of the same bytes."""
+        """Once all is restored: storages of host memory that the caller holds, each with one of the same bytes."""
 
     def take(self, chunks: Sequence[LayerChunk]) -> None:
         """Take memory for layers, or room on the disk."""
@@ -313,12 +302,14 @@ class HostCopies:
         chunk.move_to_host(read)
         if self.disk is not None:
             self.disk.settle(chunk)
+        for item in chunk.parameters:
+            claim(item, self)
 
     def spans(self) -> list[Span]:
         return [chunk.span for chunk in self.chunks if chunk.span is not None]
 
     def warn_of_refusal(self) -> None:
-        """Say once that host memory could not be pinned: in the beginning, or when more of it was needed later."""
+        """Say once that host memory could not be pinned."""
         if self.arena.refusal is not None and not self._has_warned:
             self._has_warned = True
             warn_user(f"LayerOffload: {self.arena.refusal}")
@@ -333,8 +324,8 @@ class HostCopies:
         self.arena.trim_gaps()
 
     def restore(self, gradients: Accumulation | None) -> None:
-        """Make all parameters, and their gradients, tensors of their own again. Calling it again does nothing, or finishes a
-        call that was interrupted."""
+        """Make all parameters, and their gradients, tensors of their own again; calling it again finishes an interrupted
+        call."""
         if self._held is not None:
             return
         held = [] if gradients is None else gradients.close()

@@ -18,7 +18,9 @@ from memkit.core.hooks import HookSet, RemovableHandle
 from memkit.core.sizes import check_budget_bytes, format_bytes
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import warn_user
+from memkit.plan import plan_again
 from memkit.transfer.disk import Disk
+from memkit.weights import shares
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, refuse_tied, without_modes
 from memkit.weights.forwards import Forwards
 from memkit.weights.from_files import FilePath, FileWeights
@@ -28,12 +30,12 @@ from memkit.weights.host_copies import DevicePlacement, HostCopies, claim, is_st
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
 from memkit.weights.shares import (
-    MeasuredChoice,
     StepTimes,
     StepTiming,
     check_disk,
     choose_mode,
     chunks_of,
+    costs_of,
     plan_layers,
     why_layers_free_nothing,
 )
@@ -147,9 +149,12 @@ class LayerOffload(NotCopied, EnteredOnce):
         message = why_layers_free_nothing(self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots)
         if message is not None:
             warn_user(message)
-        self._choice = MeasuredChoice(
-            self.device, self._candidates, train=self.train, num_slots=num_slots, is_open=isinstance(offload_ratio, str)
-        )
+        self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)
+        """`_is_open`: whether the share that streams is to be found out."""
+        self._timing: StepTiming | None = None
+        """Of a step in which all layers stream, if that is so, and then of one with the plan that holds for good."""
+        self._times: StepTimes | None = None
+        self._predicted_peak_bytes: int | None = None
         self._chunks = self._streaming()
         self._placement, self._hooks = DevicePlacement(), HookSet()
         self._process = os.getpid()
@@ -159,7 +164,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._leaving: list[LayerChunk] = []
         """Layers that stay on the device from now on, and have not given back their memory."""
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
-        self._arena = self._host.arena
+        self._arena = arena = self._host.arena
         files = FileWeights(model, weights)
         try:
             self._host.take(self._chunks)
@@ -167,9 +172,8 @@ class LayerOffload(NotCopied, EnteredOnce):
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(
-                    self.device, self._arena, self._chunks, rest=lambda: self._streams.rest(), others=self._host.spans
-                )
+                rest, others = lambda: self._streams.rest(), self._host.spans
+                self._gradients = HostGradients(self.device, arena, self._chunks, rest=rest, others=others)
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, is_streamed))
             self._host.warn_of_refusal()
@@ -190,13 +194,11 @@ class LayerOffload(NotCopied, EnteredOnce):
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
             self._host.move_in(chunk, files.read)
-            for item in chunk.parameters:
-                claim(item, self._host)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         files.fill(tensors)
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes, self._host.disk)
-        if self._choice.is_open:
+        if self._is_open:
             self._streamer.handles = weakref.WeakSet()
         if make is not None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -213,9 +215,9 @@ class LayerOffload(NotCopied, EnteredOnce):
     # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
-        resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
+        resident = {name: layer for name, layer in self._layers.items() if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
-        timing = self._choice.begin(self._streams, is_trained=is_trained)
+        self._timing = timing = StepTiming(self._streams, is_trained=is_trained, resets_peak=self._is_open)
         self._forwards.time_with(timing, resident)
         return timing
 
@@ -225,31 +227,38 @@ class LayerOffload(NotCopied, EnteredOnce):
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
         self._release_leaving()
-        times = self._choice.begin_pass(self._streams)
-        if times is None:
+        if self._timing is None or not self._timing.begin_pass():
             return
-        for adopted in (adopted for chunk in self._chunks if self._choice.is_open for adopted in adopt(chunk)):
+        if self._is_open and (self._streams.handles or any(chunk.uses for chunk in self._chunks)):
+            return  # a graph is alive, or another thread runs: later
+        times = self._timing.result()
+        for adopted in (adopted for chunk in self._chunks if self._is_open for adopted in adopt(chunk)):
             self._note_adopted(adopted)
         self._forwards.time_with(None, {})
-        if not self._choice.is_open:
-            self.plan = self._choice.end(self.plan, times)
+        if not self._is_open:
+            self._times, self._timing = times, None
+            if self.plan.predicted_s is None:
+                self.plan = plan_again(self.plan, costs_of(self._candidates, times), times.h2d_bytes_per_s)
             return
         try:
             with without_modes():
                 self._choose(times)
         except Exception:
-            self._choice.is_open, self._choice.timing, self._streams.handles = False, None, None
+            self._is_open, self._timing, self._streams.handles = False, None, None
             raise
-        self._choice.is_open, self._streams.handles = False, None
+        self._is_open, self._streams.handles = False, None
         self._begin_timing().begin_pass()
 
     def _choose(self, times: StepTimes) -> None:
         """Choose, by the timed step, which layers stay on the device from now on."""
-        before, chosen = self.plan, self._choice.choose(self.plan, times)
+        before, costs, counter = self.plan, costs_of(self._candidates, times), self.device.memory_counter()
+        capacity_bytes, num_slots = None if counter is None else counter.capacity_bytes(), self._num_slots
+        chosen = shares.plan_measured(
+            costs, times, before, train=self.train, num_slots=num_slots, capacity_bytes=capacity_bytes
+        )
         staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
-        if not staying:
-            self.plan = chosen
-        else:
+        self.plan = before if staying else chosen
+        if staying:
             try:
                 self._arena.drain()
                 self._streams.close()
@@ -263,7 +272,8 @@ class LayerOffload(NotCopied, EnteredOnce):
                 self._stream_anew()
                 raise
             self._release_leaving()
-        self._choice.note_chosen(before, self.plan, times)
+        if times.peak_bytes is not None:
+            self._predicted_peak_bytes = times.peak_bytes - before.device_bytes + self.plan.device_bytes
 
     def _stream_anew(self) -> None:
         """Stream the layers of the current plan, and no others."""
@@ -324,19 +334,15 @@ class LayerOffload(NotCopied, EnteredOnce):
             self._hooks.remove()
 
     def close(self) -> None:
-        """Stop streaming, and put every tensor back to where it was found.
-
-        Calling it again does nothing, or what an interrupt has kept from being done.
-
-        Graphs that are alive cannot be run backward any more.
-        """
+        """Stop streaming, and put every tensor back to where it was found. Graphs that are alive cannot be run backward any
+        more. Calling it again does nothing, or the rest of a call that was interrupted."""
         if self._is_closed:
             return
         if os.getpid() != self._process:
             raise forked("LayerOffload")
         self._forwards.close()
         self._hooks.remove()
-        self._choice.timing = None
+        self._timing = None
         if self._gradients is not None:
             self._gradients.reset_interrupted()
         self._arena.drain()
@@ -378,16 +384,15 @@ class LayerOffload(NotCopied, EnteredOnce):
 
     def stats(self) -> LayerStats:
         """Return what was moved so far, and what had to be waited for."""
-        times, disk = self._choice.times, self._host.disk
-        gradients_bytes = 0 if self._gradients is None else self._gradients.d2h_bytes
+        times, disk = self._times, self._host.disk
         with self._streams.lock:
             return LayerStats(
                 num_resident=len(self._layers) - len(self._chunks),
                 host_bytes=self._arena.held_bytes,
-                d2h_bytes=gradients_bytes,
+                d2h_bytes=0 if self._gradients is None else self._gradients.d2h_bytes,
                 predicted_s=self.plan.predicted_s,
                 actual_s=None if times is None else times.taken_s,
-                predicted_peak_bytes=self._choice.predicted_peak_bytes,
+                predicted_peak_bytes=self._predicted_peak_bytes,
                 actual_peak_bytes=None if times is None else times.peak_bytes,
                 disk_bytes=0 if disk is None else disk.num_bytes,
                 disk_read_bytes=0 if disk is None else disk.read_bytes,

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class StreamedHandle(KeptHandle):
-    """A saved parameter in a slot, or a view of one. It does not keep the slot: the layer is fetched again when it is
-    unpacked."""
-
-    __slots__ = ("_chunk", "_geometry", "_num_changes", "_streamer")
+    """A saved parameter in a slot, or a view of one. It does not keep the slot: unpacking fetches the layer again."""
 
     def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
         super().__init__(tensor)
@@ -75,10 +72,10 @@ class Lying(NamedTuple):
     chunk: LayerChunk
     slot: Slot
     stream_number: int
-    """The stream that has waited for the slot, by its number."""
+    """Of the stream that has waited for the slot."""
     state: object
-    """The slot's `state` object when this was made. While the slot has the identical object, it was not filled again, and the
-    parameters point at it: then only a parameter's version counter has to be compared."""
+    """The slot's `state` when this was made. While the slot has the identical object, it was not filled again, and the
+    parameters point at it: only a parameter's version counter has to be compared."""
 
 
 class _HandedOn(tuple[Any, ...]):
@@ -162,7 +159,7 @@ class _Saves:
                 if not is_plain:
                     return FlattenedHandle(tensor, self._pack_any)
                 with torch_private.without_python_dispatch():  # it is no part of the forward
-                    return self._streamer.handle_of(tensor)
+                    return StreamedHandle(self._streamer, tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._outer is not None:
             return ForwardedHandle(tensor, *self._outer, is_checked=False)

@@ -60,7 +60,9 @@ def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerO
             raise ValueError("layers: the predicate is true for none of the modules")
     else:
         found = _named(modules, choice)
-    _check_nesting(found)
+    outermost = _outermost(found)
+    if nested := [name for name in found if name not in outermost]:
+        raise ValueError(f'layers: "{nested[0]}" is inside of another layer. Layers must not contain each other')
     names = dict[int, str]()
     for name in modules:
         if name in found:
@@ -92,13 +94,13 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
 class _List:
     """Layers that were found in one list, by name."""
 
-    kind: type[nn.Module]
-    """Whether it is a ModuleList or a Sequential."""
+    is_module_list: bool
+    """It is a ModuleList, not a Sequential."""
     layers: Mapping[str, nn.Module]
 
     @property
     def role(self) -> Hashable:
-        """What lists that belong together have in common: the class of their layers, if that is not one of torch."""
+        """Equal for lists that belong together, whose layers are of one class that is not torch's."""
         kinds = frozenset(map(type_before_parametrizations, self.layers.values()))
         return id(self) if any(kind.__module__.startswith("torch.nn") for kind in kinds) else kinds
 
@@ -110,7 +112,7 @@ def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     the same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
     """
     lists = [
-        _List(nn.ModuleList if isinstance(module, nn.ModuleList) else nn.Sequential, _resolved(name, module))
+        _List(isinstance(module, nn.ModuleList), _resolved(name, module))
         for name, module in _lists_in(modules, at_least=2).items()
     ]
     groups = defaultdict[Hashable, list[_List]](list)
@@ -122,7 +124,7 @@ def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     chosen, longest = _joined(main), max(len(found.layers) for found in main)
 
     def counts(found: _List) -> bool:
-        is_long = found.kind is main[0].kind and len(found.layers) >= _SHARE_OF_LONGEST * longest
+        is_long = found.is_module_list == main[0].is_module_list and len(found.layers) >= _SHARE_OF_LONGEST * longest
         return found in main or (is_long and _freed_bytes({**chosen, **found.layers}) > _freed_bytes(chosen))
 
     return _joined(found for found in lists if counts(found))
@@ -133,12 +135,14 @@ def _joined(lists: Iterable[_List]) -> dict[str, nn.Module]:
 
 
 def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, nn.ModuleList | nn.Sequential]:
-    """Return the outermost lists of modules of one class, by name."""
+    """Return the outermost lists of modules of one class that have parameters, by name."""
+    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
+    found = {name: module for name, module in lists.items() if len({*map(type_before_parametrizations, module)}) == 1}
     return _outermost(
         {
             name: module
-            for name, module in modules.items()
-            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= at_least and _is_homogeneous(module)
+            for name, module in found.items()
+            if len(module) >= at_least and any(True for _ in module[0].parameters())
         }
     )
 
@@ -165,11 +169,8 @@ def _blocks_of(name: str, stage: nn.Module) -> dict[str, nn.Module]:
     """Return the elements of a stage's lists that hold modules, or the stage itself."""
     lists = _lists_in(dict(stage.named_modules(prefix=name, remove_duplicate=False)), at_least=1)
     blocks = {f"{path}.{key}": block for path, found in lists.items() for key, block in found.named_children()}
-    return blocks if blocks and all(map(_has_modules, blocks.values())) else {name: stage}
-
-
-def _has_modules(module: nn.Module) -> bool:
-    return any(name != "parametrizations" for name, _ in module.named_children())
+    have_modules = all(any(name != "parametrizations" for name, _ in block.named_children()) for block in blocks.values())
+    return blocks if blocks and have_modules else {name: stage}
 
 
 def _num_bytes(layers: Mapping[str, nn.Module]) -> int:
@@ -182,37 +183,33 @@ def _sizes_bytes(layers: Mapping[str, nn.Module]) -> list[int]:
 
 
 def _freed_bytes(layers: Mapping[str, nn.Module], nums_slots: Sequence[int] = range(1, _MAX_SLOTS + 1)) -> float:
-    """Return the bytes that streaming all of them frees, on average over numbers of slots."""
     sizes_bytes = _sizes_bytes(layers)
     slots_bytes = sum(sum(slot_sizes(sizes_bytes, num_slots)) for num_slots in nums_slots)
     return sum(sizes_bytes) - slots_bytes / len(nums_slots)
 
 
-def _is_homogeneous(module: nn.ModuleList | nn.Sequential) -> bool:
-    kinds = {type_before_parametrizations(item) for item in module}
-    return len(kinds) == 1 and any(True for _ in module[0].parameters())
-
-
 def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
-    """Leave out modules that are inside of another one."""
     inside = {id(inner) for module in found.values() for inner in module.modules() if inner is not module}
     return {name: module for name, module in found.items() if id(module) not in inside}
 
 
-def _check_nesting(found: dict[str, nn.Module]) -> None:
-    outermost = _outermost(found)
-    for name in found:
-        if name not in outermost:
-            raise ValueError(f'layers: "{name}" is inside of another layer. Layers must not contain each other')
-
-
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
-    """Raise where a parameter or a buffer has no data that could be moved, or cannot be given other data.
+    """Raise where a parameter or a buffer has no data that could be moved, cannot be given other data, or another library
+    decides where it is.
 
     Args:
         reads_weights: whether those on torch's "meta" device are given data.
     """
-    _refuse_wrapped(model)
+    for name, module in model.named_modules():
+        if is_sharded_by_fsdp(module):
+            kind = type(module).__name__
+            raise ValueError(
+                f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
+                "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
+            )
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter.data):
+            raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f'LayerOffload: "{name}" has no data: its module is lazy. Run the model once first')
@@ -226,11 +223,8 @@ def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
 
 
 def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_all: bool) -> None:
-    """Raise where torch refuses hooks on a module whose forward must be seen: one that TorchScript has compiled.
-
-    Args:
-        steps_all: whether all that is trained is stepped within the backward, so that its forwards must be seen as well.
-    """
+    """Raise where TorchScript has compiled a module whose forward must be seen, on which torch then refuses hooks: those of
+    layers, and with `steps_all` those of all that is trained."""
     advice = "Leave it as it is (torch.compile works)"
     scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     within = {id(inner): name for name, module in reversed(scripted.items()) for inner in module.modules()}
@@ -238,12 +232,10 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
         for inner in module.modules():
             if id(inner) in within:
                 name = within[id(inner)]
-                what = quoted(name)
                 where = f', which is in "{layer}"' if inner is not module else f', with "{layer}" in it'
-                where = "" if name == layer else where
                 raise ValueError(
                     "LayerOffload needs layers that hooks can be set on; found that torch.jit.script or torch.jit.trace has "
-                    f"compiled {what}{where}. {advice}, or name other layers by layers="
+                    f"compiled {quoted(name)}{'' if name == layer else where}. {advice}, or name other layers by layers="
                 )
     for name, module in scripted.items():
         if steps_all and any(parameter.requires_grad for parameter in module.parameters()):
@@ -258,22 +250,7 @@ def quoted(name: str) -> str:
     return f'"{name}"' if name else "the model"
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise where another library already decides where the parameters are."""
-    for name, module in model.named_modules():
-        if is_sharded_by_fsdp(module):
-            kind = type(module).__name__
-            raise ValueError(
-                f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
-                "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
-            )
-    for name, parameter in model.named_parameters():
-        if is_dtensor(parameter.data):
-            raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
-
-
 def refuse_replicas(model: nn.Module, train: str) -> None:
-    """Raise where another library reduces the gradients that are taken away."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
@@ -283,9 +260,7 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
 
 
 def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
-    """Raise where the forward that is going on is one of a model that another library has come to replicate since, or that it
-    has around the one that was given.
-    """
+    """Raise where the forward that is going on is one within DistributedDataParallel."""
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # without a group of processes there is no such module

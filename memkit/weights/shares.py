@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +25,6 @@ from memkit.weights.fused import MakeOptimizer
 from memkit.weights.host_copies import shared_between
 
 if TYPE_CHECKING:
-    from memkit.weights.chunks import LayerChunk
     from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
@@ -35,54 +36,39 @@ _MOST_SAMPLES = 32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     forward_s: Mapping[str, float]
-    """Seconds from when a layer's weights were there to the next layer, for each layer that has run."""
     backward_s: Mapping[str, float]
     taken_s: float
-    """Seconds of all of that, and of waiting for weights."""
     h2d_bytes_per_s: float | None
     """None if nothing was copied."""
     peak_bytes: int | None
-    """The most bytes that were allocated on the device; None where the device does not count them."""
 
 
+@dataclass(slots=True)
 class _Point:
     """A moment from which on a layer computes, or none does."""
 
-    __slots__ = ("after", "before", "is_backward", "name")
-
-    def __init__(self, name: str | None, is_backward: bool, before: Event) -> None:
-        self.name = name
-        self.is_backward = is_backward
-        self.before = self.after = before
-        """Ahead of waiting for its weights, and behind that."""
+    name: str | None
+    is_backward: bool
+    before: Event
+    after: Event
 
 
 class StepTiming:
     """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
 
     Args:
-        log_transfers: has each copy to the device added to a list from now on, or to none.
         is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
         resets_peak: whether the device's peak is that of the pass alone.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        log_transfers: Callable[[list[Transfer] | None], None],
-        *,
-        is_trained: bool,
-        resets_peak: bool,
-    ) -> None:
-        self._device = device
-        self._log_transfers = log_transfers
+    def __init__(self, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
+        self._device, self._streamer = streamer.device, streamer
         self._resets_peak = resets_peak
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
         """By grad mode, how many more passes without a backward are skipped."""
         self._points: list[_Point] = []
         self._transfers: list[Transfer] = []
         self._seen = set[bool]()
-        """The passes that there were: in grad mode, or not."""
         self._has_grad = self._is_timing = self._is_timed = False
         self._backward = -1
 
@@ -96,15 +82,14 @@ class StepTiming:
             is_timed = self._num_unfit_left[self._has_grad] < 0
         if is_timed:
             self.end_layer()
-            self._is_timed = True
-            self._log_transfers(None)
+            self._is_timed, self._streamer.transfers = True, None
             return True
         self._has_grad = torch.is_grad_enabled()
         self._is_timing = self._has_grad in self._seen
         self._seen.add(self._has_grad)
         self._points.clear()
         self._transfers = []
-        self._log_transfers(self._transfers if self._is_timing else None)
+        self._streamer.transfers = self._transfers if self._is_timing else None
         if self._is_timing and self._resets_peak:
             counter = self._device.memory_counter()
             if counter is not None:
@@ -120,34 +105,36 @@ class StepTiming:
         last = self._points[-1] if self._points else None
         if last is not None and (last.name, last.is_backward) == (name, is_backward):
             return
-        self._points.append(_Point(name, is_backward, self._device.record_event()))
+        self._add(name, is_backward)
         if is_backward and task != self._backward:
             backwards.on_end(lambda has_failed: self.fail() if has_failed else self.end_layer())
             self._backward = task
+
+    def _add(self, name: str | None, is_backward: bool) -> None:
+        now = self._device.record_event()
+        self._points.append(_Point(name, is_backward, now, now))
 
     def note_ready(self) -> None:
         if self._points and self._points[-1].after is self._points[-1].before:
             self._points[-1].after = self._device.record_event()
 
     def end_layer(self) -> None:
-        """No layer is computing any more."""
         if self._points and self._points[-1].name is not None and not self._is_timed:
-            self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))
+            self._add(None, self._points[-1].is_backward)
 
     def fail(self) -> None:
         if not self._is_timed:
             self._points.clear()
 
     def result(self) -> StepTimes:
-        """Return what the pass took, once it was timed whole; the host waits for it."""
+        """Return the times of the pass, once it was timed whole; the host waits for it."""
         self._device.synchronize(self._points[-1].before)
-        forward_s: dict[str, float] = {}
-        backward_s: dict[str, float] = {}
+        forward_s, backward_s = Counter[str](), Counter[str]()
         taken_s = 0.0
-        for point, following in zip(self._points, self._points[1:], strict=False):
+        for point, following in pairwise(self._points):
             if point.name is not None:
-                seconds = backward_s if point.is_backward else forward_s
-                seconds[point.name] = seconds.get(point.name, 0.0) + max(point.after.elapsed_s(following.before), 0.0)
+                seconds: Any = backward_s if point.is_backward else forward_s
+                seconds[point.name] += max(point.after.elapsed_s(following.before), 0.0)
                 taken_s += point.before.elapsed_s(following.before)
         copied = [transfer for transfer in self._transfers if transfer.done.is_reached()]
         copied_s = sum(transfer.started.elapsed_s(transfer.done) for transfer in copied)
@@ -171,7 +158,6 @@ _BYTES_PER_TRAINED_BYTE = 4
 
 
 def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
-    """Return how layers are trained."""
     if train not in _TRAIN:
         raise ValueError(
             f"LayerOffload needs train= one of {', '.join(map(repr, _TRAIN))}; found {train!r}. Omit it to have the mode "
@@ -191,7 +177,6 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 
 
 def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -> None:
-    """Check that layers may lie on a disk."""
     if disk is None:
         return
     if not isinstance(disk, Disk):
@@ -209,10 +194,10 @@ def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -
 
 
 def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:
-    """Return what of each layer may stream, of those of which anything may.
+    """Return the parameters of each layer that may stream, without layers that have none. Those that are shared between layers,
+    or with the rest of the model, may not.
 
     Args:
-        model: whose layers they are: what they share with the rest of it stays.
         is_trained: whether parameters that require grad may stream.
     """
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
@@ -244,13 +229,12 @@ def plan_layers(
     num_slots: int,
     state_bytes: int,
 ) -> ResidencyPlan:
-    """Return which layers stream.
+    """Return which layers stream: with "auto", all at first.
 
     Args:
         layers: what may stream of each, by name, in their order; None for nothing.
-        offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None. Where the share is to be
-            found out, all stream at first.
-        state_bytes: of the optimizer's states of what is trained in layers, which stay on the device.
+        offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None.
+        state_bytes: of the layers' optimizer states, which stay on the device.
     """
     sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
@@ -278,19 +262,10 @@ def plan_layers(
 
 
 def why_layers_free_nothing(
-    layers: Mapping[str, LayerChunk | None],
-    plan: ResidencyPlan,
-    device: Device,
-    *,
-    train: str,
-    num_slots: int,
+    layers: Mapping[str, LayerChunk | None], plan: ResidencyPlan, device: Device, *, train: str, num_slots: int
 ) -> str | None:
-    """Return what to say if layers stream, and the device has no byte more for it; None if that is not so.
-
-    Args:
-        layers: see `plan_layers`.
-        train: how they are trained: with "host", the gradients of what streams are not on the device either.
-    """
+    """Return a message if layers stream and the device has no byte more for it; with train="host", their gradients are not on
+    the device either."""
     if why := why_nothing_is_freed(device):
         return f"LayerOffload: {why}"
     costs = costs_of(layers)
@@ -316,7 +291,7 @@ def why_layers_free_nothing(
 
 
 def plan_measured(
-    layers: Mapping[str, LayerChunk | None],
+    costs: list[LayerCosts],
     times: StepTimes,
     plan: ResidencyPlan,
     *,
@@ -327,12 +302,9 @@ def plan_measured(
     """Return the plan that streams the most that hides; where the device has no room for what stays then, the least that fits.
 
     Args:
-        layers: see `plan_layers`.
-        train: how layers are trained: with "host", a layer that stays has its gradients and its optimizer's state on the device
-            as well, as much as two values for each weight.
+        train: with "host", a layer that stays has its gradients and optimizer states on the device as well.
         capacity_bytes: what the process may allocate on the device; None if that is not known.
     """
-    costs = costs_of(layers, times)
     if times.h2d_bytes_per_s is None:
         return plan_again(plan, costs, None)
     budget_bytes = None
@@ -346,73 +318,13 @@ def plan_measured(
 
 
 def costs_of(layers: Mapping[str, LayerChunk | None], times: StepTimes | None = None) -> list[LayerCosts]:
-    """Return the layers' bytes for a plan, with their seconds if they were measured."""
-    return [_costs(name, chunk, times) for name, chunk in layers.items()]
-
-
-def _costs(name: str, chunk: LayerChunk | None, times: StepTimes | None) -> LayerCosts:
-    parameters = [] if chunk is None else [item.parameter for item in chunk.parameters]
-    return LayerCosts(
-        name=name,
-        num_bytes=0 if chunk is None else chunk.num_bytes,
-        forward_s=None if times is None else times.forward_s.get(name, 0.0),
-        backward_s=None if times is None else times.backward_s.get(name, 0.0),
-        grad_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-    )
-
-
-class MeasuredChoice:
-    """Times a step in which all layers stream and chooses by it, if the share is not given; and times a step of what streams.
-
-    Args:
-        layers: what may stream of each, by name; None for nothing.
-        is_open: whether the share that streams is to be found out.
-    """
-
-    def __init__(
-        self, device: Device, layers: Mapping[str, LayerChunk | None], *, train: str, num_slots: int, is_open: bool
-    ) -> None:
-        self.is_open = is_open
-        self.timing: StepTiming | None = None
-        """Of the step that is to be timed; None once there is nothing to find out."""
-        self.times: StepTimes | None = None
-        """Times of a step with the plan that holds for good."""
-        self.predicted_peak_bytes: int | None = None
-        self._device, self._layers = device, layers
-        self._train, self._num_slots = train, num_slots
-
-    def begin(self, streamer: Streamer, *, is_trained: bool) -> StepTiming:
-        self.timing = StepTiming(self._device, streamer.log_transfers, is_trained=is_trained, resets_peak=self.is_open)
-        return self.timing
-
-    def begin_pass(self, streamer: Streamer) -> StepTimes | None:
-        """A pass begins. Return the times of the step before, if it was timed whole and layers may move now."""
-        if self.timing is None or not self.timing.begin_pass():
-            return None
-        if self.is_open and (streamer.handles or any(chunk.uses for chunk in streamer.chunks)):
-            return None  # of a graph that is alive, or in another thread: later
-        return self.timing.result()
-
-    def choose(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
-        """Return the best plan by the times of a step in which all layers stream."""
-        counter = self._device.memory_counter()
-        return plan_measured(
-            self._layers,
-            times,
-            plan,
-            train=self._train,
-            num_slots=self._num_slots,
-            capacity_bytes=None if counter is None else counter.capacity_bytes(),
+    return [
+        LayerCosts(
+            name=name,
+            num_bytes=0 if chunk is None else chunk.num_bytes,
+            forward_s=None if times is None else times.forward_s.get(name, 0.0),
+            backward_s=None if times is None else times.backward_s.get(name, 0.0),
+            grad_bytes=sum(item.parameter.nbytes for item in chunk.parameters if item.parameter.requires_grad) if chunk else 0,
         )
-
-    def note_chosen(self, before: ResidencyPlan, plan: ResidencyPlan, times: StepTimes) -> None:
-        """Predict the peak of a plan from another one's."""
-        if times.peak_bytes is not None:
-            self.predicted_peak_bytes = times.peak_bytes - before.device_bytes + plan.device_bytes
-
-    def end(self, plan: ResidencyPlan, times: StepTimes) -> ResidencyPlan:
-        """Return the plan with a prediction, once a step with it was timed."""
-        self.times, self.timing = times, None
-        if plan.predicted_s is not None:
-            return plan
-        return plan_again(plan, costs_of(self._layers, times), times.h2d_bytes_per_s)
+        for name, chunk in layers.items()
+    ]

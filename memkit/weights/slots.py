@@ -32,53 +32,30 @@ class Slot:
     a view. `users` are the streams that read it.
     """
 
-    __slots__ = (
-        "_device",
-        "_has_unknown",
-        "_left",
-        "_parts",
-        "_views",
-        "chunk",
-        "filled",
-        "is_overflow",
-        "is_ready",
-        "key",
-        "num_bytes",
-        "ready",
-        "state",
-        "stepped",
-        "storage",
-        "tensors",
-        "users",
-    )
-
     def __init__(self, device: Device, storage: torch.UntypedStorage, *, is_overflow: bool = False) -> None:
         self.storage = storage
         self.key = storage_key(storage)
         self.num_bytes = storage.nbytes()
         self.tensors: dict[Geometry, Tensor] = {}
-        """Views of the storage, made once. They are never handed out: who else holds the storage is told by its use count."""
+        """Views of the storage, made once. They are never handed out, so that its use count tells who else holds it."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
         """For each layer that was here, the places of its tensors, and the views of the slot there."""
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
         """For each layer that was here, the span that it is copied from, and the parts of the slot that it is copied to."""
         self.filled = next(_num_filled)
-        """A counter: the larger, the later it was filled."""
         self.is_overflow = is_overflow
         """Whether it was made because all others were in use: it is released as soon as it is idle."""
         self.chunk: LayerChunk | None = None
         """The layer whose bytes it has, or will have once `ready` is reached."""
         self.state: object = None
-        """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
         self.is_ready = False
-        """Whether `ready` is known to be reached: then it is not queried again."""
         self.stepped: Event | None = None
         """Reached when the last step of a parameter here is done, of those that run beside the backward; None if there was none
         since it was filled. Streams wait for it, except for the rest of the layer's own backward."""
         self._left: Event | None = None
         self._has_unknown = False
-        """Whether a copy from or to it may be under way for which an interrupt kept an event from being recorded."""
+        """Whether a copy from or to it may be under way whose event an interrupt kept from being recorded."""
         self._device = device
         stream = device.current_stream()
         self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
@@ -97,7 +74,6 @@ class Slot:
 
     @property
     def is_held(self) -> bool:
-        """Whether anyone but the slot itself holds its storage."""
         return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
@@ -128,23 +104,15 @@ class Slot:
                 deque(chunk.binding.set_data(known[1]), maxlen=0)
 
     def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
-        """Return the bytes of the slot that a span is copied to, split like its pieces."""
         parts, start = list[Tensor](), 0
         for piece in span.pieces:
             parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
             start += len(piece)
         return tuple(parts)
 
-    def invalidate(self) -> None:
-        self.state = None
-
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
-        """Copy the bytes of a layer here from a span, once all work that uses the slot is done. Return an event that is reached
-        when they are here. The layer that was here before is evicted.
-
-        Args:
-            log: a list that the copy is added to, to be timed.
-        """
+        """Copy the bytes of a layer here from a span, once all work that uses the slot is done; log the copy. Return an event
+        that is reached when they are here. The layer that was here before is evicted."""
         there = self.chunk
         if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
             assert there.residency is not Residency.DIRTY, there.name
@@ -179,7 +147,8 @@ class Slot:
     def fail(self) -> None:
         """Note that the copy that was to fill it has failed: it holds nothing."""
         if self.chunk is not None and self.chunk.slot is self:
-            self.chunk.evict()
+            self.chunk.become(Residency.HOST)
+            self.chunk.slot = None
         self.chunk = self.state = self.ready = None
 
     def leave(self) -> None:
@@ -196,8 +165,8 @@ class Slot:
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """Note that the weights of the layer here were written to: by the work before the event `stepped`, or by what the
-        current stream was given so far."""
+        """Note that the weights here were written to: by the work before the event `stepped`, or of the current stream so
+        far."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -209,11 +178,8 @@ class Slot:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Copy its bytes to the host copy, after the work of the current stream. Return an event that is reached then.
-
-        Args:
-            copy: puts a copy on a lane that waits for an event.
-        """
+        """Copy its bytes to the host copy, after the work of the current stream, by a function that puts a copy on a lane that
+        waits for an event. Return an event that is reached then."""
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
             self._device.note_written(self.storage, -next(_num_writes))
@@ -245,11 +211,8 @@ class Slot:
 
 
 class SlotRing:
-    """All slots of a device: some of each size, and overflow slots while all of a size are in use.
-
-    Args:
-        owner: the owner of their storages, see `memkit.core.owners`.
-    """
+    """All slots of a device, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots while
+    all of a size are in use."""
 
     holder = "LayerOffload's slots"
 
@@ -260,7 +223,7 @@ class SlotRing:
         self._memory = device_memory_of(device)
         self.slots: dict[int, Slot] = {}
         self.bounds: list[int] = []
-        """Where each begins, and ends, in ascending order: what lies elsewhere is told without an object for its storage."""
+        """The first address of each, and the first behind it, in ascending order."""
         self._sizes: dict[int, int] = {}
         self.num_planned = len(self._slot_bytes)
         self.num_overflows = 0
@@ -277,7 +240,6 @@ class SlotRing:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that all slots take now."""
         return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
@@ -293,8 +255,7 @@ class SlotRing:
         one whose layer is used last; among equals the one filled longest ago, whose work is done soonest.
 
         Args:
-            ahead: the layers that are expected to be used, by position, and how soon.
-            place: layers that are used sooner than this stay.
+            ahead: see `LayerOrder.ahead`; layers that are used sooner than `place` stay.
         """
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
@@ -325,7 +286,6 @@ class SlotRing:
         return best
 
     def overflow(self, chunk: LayerChunk) -> Slot:
-        """Return an overflow slot."""
         slot = Slot(self._device, self._memory.allocate(self, chunk.num_bytes), is_overflow=True)
         self._add(slot)
         self.num_overflows += 1
@@ -339,7 +299,7 @@ class SlotRing:
     def invalidate(self) -> None:
         """Forget what the slots hold: the caller may have written to the host copies unseen."""
         for slot in self.slots.values():
-            slot.invalidate()
+            slot.state = None
 
     def await_copies(self) -> None:
         """Make the host wait for staging threads, which hold slots while they copy."""

@@ -10,8 +10,6 @@ from tabulate import tabulate
 from memkit.core.sizes import format_bytes
 from memkit.device.base import Event
 
-_MOST_PENDING = 256
-
 
 class Stalls:
     """How long the device has waited for each layer: read from events, as far as they are reached."""
@@ -19,15 +17,8 @@ class Stalls:
     def __init__(self, seconds: Iterable[float]) -> None:
         self._seconds = list(seconds)
         self.pending: list[tuple[int, Event, Event]] = []
-        """Between which two events a stream has waited for a layer, by its position."""
-
-    def tidy(self) -> None:
-        """Read reached events, if many are pending."""
-        if len(self.pending) > _MOST_PENDING:
-            self.seconds()
 
     def seconds(self) -> tuple[float, ...]:
-        """Return the seconds of each layer so far."""
         waiting = []
         for layer, start, end in self.pending:
             if end.is_reached():

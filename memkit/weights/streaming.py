@@ -38,7 +38,7 @@ from memkit.weights.saving import Lying, StreamedHandle
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
 
-_MOST_NOTED = 4096
+_MOST_NOTED, _MOST_PENDING = 4096, 256
 _MOST_KNOWN_AHEAD = 512
 
 
@@ -53,39 +53,24 @@ class UsePhase(Enum):
 
 
 class LayerOrder:
-    """The order of one phase.
-
-    Args:
-        turns_back: whether what is used in this phase is used again afterwards, in reverse.
-    """
+    """The order of one phase; `turns_back` says whether the layers are used again afterwards, in reverse."""
 
     def __init__(self, guess: Sequence[int], *, turns_back: bool) -> None:
         self._known = list(guess)
         self._turns_back = turns_back
-        self._noted: list[int] = []
+        self.noted: list[int] = []
         self._place = -1
         self._ahead: dict[tuple[int, int], dict[int, int]] = {}
-        """Results of `ahead`, by place in the order and layer."""
-
-    @property
-    def known(self) -> Sequence[int]:
-        """The layers of the last pass, in order."""
-        return self._known
-
-    @property
-    def noted(self) -> Sequence[int]:
-        """The layers of this pass so far, in order."""
-        return self._noted
 
     def begin(self) -> None:
-        if self._noted and self._noted != self._known:
-            self._know(self._noted)
-        self._noted, self._place = [], -1
+        if self.noted and self.noted != self._known:
+            self._know(self.noted)
+        self.noted, self._place = [], -1
 
-    def expect(self, order: Sequence[int]) -> None:
+    def expect(self, order: list[int]) -> None:
         """Expect this order, unless the known one is of the same layers."""
         if sorted(self._known) != sorted(order):
-            self._know(list(order))
+            self._know(order)
 
     def _know(self, order: list[int]) -> None:
         self._ahead.clear()
@@ -93,8 +78,8 @@ class LayerOrder:
 
     def note(self, layer: int) -> Mapping[int, int]:
         """Note the use of a layer other than the last one; return what `ahead` returns for it."""
-        if len(self._noted) < _MOST_NOTED:
-            self._noted.append(layer)
+        if len(self.noted) < _MOST_NOTED:
+            self.noted.append(layer)
         known, following = self._known, self._place + 1
         if following < len(known) and known[following] == layer:
             self._place = following
@@ -104,11 +89,8 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers that are expected next, in order, each with how many others come before it.
-
-        Args:
-            current: the layer that is in use, which is left out; -1 if there is none.
-        """
+        """Return the layers that are expected next but for the current one (-1: none), each with how many others come
+        before."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -128,9 +110,9 @@ class LayerOrder:
 class Streamer:
     """Brings layers into slots. It is the owner of the slots' storages. See [Note: interrupts of streaming].
 
-    Any use of a layer finds its bytes: they are in a slot, or are fetched then. Whatever is expected next is fetched ahead, as
-    far as slots are free that no layer needs sooner. What a slot holds is good for the pass and its backward: before each new
-    pass the slots forget, since not every write to a host copy can be seen.
+    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers that are expected next are fetched
+    ahead, as far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before
+    each new pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
         chunks: the layers that stream, in the order in which they are expected to run.
@@ -152,7 +134,6 @@ class Streamer:
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0
-        """Fetches that began no sooner than the layer was needed."""
         self._disk, self._lanes = disk, lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
@@ -163,16 +144,14 @@ class Streamer:
         self._current: LayerChunk | None = None
         self._phase = UsePhase.FORWARD
         self._ahead: Mapping[int, int] = {}
-        """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
         self.lying: Lying | None = None
         """The layer whose backward is going on."""
         self._backward, self.backwards = -1, set[backwards.BackwardEnd]()
         """The last backward whose end is seen, and the ends that are yet to come."""
-        self._is_closed = False
+        self.is_closed = False
 
     def count_on(self, before: Streamer) -> None:
-        """Take over the counters of the streamer before."""
         self.h2d_bytes, self.num_fetches = before.h2d_bytes, before.num_fetches
         self.num_demand_fetches, self.ring.num_overflows = before.num_demand_fetches, before.ring.num_overflows
         waited_s = dict(zip(before.chunks, before.stalls.seconds(), strict=True))
@@ -190,42 +169,32 @@ class Streamer:
             "stall_s": dict(zip((chunk.name for chunk in self.chunks), self.stalls.seconds(), strict=True)),
         }
 
-    def log_transfers(self, log: list[Transfer] | None) -> None:
-        self.transfers = log
-
     # Passes
 
     def is_continued_by(self, first: LayerChunk | None) -> bool:
-        """Tell whether a layer that is called by itself is the next one of the pass before, so that this goes on."""
         return first is not None and self._current is not None and self._orders[self._phase].is_next(first.position)
 
     def begin_pass(self) -> None:
-        """A forward begins that is no part of another, nor of a backward."""
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
             self.ring.invalidate()
             if self._disk is not None:
                 self._disk.invalidate()
             self._current = None
-            self.stalls.tidy()
+            if len(self.stalls.pending) > _MOST_PENDING:
+                self.stalls.seconds()  # reads those that are reached
             for phase in (UsePhase.FORWARD, UsePhase.SAMPLING):
                 self._orders[phase].begin()
             self._phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
             self._ahead = self._orders[self._phase].ahead(-1)
             self._prefetch()
 
-    def _turn_back(self) -> None:
-        """A backward begins, which expects the layers in reverse."""
-        layer_order = self._orders[UsePhase.BACKWARD]
-        layer_order.begin()
-        layer_order.expect(self._orders[self._phase].noted[::-1])
-
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
         """Return the slot with the bytes of a layer, for work that is put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
@@ -233,8 +202,9 @@ class Streamer:
                 phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
             else:
                 phase = UsePhase.BACKWARD
-                if self._phase is not phase:
-                    self._turn_back()
+                if self._phase is not phase:  # a backward begins, which expects the layers in reverse
+                    self._orders[phase].begin()
+                    self._orders[phase].expect(self._orders[self._phase].noted[::-1])
             if chunk is not self._current or phase is not self._phase:
                 if self._in_backward is not None:
                     self.rest()
@@ -262,7 +232,7 @@ class Streamer:
         keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
         """
         with torch_private.without_python_dispatch(), self.lock:
-            if self._is_closed or self._in_backward is chunk or not chunk.is_on_host:
+            if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
             if self._backward != torch_private.backward_task():
                 backwards.on_end(lambda _: self.rest(), among=self.backwards)
@@ -276,7 +246,6 @@ class Streamer:
         return len(chunk.uses) > (self in chunk.uses)
 
     def rest(self) -> None:
-        """No backward of a layer is going on."""
         with torch_private.without_python_dispatch(), self.lock:
             chunk, lying, self.lying = self._in_backward, self.lying, None
             if chunk is not None:
@@ -348,20 +317,14 @@ class Streamer:
             if not is_free:
                 return True  # another thread is at it, and perhaps waits for the one that asks
             with torch_private.without_python_dispatch():
-                return self._is_closed or self._phase is not UsePhase.BACKWARD or self._prefetch(until=use_order)
+                return self.is_closed or self._phase is not UsePhase.BACKWARD or self._prefetch(until=use_order)
         finally:
             if is_free:
                 self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
-        """Fetch what is expected next. Nothing is fetched past what is needed sooner.
-
-        Args:
-            until: fetch what is needed sooner than what was used then, and no more.
-
-        Returns:
-            Whether there was a slot for all of it.
-        """
+        """Fetch the layers that are expected next, in order: those needed sooner than what was used at `until`, if that is
+        given. Return whether there was a slot for all of them."""
         current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
         if disk is not None:
@@ -395,8 +358,6 @@ class Streamer:
         self.num_fetches += 1
 
     def write_back(self, chunk: LayerChunk) -> Event:
-        """Copy a layer's written slot to its host copy; return the event behind that."""
-
         def copy(storage: torch.UntypedStorage, after: Event) -> Event:
             assert chunk.span is not None
             return self._lanes.copy_out(storage, chunk.span, after=after).done
@@ -424,7 +385,6 @@ class Streamer:
             self.device.synchronize()
 
     def invalidate(self) -> None:
-        """The caller may have written to the host copies unseen."""
         with self.lock:
             self.ring.invalidate()
             if self._disk is not None:
@@ -433,16 +393,12 @@ class Streamer:
     # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.core.owners.Owner`."""
+        """See `memkit.core.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-            return self.handle_of(tensor).unpack
-
-    def handle_of(self, tensor: Tensor) -> StreamedHandle:
-        """Return what stands for a tensor that lies in a slot, and holds none of its bytes."""
-        return StreamedHandle(self, tensor)
+            return StreamedHandle(self, tensor).unpack
 
     def streamed(self) -> StreamedWeights:
-        """Return what streams: see `memkit.core.owners.Owner`."""
+        """See `memkit.core.owners.Owner`."""
         items = [item for chunk in self.chunks for item in chunk.parameters]
         with self.lock:
             return StreamedWeights(
@@ -451,14 +407,10 @@ class Streamer:
                 slots=tuple(slot.storage for slot in self.ring if not slot.is_overflow),
             )
 
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
     def close(self) -> None:
         backwards.join(self.backwards)
         with self.lock:
-            self._is_closed = True
+            self.is_closed = True
             self.rest()
             self.device.synchronize()
             self.ring.close()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -174,3 +177,14 @@ def groups_of(model: Model) -> Iterator[list[nn.Parameter]]:
     for block in model.blocks:
         yield list(block.parameters())
     yield [item for item in model.parameters() if id(item) not in inside]
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=of_optimizer)

@@ -12,16 +12,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.distributed import sharding
-from tests.distributed.cases import Model, assert_same, by_hand, local, make, optimizer_of, step, train
+from tests.distributed.cases import Model, assert_same, by_hand, load, local, make, optimizer_of, save, step, train
 from tests.distributed.composing import CONTEXTS, LOW, TAG
 from tests.distributed.groups import Work
 
@@ -189,22 +187,17 @@ def check_skipped(_: str = "") -> None:
         assert_same(run(on_host(make(), seed=seed, prefetch=0), 0), plain)
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    states, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
-
-
 def check_checkpoint(folder: str) -> None:
     """What is saved by `torch.distributed.checkpoint` goes on in a model on the host, and in one on the device."""
     rank, path = dist.get_rank(), Path(folder) / "of the host"
     model = on_host(make())
     optimizer = optimizer_of(model)
     train(model, rank, optimizer=optimizer)
-    _save(path, model, optimizer)
+    save(path, model, optimizer)
     usual = memkit.shard(make())
     usual_optimizer = optimizer_of(usual)
     train(usual, rank, optimizer=usual_optimizer)
-    _save(path.with_name("of the device"), usual, usual_optimizer)
+    save(path.with_name("of the device"), usual, usual_optimizer)
     saved_bytes, usual_bytes = (
         sum(file.stat().st_size for file in at.iterdir()) for at in (path, path.with_name("of the device"))
     )
@@ -213,9 +206,7 @@ def check_checkpoint(folder: str) -> None:
     for build in (on_host, memkit.shard):
         model = build(make())
         optimizer = optimizer_of(model)
-        states, of_optimizer = get_state_dict(model, optimizer)
-        dcp.load({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=of_optimizer)
+        load(path, model, optimizer)
         assert_same(train(model, rank, numbers=[7, 8], optimizer=optimizer), plain)
 
 

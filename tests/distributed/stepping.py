@@ -13,9 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.errors import StateOffloadError
 from memkit.states.pieces import ConsumedGradient
-from tests.distributed.cases import Context, Model, assert_same, local, make, step
+from tests.distributed.cases import Context, Model, assert_same, load, local, make, save, step
 from tests.distributed.composing import LOW
 from tests.distributed.groups import Work
 from tests.distributed.hosting import SEEDS, on_host
@@ -242,16 +240,13 @@ def check_checkpoint(folder: str) -> None:
     optimizer = make_optimizer(trained(model))
     with memkit.StateOffload(optimizer, when="backward") as states:
         train(model, optimizer, states=states)
-        saved, of_optimizer = get_state_dict(model, optimizer)
-        dcp.save({"model": saved, "optimizer": of_optimizer}, checkpoint_id=path)
+        save(path, model, optimizer)
         expected = train(model, optimizer, states=states, numbers=[7, 8])
     for is_plain in (False, True):
         model = on_host(make())
         optimizer = make_optimizer(trained(model))
         with nullcontext() if is_plain else memkit.StateOffload(optimizer, when="backward"):
-            saved, of_optimizer = get_state_dict(model, optimizer)
-            dcp.load({"model": saved, "optimizer": of_optimizer}, checkpoint_id=path)
-            set_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=of_optimizer)
+            load(path, model, optimizer)
             assert_same(train(model, optimizer, numbers=[7, 8]), expected)
 
 

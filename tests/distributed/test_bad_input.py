@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import Model, make
+from tests.distributed.cases import make
 from tests.distributed.groups import fake_group
 
 
@@ -74,6 +73,12 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] =
         {"mp_policy": torch.bfloat16},
         TypeError,
         "mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy; found",
+    ),
+    "offload": (
+        make,
+        {"offload_policy": "cpu"},
+        TypeError,
+        "offload_policy is a .*CPUOffloadPolicy or OffloadPolicy; found str",
     ),
     "dtype": (make, {"frozen_dtype": "bfloat16"}, TypeError, "frozen_dtype is a torch.dtype; found 'bfloat16'"),
     "integers": (make, {"frozen_dtype": torch.int8}, ValueError, r"frozen_dtype is a floating-point type; found torch\.int8"),
@@ -168,11 +173,3 @@ def test_sharded_model_is_not_streamed(one: None) -> None:
 
     with pytest.raises(ValueError, match=r'"FSDPModel" is wrapped by FSDP .*moves its parameters itself'):
         memkit.LayerOffload(model, offload_ratio=0.5, device=ReferenceDevice())
-
-
-def test_group_goes_on_after_bad_input(one: None) -> None:
-    with pytest.raises(ValueError, match="no module"):
-        memkit.shard(make(), layers=["nowhere"])
-
-    assert isinstance(memkit.shard(make()), Model)
-    assert dist.is_initialized()

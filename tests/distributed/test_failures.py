@@ -1,4 +1,4 @@
-"""A rank that raises or dies: no other one waits for ever, and what torchrun says names it."""
+"""A rank that dies: no other one waits for ever, and torchrun names it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,15 @@ def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "last_step", "expected"),
-    [
-        ("raises", 1, "ValueError: bad batch"),
-        ("dies", 1, "Signal 9 (SIGKILL)"),
-        ("before", -1, "Signal 9 (SIGKILL)"),
-    ],
-)
-def test_no_rank_hangs_where_another_fails(how: str, last_step: int, expected: str) -> None:
+@pytest.mark.parametrize(("how", "last_step"), [("dies", 1), ("before", -1)])
+def test_no_rank_hangs_where_another_dies(how: str, last_step: int) -> None:
     start = time.monotonic()
     done = _torchrun("-m", "tests.distributed.failing", how)
 
     assert done.returncode != 0
     assert time.monotonic() - start < 300  # and not the 600 s that ranks would wait for each other
     assert done.stdout.count("has made step") == 2 * (last_step + 1)
-    assert expected in done.stderr
+    assert "Signal 9 (SIGKILL)" in done.stderr
     assert "rank      : 1 (local_rank: 1)" in done.stderr  # the first failure, as torchrun reports it
 
 

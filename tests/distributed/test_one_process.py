@@ -27,7 +27,7 @@ from tests.distributed.cases import (
     train,
 )
 from tests.distributed.groups import fake_group
-from tests.distributed.hosting import check_ends, with_ends
+from tests.distributed.hosting import with_ends
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -35,10 +35,6 @@ def test_one_rank_trains_as_sharded_by_hand(one: None, lora: bool) -> None:
     plain = train(by_hand(make(lora=lora), init_device_mesh("cpu", (1,))), 0)
 
     assert_same(train(memkit.shard(make(lora=lora)), 0), plain)
-
-
-def test_one_rank_trains_as_the_model_without_shards(one: None) -> None:
-    assert_same(train(memkit.shard(make()), 0), train(make(), 0))
 
 
 def test_returns_the_model_which_is_one_of_fsdp(one: None) -> None:
@@ -171,11 +167,6 @@ def test_layers_are_chosen(one: None, layers: object) -> None:
     expected = [f"blocks.{number}" for number in range(4)] if layers is None else layers
     assert names == ([*linear, "head"] if callable(layers) else expected)
     assert_same(train(model, 0), train(make(), 0))
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_ends_may_be_layers(one: None, lora: bool) -> None:
-    check_ends("", lora=lora)
 
 
 def test_ends_are_gathered_ahead_as_layers_are() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.core import torch_private
@@ -30,8 +29,6 @@ from tests.distributed.profiling import (
     Broken,
     assert_same_activations,
     bytes_in,
-    check_rank,
-    check_training,
     profile,
 )
 
@@ -69,14 +66,6 @@ WAYS: dict[str, Callable[[Model], Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_one_rank_takes_what_the_model_without_shards_saves(one: None, lora: bool) -> None:
-    padded, alone, _, _ = check_rank("", lora=lora)
-
-    assert padded == alone == sum(item.nbytes for item in make(lora=lora).parameters())
-
-
 @pytest.mark.parametrize("way", [way if way == "shard" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_activations_are_told_from_what_is_gathered(one: None, way: str) -> None:
     plain = profile(make(), 0)
@@ -92,11 +81,6 @@ def test_activations_are_told_from_what_is_gathered(one: None, way: str) -> None
     other = make()
     assert torch.equal(step(model, 0, 0), step(other, 0, 0))
     assert_same([local(item.grad) for item in model.parameters()], [item.grad for item in other.parameters()])
-
-
-@pytest.mark.slow
-def test_training_goes_on_as_if_there_was_no_profile(one: None) -> None:
-    check_training("")
 
 
 def test_forward_alone_leaves_shards(one: None) -> None:
@@ -121,29 +105,6 @@ def test_casts_of_what_is_gathered_are_casts(one: None) -> None:
 
     assert report.param_cast_bytes == plain.param_cast_bytes > 0
     assert_same_activations(report, plain)
-
-
-def test_tied_weights_count_once(one: None) -> None:
-    plain = profile(make(tied=True), 0)
-    report = profile(memkit.shard(make(tied=True)), 0)
-
-    assert_same_activations(report, plain)
-    assert report.param_bytes == plain.param_bytes
-
-
-@pytest.mark.slow
-def test_checkpointed_layers(one: None) -> None:
-    def build() -> Model:
-        model = make()
-        for block in model.blocks:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
-        return model
-
-    model = memkit.shard(build())
-
-    assert profile(model, 0).activation_bytes == profile(build(), 0).activation_bytes
-    assert_same(train(model, 0), train(make(), 0))
 
 
 def test_shards_in_host_memory_are_told_from_those_on_the_device(one: None) -> None:
@@ -308,33 +269,35 @@ def test_part_that_is_sharded_is_not_traced_ahead(one: None) -> None:
         trace_ahead(model.blocks[0], (torch.randn(2, 13),), {}, target="cpu", min_bytes=1)
 
 
-def test_shards_without_data_are_refused() -> None:
-    with fake_group(8):
-        with torch.device("meta"):
-            model = Model()
-        memkit.shard(model)
-
-        with pytest.raises(ProfileError, match="its shards are on the meta device, without data; fill them first"):
-            profile(model, 0)
+def _without_data() -> nn.Module:
+    with torch.device("meta"):
+        model = Model()
+    return memkit.shard(model)
 
 
-def test_shards_between_some_of_the_ranks_are_refused() -> None:
-    with fake_group(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("one", "other"))["other"]
-        model = fully_shard(make(), mesh=mesh)
-
-        with pytest.raises(ProfileError, match="needs all 8 ranks of the process group; found one that is split between 4"):
-            profile(model, 0)
+def _between_some_ranks() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("one", "other"))["other"]
+    return fully_shard(make(), mesh=mesh)
 
 
-def test_tensor_parallelism_is_refused() -> None:
-    with fake_group(8):
-        model, mesh = make(), init_device_mesh("cpu", (8,))
-        fully_shard(model.blocks[0], mesh=mesh)
-        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Replicate()]))
+def _tensor_parallel() -> nn.Module:
+    model, mesh = make(), init_device_mesh("cpu", (8,))
+    fully_shard(model.blocks[0], mesh=mesh)
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Replicate()]))
+    return model
 
-        with pytest.raises(ProfileError, match=r"and head\.weight was a DTensor before, as of tensor parallelism"):
-            profile(model, 0)
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_without_data, "its shards are on the meta device, without data; fill them first"),
+        (_between_some_ranks, "needs all 8 ranks of the process group; found one that is split between 4"),
+        (_tensor_parallel, r"and head\.weight was a DTensor before, as of tensor parallelism"),
+    ],
+)
+def test_other_shards_are_refused(build: Callable[[], nn.Module], message: str) -> None:
+    with fake_group(8), pytest.raises(ProfileError, match=message):
+        profile(build(), 0)
 
 
 def test_model_whose_group_is_gone_is_refused() -> None:
@@ -353,11 +316,6 @@ def test_torch_without_a_name_says_which(one: None, monkeypatch: pytest.MonkeyPa
         profile(model, 0)
 
     assert raised.value.symbol.endswith("FSDPParamGroup._no_such_sums")
-
-
-def test_bad_arguments_are_refused_as_without_shards(one: None) -> None:
-    with pytest.raises(ValueError, match="warmup must be a number of runs"):
-        profile(memkit.shard(make()), 0, warmup=-1)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -183,33 +183,6 @@ def test_copy_for_an_average_has_nothing_attached() -> None:
 # diffusers
 
 
-@pytest.mark.slow
-@SET_UPS
-def test_diffusers_resumes_from_what_it_has_saved(set_up: SetUp, tmp_path: Path) -> None:
-    diffusers = pytest.importorskip("diffusers", reason=MISSING)
-
-    def train(set_up: SetUp, folder: Path, resume: Path | None = None) -> nn.Module:
-        unet = loops.denoiser() if resume is None else diffusers.UNet2DConditionModel.from_pretrained(resume)
-        unet.train()
-        made = set_up(unet)
-        optimizer = loops.adamw(unet)
-        if resume is not None:
-            optimizer.load_state_dict(torch.load(resume / "optimizer.pt"))
-        torch.manual_seed(2)
-        loops.diffusers_epoch(unet, optimizer, diffusers.DDPMScheduler(), loops.latent_loader())
-        unet.save_pretrained(folder)
-        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-        _assert_has_worked(made)
-        return unet
-
-    plain = train(_nothing, tmp_path / "plain")
-    assert_same_weights(train(set_up, tmp_path / "memkit"), plain)
-    plain = train(_nothing, tmp_path / "plain-2", tmp_path / "plain")
-
-    for folder in ("memkit", "plain"):
-        assert_same_weights(train(set_up, tmp_path / "resumed", tmp_path / folder), plain)
-
-
 # PEFT
 
 
@@ -221,29 +194,6 @@ def _adapted(folder: Path | None = None) -> nn.Module:
         return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_dropout=0.1))
-
-
-@SET_UPS
-def test_lora_resumes_from_saved_adapters(set_up: SetUp, tmp_path: Path) -> None:
-    def train(set_up: SetUp, folder: Path, resume: Path | None = None) -> nn.Module:
-        model = _adapted(resume)
-        made = set_up(model)
-        optimizer = loops.adamw(model)
-        if resume is not None:
-            optimizer.load_state_dict(torch.load(resume / "optimizer.pt"))
-        torch.manual_seed(2)  # of the adapters' dropout
-        loops.language_epoch(model, loops.token_loader(), optimizer)
-        _assert_has_worked(made)
-        model.save_pretrained(folder)
-        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-        return model
-
-    plain = train(_nothing, tmp_path / "plain")
-    assert_same_weights(train(set_up, tmp_path / "memkit"), plain)
-    plain = train(_nothing, tmp_path / "plain-2", tmp_path / "plain")
-
-    for folder in ("memkit", "plain"):
-        assert_same_weights(train(set_up, tmp_path / "resumed", tmp_path / folder), plain)
 
 
 def test_base_of_lora_streams_and_adapters_stay() -> None:

@@ -98,16 +98,6 @@ def test_it_is_over_the_optimizer_inside() -> None:
     features.close()
 
 
-def test_each_optimizer_has_its_own() -> None:
-    optimizers = [_optimizer(), _optimizer()]
-    features = Features("Callback", [STATES])
-
-    features.begin_states(optimizers)
-
-    assert [states.optimizer for states in _opened(features)] == optimizers
-    features.close()
-
-
 def test_states_are_in_host_memory_until_the_end() -> None:
     model, plain = _model(), _model()
     optimizer, plain_optimizer = _optimizer(model), _optimizer(plain)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -158,6 +159,14 @@ def assert_same(found: Result, expected: Result) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@contextmanager
+def streamed(model: nn.Module, device: Device, **options: Any) -> Iterator[tuple[Any, Any, list[Tensor], memkit.LayerOffload]]:
+    """Return a context in which all layers of a model stream: the model, a plain one, batches for both, and the offload."""
+    plain = copy.deepcopy(model.to(device.torch_device))
+    with memkit.LayerOffload(model, device=device, **{"offload_ratio": 1.0, **options}) as offload:
+        yield model, plain, inputs(device), offload
 
 
 def compare(

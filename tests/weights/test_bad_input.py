@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
-from tests.weights.cases import WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step
+from tests.weights.cases import WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step, streamed
 
 HALF = {"offload_ratio": 0.5}
 
@@ -37,12 +37,6 @@ class FullyShardedDataParallel(nn.Module):
 def _on_meta() -> nn.Module:
     with torch.device("meta"):
         return Stack()
-
-
-def _partly_on_meta() -> nn.Module:
-    model = Stack()
-    model.layers[2].up.to("meta")
-    return model
 
 
 def _head_on_meta() -> nn.Module:
@@ -69,11 +63,9 @@ BAD_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "one layer": (lambda: Stack(1), ValueError, r"Stack has no layers that could be found"),
     "layers of several classes": (lambda: nn.ModuleList([nn.Linear(1, 1), Block()]), ValueError, "has no layers"),
-    "layers without parameters": (lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]), ValueError, "has no layers"),
     "fsdp": (FSDPStack, ValueError, r'"FSDPStack" is wrapped by FSDP .*CPUOffloadPolicy'),
     "fsdp inside": (_wrapped_inside, ValueError, r'"layers.1.up" is wrapped by FSDP \(FullyShardedDataParallel\)'),
     "meta": (_on_meta, ValueError, r'"stem.weight" has no data \(device "meta"\). Name the files .* weights='),
-    "partly meta": (_partly_on_meta, ValueError, r'"layers.2.up.weight" has no data \(device "meta"\)'),
     "meta outside of the layers": (_head_on_meta, ValueError, r'"head.weight" has no data \(device "meta"\)'),
     "inference mode": (_in_inference_mode, ValueError, r'"stem.weight" was made in inference mode'),
     "lazy": (_lazy, ValueError, r'"0.weight" has no data: its module is lazy'),
@@ -101,7 +93,6 @@ BAD_LAYERS: dict[str, tuple[Any, type[Exception], str]] = {
     "number": ([1], TypeError, r"layers holds names or modules; found int"),
     "no list": (3, TypeError, r"layers is .* found"),
     "nested": (["layers.0", "layers.0.up"], ValueError, r'layers: "layers.0.up" is inside of another layer'),
-    "nested in the list": (["layers", "layers.1"], ValueError, r'layers: "layers.1" is inside of another layer'),
     "predicate": (lambda name, module: False, ValueError, r"the predicate is true for none"),
 }
 
@@ -121,23 +112,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"exactly one of offload_ratio, budget and num_resident; found offload_ratio and num_resident",
     ),
-    "three sizes": (
-        {"offload_ratio": 0.5, "num_resident": 2, "budget": "1GiB"},
-        ValueError,
-        r"found offload_ratio and budget and num_resident",
-    ),
-    "negative ratio": ({"offload_ratio": -0.1}, ValueError, r"offload_ratio.* found -0.1"),
     "ratio above 1": ({"offload_ratio": 1.5}, ValueError, r"offload_ratio.* found 1.5"),
-    "nan": ({"offload_ratio": float("nan")}, ValueError, r"offload_ratio.* found nan"),
-    "text as ratio": ({"offload_ratio": "half"}, ValueError, r"offload_ratio.* found 'half'"),
-    "bool as ratio": ({"offload_ratio": True}, TypeError, r"offload_ratio.* found True"),
-    "negative resident": (
-        {"num_resident": -1},
-        ValueError,
-        r"num_resident must be from 0 to the number of layers, 6; found -1",
-    ),
     "too many resident": ({"num_resident": 7}, ValueError, r"num_resident must be from 0 to the number of layers, 6; found 7"),
-    "part of a layer resident": ({"num_resident": 2.5}, TypeError, r"num_resident must be an int; found 2.5"),
     "budget too small": (
         {"budget": "1000B"},
         ValueError,
@@ -145,15 +121,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"Raise budget by 4120 bytes or more, or split layers.0",
     ),
     "budget of 0": ({"budget": 0}, ValueError, r"budget.* found 0"),
-    "negative budget": ({"budget": -5}, ValueError, r"budget.* found -5"),
-    "budget without a unit that exists": ({"budget": "6 XB"}, ValueError, r'budget.* found "6 XB"'),
     "budget as a float": ({"budget": 1e9}, TypeError, r"budget.* found 1000000000.0"),
     "no slots": ({"offload_ratio": 0.5, "num_slots": 0}, ValueError, r"num_slots must be at least 1; found 0\. Pass 1 to"),
-    "no slots, all resident": (
-        {"num_resident": 6, "num_slots": 0},
-        ValueError,
-        r"num_slots must be at least 1; found 0\. Pass 1 to",
-    ),
     "slots as text": ({"offload_ratio": 0.5, "num_slots": "3"}, TypeError, r"num_slots must be an int; found '3'"),
     "train": ({"offload_ratio": 0.5, "train": "all"}, ValueError, r"needs train= one of 'auto', .*; found 'all'\. Omit it"),
     "device": (
@@ -285,9 +254,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*no memory apart from")
 def test_transform_that_differentiates(transform: str, build: Callable[[], Device], by_itself: bool) -> None:
     device = build()
-    model, batches = only_lora(Stack(4)), inputs(device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
+    with streamed(only_lora(Stack(4)), device) as (model, plain, batches, _):
         for _ in range(2):
             with pytest.raises(
                 memkit.errors.LayerOffloadError, match=r"a forward of Stack runs within torch\.func\.grad.*vmap works"
@@ -300,9 +267,7 @@ def test_transform_that_differentiates(transform: str, build: Callable[[], Devic
 @pytest.mark.filterwarnings("ignore:.*no memory apart from")
 def test_transform_that_does_not_differentiate(build: Callable[[], Device]) -> None:
     device = build()
-    model, batches = only_lora(Stack(4)), inputs(device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
+    with streamed(only_lora(Stack(4)), device) as (model, plain, batches, _):
         assert torch.equal(torch.func.vmap(model)(batches[0]), torch.func.vmap(plain)(batches[0]))
         assert_same(run_step(model, batches), run_step(plain, batches))
 
@@ -310,9 +275,7 @@ def test_transform_that_does_not_differentiate(build: Callable[[], Device]) -> N
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_capture_into_a_graph_is_refused(by_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
-    model, batches = only_lora(Stack()), inputs(device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
+    with streamed(only_lora(Stack()), device) as (model, plain, batches, _):
         assert_same(run_step(model, batches), run_step(plain, batches))
         with monkeypatch.context() as patched:
             patched.setattr(device, "is_capturing", lambda: True)

@@ -200,27 +200,6 @@ def test_gradients_that_come_as_before_are_looked_at_together(has_guards: bool, 
     assert not device.races
 
 
-@pytest.mark.parametrize("train", ["frozen", "host"])
-def test_step_within_the_hooks_of_the_user_is_exact(train: str) -> None:
-    """Once some steps were without."""
-    model, device, packed = _model(train), ReferenceDevice(), list[Tensor]()
-    plain = copy.deepcopy(model)
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor.clone()
-
-    with memkit.LayerOffload(model, num_resident=0, train=train, device=device):
-        for number in range(5):
-            if number == 3:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    found = _step(model)
-            else:
-                found = _step(model)
-            assert_same(found, _step(plain))
-    assert packed
-
-
 def test_weights_that_the_caller_keeps_of_a_graph_stay_as_they_were() -> None:
     """What autograd is given of a slot is an alias, so that whoever holds it holds the slot."""
     model, device = _model("frozen"), ReferenceDevice()

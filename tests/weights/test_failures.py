@@ -21,7 +21,8 @@ from memkit.core.owners import owner_of
 from memkit.device import Device, ReferenceDevice
 from memkit.transfer import host_memory
 from memkit.weights import forwards
-from memkit.weights.accumulation import _LayerGradients, _Sum
+from memkit.weights.fused import _Sum
+from memkit.weights.gradients import _LayerGradients
 from tests.engine import LateThread
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, results, run_step
 
@@ -96,19 +97,6 @@ def test_layer_fails(error: BaseException, is_sampling: bool, device: Device) ->
         case.assert_next_step_works()
 
 
-@pytest.mark.parametrize("error", [ModelError("a layer"), KeyboardInterrupt("a layer")], ids=["exception", "interrupt"])
-def test_layer_fails_and_all_is_closed(error: BaseException, device: Device) -> None:
-    case = Case(device)
-    case.model.layers[1].error = error
-    with pytest.raises(type(error), match="a layer"), case.offload:
-        case.model(case.batches[0])
-
-    case.assert_weights_are_whole()
-    assert innermost_pack() is None
-    assert not stacked_owners()
-    assert not case.model.layers[1]._forward_hooks
-
-
 class Waiting:
     """A forward in a thread of its own, which waits in the middle of a layer until it is told to go on."""
 
@@ -151,16 +139,6 @@ def test_forward_while_one_in_another_thread_is_going_on(part: str, is_sampling:
 
         assert torch.equal(waiting.found[0], case.plain(case.batches[0]))
         case.assert_next_step_works()
-
-
-def test_threads_one_after_the_other(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        for _ in range(3):
-            thread = threading.Thread(target=case.assert_next_step_works)
-            thread.start()
-            thread.join()
-            case.assert_next_step_works()
 
 
 @pytest.mark.parametrize("error", [ModelError("a layer"), SystemExit("a layer")], ids=["exception", "interrupt"])
@@ -448,14 +426,6 @@ def test_host_memory_ends_before_anything_moved(device: Device, monkeypatch: pyt
         assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
 
 
-def test_error_in_the_body_is_not_masked(device: Device) -> None:
-    case = Case(device)
-    with pytest.raises(ModelError, match="body"), case.offload:
-        fail(case.model(case.batches[0]))
-
-    case.assert_weights_are_whole()
-
-
 def test_close_within_a_forward_raises(device: Device) -> None:
     case = Case(device)
     handle = case.model.layers[1].up.register_forward_hook(lambda *_: case.offload.close())
@@ -520,11 +490,3 @@ def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
 
 def _raise(*_: object) -> None:
     raise torch.OutOfMemoryError("once")
-
-
-def test_error_in_gather_is_not_masked(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        with pytest.raises(ModelError, match="body"), case.offload.gather("layers.1") as layer:
-            fail(layer.half())
-        case.model.float()

@@ -144,6 +144,12 @@ def test_dtypes_are_cast_as_load_state_dict_casts(tmp_path: Path, dtype: torch.d
         assert_same(list(model.state_dict().values()), list(plain.state_dict().values()))
 
 
+def test_model_with_data_is_loaded_as_well(tmp_path: Path) -> None:
+    plain, model = Whole(), Whole()
+    with memkit.LayerOffload(model, offload_ratio=0.5, weights=saved(plain, tmp_path), device=ReferenceDevice()):
+        assert_same(step(model), step(plain))
+
+
 def test_adapters_with_data_stay_as_they_are(tmp_path: Path) -> None:
     """Only what is on meta must be in the files."""
     plain, model = Stack(), on_meta(Stack)
@@ -241,6 +247,16 @@ def test_missing_unexpected_and_wrong_tensors_are_named(tmp_path: Path) -> None:
         memkit.LayerOffload(model, offload_ratio=1.0, weights=tmp_path, device=ReferenceDevice())
 
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_state_that_is_no_tensor_is_named(tmp_path: Path) -> None:
+    class Extra(Stack):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    path = saved(Stack(), tmp_path)
+    with pytest.raises(ValueError, match='found "_extra_state" is missing'):
+        memkit.LayerOffload(on_meta(Extra), offload_ratio=1.0, weights=path, device=ReferenceDevice())
 
 
 def test_parameter_that_no_state_dict_has_is_named(tmp_path: Path) -> None:

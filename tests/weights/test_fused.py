@@ -149,21 +149,6 @@ def test_own_step_after_each_backward_does_nothing(device: Device) -> None:
             assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_optimizer_is_a_plain_one_after_close(device: Device) -> None:
-    model = Stack(4).to(device.torch_device)
-    with _fused(model, device, "sgd") as offload:
-        optimizer = offload.optimizer
-        assert optimizer is not None
-        for batch in inputs(device):
-            model(batch).square().mean().backward()
-    before = model.get_submodule("stem").weight.detach().clone()
-    model(batch).square().mean().backward()
-
-    optimizer.step()
-
-    assert not torch.equal(model.get_submodule("stem").weight, before)
-
-
 def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     with _fused(model, device):
@@ -204,16 +189,6 @@ def test_parameters_that_are_to_be_trained_later(
             optimizer.zero_grad()
             for name, tensor in plain.state_dict().items():
                 assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
-
-
-def test_parameter_that_is_to_be_trained_later_and_that_the_optimizer_does_not_know_is_refused(device: Device) -> None:
-    model = Stack(4).to(device.torch_device)
-    model.layers[3].requires_grad_(False)
-    with _fused(model, device):
-        model.layers[3].requires_grad_()
-
-        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers\.3\..*come to require grad.*add_param_group'):
-            model(inputs(device)[0]).square().mean().backward()
 
 
 def test_accumulation_is_refused(device: Device) -> None:
@@ -258,22 +233,6 @@ def test_optimizer_with_state_in_its_groups_is_refused(kind: type[torch.optim.Op
     message = r'Counting.* keeps state in its groups.*"k".*train="host"'
     with _fused(model, device, optimizer=partial(kind, lr=0.1)), pytest.raises(memkit.errors.LayerOffloadError, match=message):
         model(inputs(device)[0]).square().mean().backward()
-
-
-def test_learning_rate_may_be_a_tensor(device: Device) -> None:
-    lr = torch.tensor(0.01, device=device.torch_device)
-    plain = Stack(4).to(device.torch_device)
-    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=lr)
-    with _fused(model, device, optimizer=partial(torch.optim.SGD, lr=lr)):
-        for _ in range(2):
-            for one in (plain, model):
-                one(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
 
 
 def test_own_step_after_a_backward_that_failed(device: Device) -> None:

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.core import backwards
 from memkit.device import Device, ReferenceDevice
-from memkit.weights.accumulation import Accumulation, Made
+from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.gradients import HostGradients
+from memkit.weights.gradients import HostGradients, Made
 from memkit.weights.streaming import Streamer
 from tests.engine import LateThread
 from tests.gpus import ON_GPU
@@ -229,34 +229,19 @@ def test_call_whose_output_is_dropped_while_something_inside_leads_to_the_loss()
 
 
 @pytest.mark.usefixtures("new_nodes")
-def test_layers_that_run_twice_and_whose_outputs_are_views_that_are_written_to() -> None:
+@pytest.mark.parametrize("num_times", [1, 2])
+def test_layers_whose_outputs_are_views_that_are_written_to(num_times: int) -> None:
+    """Such a view has another node then, and the one that it had is run no more."""
+
     class Viewing(Block):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).view(-1).view(-1, WIDTH)
 
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in (*layers, *layers):
+        for layer in [*layers] * num_times:
             x = layer(x)
             x.add_(1)
         return x
-
-    plain, model = _models(run, Viewing)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
-
-
-def test_output_that_is_written_to_is_followed_by_its_gradients() -> None:
-    """A view that is written to in place has another node then, and the one that it had is run no more."""
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer(x)
-            x.add_(1)
-        return x
-
-    class Viewing(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).view(-1).view(-1, WIDTH)
 
     plain, model = _models(run, Viewing)
     with _streaming(model, ReferenceDevice()):
@@ -462,13 +447,13 @@ def test_no_more_than_two_layers_have_gradients_on_the_device(monkeypatch: pytes
     _, model = _models()
     seen: list[int] = []
     with _streaming(model, device) as gradients:
-        prepare = gradients._prepare
+        begin = gradients._open
 
-        def note(chunk: LayerChunk) -> None:
-            prepare(chunk)
+        def note(layer: Any, task: int) -> None:
+            begin(layer, task)
             seen.append(gradients._in_flight_bytes)
 
-        monkeypatch.setattr(gradients, "_prepare", note)
+        monkeypatch.setattr(gradients, "_open", note)
         layer_bytes = sum(parameter.nbytes for parameter in model.get_submodule("layers.0").parameters())
         for _ in range(2):
             _step(model, inputs(device, 1))
@@ -532,25 +517,3 @@ def test_gradient_of_a_parameter_that_comes_to_require_one() -> None:
                 one.get_parameter("layers.1.up.weight").requires_grad_(requires_grad)
                 one.get_parameter("layers.2.up.bias").requires_grad_(not requires_grad)
             _check(plain, model, _step, num_steps=2)
-
-
-def test_layer_whose_gradients_were_left_to_the_caller_for_a_while() -> None:
-    """What was taken for them is given back, and nothing is sent there any more."""
-    plain, model = _models()
-    with _streaming(model, ReferenceDevice()) as gradients:
-        _check(plain, model, _step, num_steps=2)
-        for one in (plain, model):
-            one.zero_grad()
-        (chunk,) = (chunk for chunk in gradients._watched if chunk.name == "layers.1")
-        gradients.unwatch(chunk)
-        gradients.watch(chunk)
-        _check(plain, model, _step, num_steps=2)
-
-        spans = [
-            (whole.data_ptr(), whole.data_ptr() + whole.nbytes)
-            for span in gradients._spans
-            if (whole := span.whole) is not None
-        ]
-        for parameter in chunk.module.parameters():
-            assert parameter.grad is not None
-            assert any(low <= parameter.grad.data_ptr() < high for low, high in spans)

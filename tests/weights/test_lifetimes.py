@@ -166,7 +166,7 @@ def test_no_slot_stays_in_use(step: str, device: Device) -> None:
     batches = inputs(device)
 
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        for number in range(20):
+        for number in range(9):
             STEPS[step](model, batches)
             if number == 2:
                 before = offload.stats()
@@ -174,7 +174,7 @@ def test_no_slot_stays_in_use(step: str, device: Device) -> None:
         run_step(model, batches)
         after = offload.stats()
 
-    per_step = (after.num_overflows - before.num_overflows) / 18
+    per_step = (after.num_overflows - before.num_overflows) / 7
     assert per_step <= before.num_overflows / 3
     assert after.slot_bytes == before.slot_bytes == sum(offload.plan.slot_bytes)
     assert after.host_bytes == before.host_bytes

@@ -57,27 +57,6 @@ class Attention(nn.Module):
         return x + self.attention(tokens, tokens, tokens, need_weights=False)[0].squeeze(0)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.unsqueeze(0)).squeeze(0)
-
-
-class Sdpa(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).view(1, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.out(found.transpose(1, 2).reshape(-1, WIDTH))
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +189,6 @@ def _parametrized(norm: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "conv": Conv,
     "attention": Attention,
-    "encoder": Encoder,
-    "sdpa": Sdpa,
     "lstm": Recurrent,
     "experts": Experts,
     "batch norm": Normed,
@@ -265,46 +242,6 @@ def test_parameters_are_in_the_slot_while_their_layer_runs_backward(slots: int, 
     assert stats.num_overflows == 0
 
 
-class UNet(nn.Module):
-    """Levels of different sizes, with skips from one side to the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (4, 8, 12)
-        self.down = nn.ModuleList(self._level(i, o) for i, o in zip((3, *widths), widths, strict=False))
-        self.up = nn.ModuleList(self._level(2 * w, o) for w, o in zip(widths[::-1], (8, 4, 4), strict=True))
-        self.out = nn.Conv2d(4, 3, 1)
-
-    @staticmethod
-    def _level(width: int, out: int) -> nn.Module:
-        conv = nn.Conv2d(width, out, 3, padding=1).to(memory_format=torch.channels_last)
-        return nn.Sequential(conv, nn.GroupNorm(2, out), nn.SiLU(inplace=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for level in self.down:
-            x = functional.avg_pool2d(level(x), 2)
-            skips.append(x)
-        for level in self.up:
-            x = functional.interpolate(level(torch.cat([x, skips.pop()], dim=1)), scale_factor=2)
-        return self.out(x)
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_unet_with_levels_of_different_sizes(slots: int, device: Device) -> None:
-    images = torch.randn(2, 3, 8, 8, device=device.torch_device).contiguous(memory_format=torch.channels_last)
-
-    def step(model: nn.Module, _: list[Tensor]) -> Result:
-        return train_and_sample(model, [images.requires_grad_()])
-
-    model = UNet().requires_grad_(False)
-    model.out.requires_grad_()
-
-    stats = compare(model, device, step=step, offload_ratio=1.0, num_slots=slots)
-
-    assert stats.num_streamed == 6
-
-
 class DiT(nn.Module):
     """Blocks of two kinds, one after the other."""
 
@@ -326,25 +263,6 @@ def test_lists_of_two_kinds_stream_both_through_slots_of_two_sizes(device: Devic
 
     assert stats.num_streamed == 7
     assert stats.num_overflows == 0
-
-
-def test_encoder_layers_that_stream_themselves_have_no_fast_path(device: Device) -> None:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True)
-    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval().requires_grad_(False)
-    tokens = torch.randn(2, 5, WIDTH)
-    handles = [layer.register_forward_hook(lambda *_: None) for layer in model.layers]
-    with torch.no_grad():
-        expected = model(tokens)
-    for handle in handles:
-        handle.remove()
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device), torch.no_grad():
-        found = model(tokens.to(device.torch_device)).cpu()
-
-    if device.torch_device.type == "cpu":
-        assert torch.equal(found, expected)
-    else:
-        torch.testing.assert_close(found, expected)
 
 
 def test_tied_parameters_stay_and_warn(device: Device) -> None:
@@ -395,16 +313,6 @@ def test_weight_that_a_buffer_is_a_part_of_stays_and_warns(train: str, device: D
                         if parameter.grad is not None:
                             parameter.sub_(parameter.grad.to(parameter.device), alpha=0.1)
                     one.layers[1].weight.mul_(0.5)
-
-
-@pytest.mark.filterwarnings("ignore:.*share their bytes")
-def test_storage_shared_by_different_parameters_stays(device: Device) -> None:
-    model = only_lora(Stack(4, block=lambda: nn.Linear(WIDTH, WIDTH)))
-    flat = torch.randn(4 * WIDTH * WIDTH)
-    for layer, part in zip(model.layers, flat.chunk(4), strict=True):
-        layer.weight.data = part.view(WIDTH, WIDTH)
-
-    compare(model, device, offload_ratio=1.0)
 
 
 def test_layer_under_two_names_streams_once(device: Device) -> None:

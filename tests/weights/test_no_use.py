@@ -15,7 +15,7 @@ import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.weights import layer_offload
-from tests.weights.cases import Stack, only_lora
+from tests.weights.cases import Stack
 
 KIB = 1024
 
@@ -132,8 +132,3 @@ def test_cpu_that_is_asked_for_is_no_device_to_stream_to(device: str | torch.dev
         _open(_linears(*[4] * 8), offload_ratio=1.0, device=device)
 
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.usefixtures("refusing_warnings")
-def test_device_that_is_asked_for_does_not_warn() -> None:
-    _open(only_lora(Stack(6)), offload_ratio=1.0)

@@ -44,6 +44,7 @@ def test_state_dict_that_was_saved_is_that_of_the_model(mode: str) -> None:
     model, _ = _after_a_step(mode)
     other, x = Stack(), torch.randn(2, WIDTH)
     other.load_state_dict(_through_a_file(model.state_dict()))
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in model.state_dict().values())  # written alone
 
     assert torch.equal(other(x), model(x))
 

@@ -86,28 +86,6 @@ def test_blocks_are_found_in_stages(depths: tuple[int, ...], kind: Callable[...,
     assert _found(model) == [f"stages.{index}.blocks x {depth}" for index, depth in enumerate(depths)]
 
 
-def test_blocks_are_found_in_few_stages_of_one_size() -> None:
-    assert _found(Staged((6, 6, 6), (32, 32, 32))) == [f"stages.{index}.blocks x 6" for index in range(3)]
-
-
-def test_stage_without_a_list_is_a_layer_itself() -> None:
-    model = Staged()
-    model.stages[0] = nn.Sequential(nn.Linear(16, 16))
-    model.stages = nn.ModuleList(
-        [nn.Sequential(nn.Linear(16, 16), nn.Tanh()), *(nn.Sequential(*stage.blocks) for stage in model.stages[1:])]
-    )
-
-    assert _found(model) == ["stages x 1", "stages.1 x 3", "stages.2 x 9", "stages.3 x 3"]
-
-
-def test_sequentials_in_a_sequential_are_stages() -> None:
-    """As EfficientNet of timm is."""
-    widths = (16, 32, 64)
-    model = nn.Sequential(*(nn.Sequential(*(Block(width) for _ in range(4))) for width in widths))
-
-    assert _found(model) == ["0 x 4", "1 x 4", "2 x 4"]
-
-
 def test_lists_in_a_list_are_stages_whatever_their_sizes() -> None:
     """No forward calls a ModuleList."""
     model = nn.ModuleList(nn.ModuleList(Block(16) for _ in range(2)) for _ in range(12))
@@ -144,15 +122,6 @@ def test_layers_that_free_more_come_before_longer_lists() -> None:
     model.body = nn.Sequential(*(Block(64) for _ in range(6)))
 
     assert _found(model) == ["body x 6"]
-
-
-def test_short_lists_of_the_same_class_count() -> None:
-    """As torchvision's stages are, each an attribute or an element of `features` by itself."""
-    model = nn.Module()
-    for name, width, depth in (("layer1", 16, 3), ("layer2", 32, 3), ("layer3", 64, 12)):
-        setattr(model, name, nn.Sequential(*(Block(width) for _ in range(depth))))
-
-    assert _found(model) == ["layer1 x 3", "layer2 x 3", "layer3 x 12"]
 
 
 def _resnet_blocks(*depths: int) -> list[str]:

@@ -20,13 +20,26 @@ from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.records import Record
 from memkit.activations.saved.state import offload_states
 from memkit.core.owners import owner_of
-from memkit.device import Device, ReferenceDevice
+from memkit.device import Device
 from memkit.plan import copies
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.saving import SavedWeight
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
-from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
+from tests.weights.cases import (
+    RUNS,
+    WIDTH,
+    Block,
+    Result,
+    Stack,
+    assert_same,
+    compare,
+    inputs,
+    only_lora,
+    results,
+    run_step,
+    streamed,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -107,17 +120,6 @@ def test_recompute_where_an_op_returns_a_weight(device: Device) -> None:
     compare(only_lora(Stack(block=Returning)), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=2)
 
 
-@pytest.mark.parametrize("context", ["offload", "save on cpu", "hooks of the user"])
-def test_weights_are_no_activations(context: str, device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        with CONTEXTS[context](device):
-            loss = model(inputs(device)[0]).sum()
-        loss.backward()
-
-        assert offload.stats().num_overflows == 0
-
-
 def test_hooks_outside_are_given_no_weights_that_stream(device: Device) -> None:
     packed: list[Tensor] = []
 
@@ -150,21 +152,6 @@ def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(devic
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_inside_of_a_layer(use_reentrant: bool, device: Device) -> None:
-    """Its recompute does not call the layer, but computes with a parameter of it."""
-
-    class Inside(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(lambda x: super(Inside, self).forward(x) * self.scale, x, use_reentrant=use_reentrant)
-
-    compare(only_lora(Stack(4, block=Inside)), device, offload_ratio=1.0, num_slots=2)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_inside_of_a_layer_inside_of_another(use_reentrant: bool, device: Device) -> None:
     class Inside(nn.Module):
         def __init__(self) -> None:
@@ -188,61 +175,13 @@ def test_checkpoint_inside_of_a_layer_inside_of_another(use_reentrant: bool, dev
 
 
 def test_profile_of_a_model_that_streams(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
+    with streamed(only_lora(Stack()), device, num_slots=2) as (model, plain, batches, _):
         for where in (None, "meta"):
             report = memkit.profile_memory(model, batches[0], backward=True, device=where, print_table=False)
             expected = memkit.profile_memory(plain, batches[0], backward=True, device=where, print_table=False)
             assert (report.activation_bytes, report.param_bytes) == (expected.activation_bytes, expected.param_bytes)
 
         assert_same(run_step(model, batches), run_step(plain, batches))
-
-
-def test_gradient_scaler_beside_autocast(device: Device) -> None:
-    kind = device.torch_device.type
-
-    def step(model: nn.Module, batches: list[Tensor]) -> Result:
-        scaler = torch.amp.GradScaler(kind, init_scale=8.0)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        with torch.autocast(kind, torch.bfloat16):
-            loss = model(batches[0]).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        return {**results(model, [loss]), "weight": model.stem.weight.detach().cpu().clone()}
-
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        for _ in range(3):
-            assert_same(step(model, batches), step(plain, batches))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("compiled", ["forwards", "layers", "model"])
-def test_compiled(compiled: str) -> None:
-    torch._dynamo.reset()
-    device = ReferenceDevice()
-    model = only_lora(Stack(2))
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device) as offload:
-        for tested in (model, plain):
-            for layer in tested.layers:
-                if compiled == "forwards":
-                    layer.forward = torch.compile(layer.forward, backend="aot_eager")
-                elif compiled == "layers":
-                    layer.compile(backend="aot_eager")
-            if compiled == "model":
-                tested.compile(backend="aot_eager")
-        for _ in range(2):
-            assert_same(run_step(model, batches), run_step(plain, batches))
-
-        assert offload.stats().num_overflows == 0
-    torch._dynamo.reset()
 
 
 def test_what_stands_for_weights_holds_no_bytes(device: Device) -> None:
@@ -261,12 +200,17 @@ def test_what_stands_for_weights_holds_no_bytes(device: Device) -> None:
 
 
 class _CheckpointInside(Block):
-    """Checkpoints a part of its own forward, so that its modules run again in the backward without it."""
+    """Checkpoints a part of its own forward, so that its modules run again in the backward without it, and use its weight."""
 
     use_reentrant = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+        forward = super().forward
+        return x + checkpoint(lambda x: forward(x) * self.scale, x, use_reentrant=self.use_reentrant)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -15,7 +15,19 @@ from torch import Tensor, nn
 import memkit
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
-from tests.weights.cases import RUNS, WIDTH, Stack, assert_same, compare, in_order, inputs, only_lora, results, run_step
+from tests.weights.cases import (
+    RUNS,
+    WIDTH,
+    Stack,
+    assert_same,
+    compare,
+    in_order,
+    inputs,
+    only_lora,
+    results,
+    run_step,
+    streamed,
+)
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -102,9 +114,7 @@ def _host_model(device: Device, **options: object) -> tuple[nn.Module, nn.Module
 
 
 def test_kept_gradients_are_not_overwritten(device: Device) -> None:
-    plain, model, offload = _host_model(device)
-    batches = inputs(device)
-    with offload:
+    with streamed(Stack(4), device, train="host") as (model, plain, batches, _):
         kept = []
         for batch in batches:
             for one in (plain, model):
@@ -125,9 +135,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def test_grad_returns_gradients_and_leaves_grad_alone(device: Device) -> None:
-    plain, model, offload = _host_model(device)
-    first, second = inputs(device)
-    with offload:
+    with streamed(Stack(4), device, train="host") as (model, plain, (first, second), _):
         found = []
         for one in (plain, model):
             one(first).square().sum().backward()
@@ -190,22 +198,8 @@ def test_gradients_with_a_graph_of_their_own_are_refused(device: Device) -> None
         model(inputs(device)[0]).square().sum().backward(create_graph=True)
 
 
-def test_close_leaves_gradients_of_their_own(device: Device) -> None:
-    plain, model, offload = _host_model(device)
-    batch = inputs(device)[0]
-    with offload:
-        for one in (plain, model):
-            one(batch).square().sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        assert one.grad.device == one.device
-        assert _same(one.grad, other.grad)
-
-
 def test_gradients_that_are_held_keep_their_bytes_after_close(device: Device) -> None:
-    plain, model, offload = _host_model(device)
-    batch = inputs(device)[0]
-    with offload:
+    with streamed(Stack(4), device, train="host") as (model, plain, (batch, _), _):
         for one in (plain, model):
             one(batch).square().sum().backward()
         held = [parameter.grad for parameter in model.parameters()]
@@ -259,9 +253,7 @@ class _FarScaler(torch.amp.GradScaler):
 
 def test_scaler_of_torch_is_refused_where_gradients_are_on_the_host(device: Device) -> None:
     scaler = _FarScaler(device.torch_device.type)
-    plain = Stack(4).to(device.torch_device)
-    model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train="host"):
+    with streamed(Stack(4), device, offload_ratio=0.5, train="host") as (model, plain, _, _):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler.scale(model(inputs(device)[0]).square().mean()).backward()
 
@@ -289,9 +281,7 @@ class _Adjoint(nn.Module):
 
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_gradients_that_are_conjugated_lazily(num_batches: int, device: Device) -> None:
-    plain = Stack(4, block=_Adjoint).to(device.torch_device)
-    model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
+    with streamed(Stack(4, block=_Adjoint), device, train="host") as (model, plain, _, _):
         for one in (plain, model):
             for batch in inputs(device, num_batches):
                 one(batch).square().mean().backward()
@@ -312,9 +302,7 @@ class _Embedding(nn.Module):
 
 
 def test_gradients_that_are_sparse(device: Device) -> None:
-    plain = Stack(4, block=_Embedding).to(device.torch_device)
-    model, batches = copy.deepcopy(plain), inputs(device)
-    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
+    with streamed(Stack(4, block=_Embedding), device, train="host") as (model, plain, batches, _):
         for batch in batches:
             for one in (plain, model):
                 one(batch).square().mean().backward()
@@ -334,9 +322,7 @@ def test_sparse_gradients_and_dense_ones_are_accumulated(is_sparse_first: bool, 
             x = layer(x)
         return x
 
-    plain = Stack(4, block=_Embedding, run=run).to(device.torch_device)
-    model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
+    with streamed(Stack(4, block=_Embedding, run=run), device, train="host") as (model, plain, _, _):
         for number, batch in enumerate(inputs(device, 3)):
             is_sparse = is_sparse_first == (number == 0)
             for one in (plain, model):
@@ -349,9 +335,7 @@ def test_gradient_to_be_added_that_cannot_be_sent(device: Device, monkeypatch: p
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no room to pack it")
 
-    plain, model, offload = _host_model(device)
-    batches = inputs(device)
-    with offload:
+    with streamed(Stack(4), device, train="host") as (model, plain, batches, offload):
         model(batches[0]).square().sum().backward()
         with monkeypatch.context() as patch:
             patch.setattr(offload._gradients, "_copy_out", fail)
@@ -445,9 +429,7 @@ def test_gradients_of_a_layer_that_are_made_on_several_streams_are_sent_behind_a
                 x = x * _Elsewhere.apply(weight, turn)  # type: ignore[no-untyped-call]
             return x
 
-    plain = Stack(4, block=Layer)
-    model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
+    with streamed(Stack(4, block=Layer), device, train="host") as (model, plain, _, _):
         for _ in range(2):
             for batch in inputs(device):
                 for one in (plain, model):

@@ -17,7 +17,7 @@ from torch import Tensor
 import memkit
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, Stream
-from memkit.transfer import arena, host_memory
+from memkit.transfer import arena
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 from tests.weights.cases import (
@@ -28,6 +28,7 @@ from tests.weights.cases import (
     inputs,
     only_lora,
     run_step,
+    streamed,
 )
 
 pytestmark = pytest.mark.slow
@@ -148,25 +149,6 @@ def test_warning_that_is_an_error_leaves_the_model_as_it_was(limit: PinLimit, de
     assert not _staging_threads()
 
 
-@pytest.mark.usefixtures("limit")
-def test_memory_that_is_short_is_an_error_before_anything_moved(device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-
-    with pytest.raises(memkit.errors.HostMemoryError, match="host_limit_bytes leaves"):
-        memkit.LayerOffload(model, offload_ratio=1.0, device=device, host_limit_bytes=5 * PAGE)
-
-    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
-
-
-@pytest.mark.usefixtures("limit")
-def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: PAGE - 1)
-
-    with pytest.raises(memkit.errors.HostMemoryError, match="available memory"):
-        memkit.LayerOffload(only_lora(Stack()).to(device.torch_device), offload_ratio=1.0, device=device)
-
-
 # Closing
 
 
@@ -272,9 +254,7 @@ def test_copy_to_the_device_fails(num_left: int, limit: PinLimit, device: Device
 def test_gradient_does_not_come_to_the_host(
     num_left: int, is_accumulated: bool, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Stack().to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, train="host"):
+    with streamed(Stack(), device, train="host") as (model, plain, batches, _):
         if is_accumulated:
             model(batches[0]).sum().backward()
         with monkeypatch.context() as patch:
@@ -301,16 +281,3 @@ def test_weights_that_were_not_written_back_are_not_read(device: Device, monkeyp
 
         with pytest.raises(RuntimeError, match="the link is down"):
             model(inputs(device)[0])
-
-
-@WARNS
-@pytest.mark.usefixtures("limit")
-def test_close_after_a_copy_that_failed_and_that_nobody_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload, monkeypatch.context() as patch:
-        Failing(device, patch, is_out=False, num_left=0)
-        offload._streams.begin_pass()
-
-    assert_same(run_step(model, batches), run_step(plain, batches))
-    assert not _staging_threads()

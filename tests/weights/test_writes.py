@@ -14,7 +14,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice, open_device
 from memkit.device.clocks import ReferenceEvent
 from memkit.transfer.lanes import lanes_of
-from tests.weights.cases import WIDTH, Stack, assert_same, inputs, only_lora, run_step
+from tests.weights.cases import WIDTH, Stack, assert_same, inputs, only_lora, run_step, streamed
 
 pytestmark = pytest.mark.slow
 
@@ -106,40 +106,22 @@ def _use_square(layer: nn.Module, _: object, output: Tensor) -> Tensor:
 def test_next_forward_sees_it(write: str, slots: int, device: Device) -> None:
     if device.torch_device.type != "cpu" and write in ("assign", "load", "numpy", "init"):
         pytest.skip("host tensors, or random numbers of the host, mixed with those of the device")
-    model, batches = _model().to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device):
+    with streamed(_model(), device, num_slots=slots) as (model, plain, batches, _):
         for _ in range(2):
             assert_same(run_step(model, batches), run_step(plain, batches))
             WRITES[write](model)
             WRITES[write](plain)
         assert_same(run_step(model, batches), run_step(plain, batches))
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_it_stays_after_close(write: str, device: Device) -> None:
-    if device.torch_device.type != "cpu" and write in ("numpy", "init"):
-        pytest.skip("plain weights are on the device, and so is what draws random numbers for them")
-    model, batches = _model().to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        run_step(model, batches)
-        WRITES[write](model)
-    run_step(plain, batches)
-    WRITES[write](plain)
-
+        for tested in (model, plain):
+            WRITES[write](tested)
     for name, tensor in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+        assert torch.equal(model.state_dict()[name].to(tensor.device), tensor), name
     assert_same(run_step(model, batches), run_step(plain, batches))
 
 
 def test_backward_raises_as_plainly_if_it_comes_in_between(device: Device) -> None:
-    model, batch = _model().to(device.torch_device), inputs(device)[0]
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
+        batch = batches[0]
         for tested in (plain, model):
             loss = tested(batch).sum()
             _add(tested)
@@ -151,10 +133,7 @@ def test_backward_raises_as_plainly_if_it_comes_in_between(device: Device) -> No
 
 
 def test_tensor_that_took_the_place_of_one_that_is_held_raises_and_leaves_it(device: Device) -> None:
-    model, batches = _model().to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
         kept = _weight(model).data
         _weight(model).data = torch.zeros_like(kept)
         with pytest.raises(
@@ -167,28 +146,8 @@ def test_tensor_that_took_the_place_of_one_that_is_held_raises_and_leaves_it(dev
         assert_same(run_step(model, batches), run_step(plain, batches))
 
 
-def test_weights_that_take_turns_with_an_average_raise(device: Device) -> None:
-    model, batches = _model().to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-
-    def swap(weight: nn.Parameter, average: Tensor) -> None:
-        weight.data, average.data = average.data, weight.data
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        average = _weight(model).data * 0.5
-        swap(_weight(model), average)
-        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor'):
-            run_step(model, batches)
-        swap(_weight(model), average)
-
-        assert_same(run_step(model, batches), run_step(plain, batches))
-
-
 def test_states_that_are_put_in_each_others_place_raise(device: Device) -> None:
-    model, batches = _model().to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
         state = model.layers.state_dict()
         others = {name: state[f"{(int(name[0]) + 1) % 4}{name[1:]}"] for name in state}
         model.layers.load_state_dict(others, assign=True)
@@ -200,10 +159,8 @@ def test_states_that_are_put_in_each_others_place_raise(device: Device) -> None:
 
 
 def test_functional_call_with_plain_tensors_raises(device: Device) -> None:
-    model, batch = _model().to(device.torch_device), inputs(device)[0]
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
+        batch = batches[0]
         others = {name: value.detach() * 0.5 for name, value in model.named_parameters()}
         with pytest.raises(memkit.errors.LayerOffloadError, match="functional_call"):
             torch.func.functional_call(model, others, (batch,))
@@ -224,10 +181,7 @@ def test_parameter_of_another_shape_in_the_same_storage_raises(change: str, devi
 
 
 def test_gather_reads_and_writes(device: Device) -> None:
-    model, batches = _model().to(device.torch_device), inputs(device)
-    plain = copy.deepcopy(model)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, offload):
         run_step(model, batches)
         run_step(plain, batches)
         with offload.gather("layers.1") as layer:
@@ -318,13 +272,6 @@ def _writing_ahead(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
-def _writing_data_ahead(layers: nn.ModuleList, x: Tensor) -> Tensor:
-    for layer, following in zip(layers, (*layers[1:], layers[0]), strict=True):
-        x = layer(x)
-        following.up.weight.data.mul_(0.9)
-    return x
-
-
 def _same_with_layers_called(run: Callable[[nn.ModuleList, Tensor], Tensor], device: Device, *, by_the_model: bool) -> None:
     model, batch = only_lora(Stack(4, run=run)).to(device.torch_device), inputs(device)[0]
     plain = copy.deepcopy(model)
@@ -370,12 +317,6 @@ def test_write_while_the_copy_to_the_slot_is_late() -> None:
         found = layer(x)
         layer.up.weight.data.mul_(0.5)
         assert torch.equal(found, other(x))
-
-
-@UNSEEN
-@pytest.mark.parametrize("by_the_model", [True, False])
-def test_write_through_data_to_the_layer_that_comes_next(by_the_model: bool) -> None:
-    _same_with_layers_called(_writing_data_ahead, ReferenceDevice(seed=0), by_the_model=by_the_model)
 
 
 def test_parameter_that_is_to_be_trained_later_raises(device: Device) -> None:
