@@ -56,11 +56,7 @@ class BackwardEnd:
 
     def join(self) -> bool:
         """Make this thread wait until the backward is over and no thread is in the hook. If an interrupt has kept that from
-        being called, it is not called any more. Within a backward, which may be this one, nothing is waited for.
-
-        Returns:
-            Whether the backward is over. See [Note: backwards that have failed and are not over].
-        """
+        being called, it is not called any more. Within a backward, which may be this one, nothing is waited for."""
         if torch_private.backward_task() != -1:
             return self.is_over
         most_s = time.monotonic() + _MOST_S
@@ -87,12 +83,7 @@ class BackwardEnd:
 def on_end(hook: Callable[[bool], None], *, among: set[BackwardEnd] | None = None) -> BackwardEnd:
     """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is.
 
-    If `hook(False)` raises, the backward fails with that error, and `hook(True)` is called as well, to finish the clean-up.
-
-    Args:
-        hook: what to call.
-        among: what the end is in until the hook was called: see `join`.
-    """
+    If `hook(False)` raises, the backward fails with that error, and `hook(True)` is called as well, to finish the clean-up."""
     return BackwardEnd(hook, among)
 
 
@@ -116,11 +107,7 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
     """Call `hook(gradients)` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or
     tensors in tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
 
-    A tensor that was already among the outputs of an earlier call of this function keeps the hook of that call alone.
-
-    Returns:
-        Whether there is any such tensor.
-    """
+    A tensor that was already among the outputs of an earlier call of this function keeps the hook of that call alone."""
     is_any = False
     tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
     for tensor in tensors:

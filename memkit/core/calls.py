@@ -80,11 +80,7 @@ class Calls(threading.local):
         return len(self._calls)
 
     def begin(self, module: nn.Module, *, depth: int) -> Call:
-        """Note a call.
-
-        Args:
-            depth: how many frames above this function's the module is called.
-        """
+        """Note a call."""
         frame = sys._getframe(depth + 1)
         if self._calls:
             last, caller = self._calls[-1].frame, frame
@@ -119,11 +115,7 @@ class Calls(threading.local):
         return bool(self._calls) and self._calls[-1].module is module
 
     def end(self, module: nn.Module, *, depth: int) -> None:
-        """End the innermost call of a module, which has returned or raised.
-
-        Args:
-            depth: how many frames above this function's the module is called.
-        """
+        """End the innermost call of a module, which has returned or raised."""
         if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
             call = self._calls[-1]
             try:  # as `_end_last` does

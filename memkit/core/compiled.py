@@ -79,11 +79,7 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
     """Call `run` in place of a compiled module's code, until the hooks are removed: see [Note: calls of compiled modules].
 
-    It runs just outside of that code, and is not compiled. A copy of the module doesn't have it.
-
-    Raises:
-        ValueError: the module is not compiled.
-    """
+    It runs just outside of that code, and is not compiled. A copy of the module doesn't have it."""
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")

@@ -28,15 +28,7 @@ def how_to_install(package: str) -> str:
 
 
 def library(module: str, needing: str) -> Any:
-    """Import a module of another library.
-
-    Args:
-        module: its name.
-        needing: what needs it, for the error.
-
-    Raises:
-        ImportError: it cannot be imported; a ModuleNotFoundError where it is not installed.
-    """
+    """Import a module of another library."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

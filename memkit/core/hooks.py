@@ -158,11 +158,7 @@ class HookSet:
         """Call `before(module, args)`, or `before(module, args, kwargs)`, before a module's other pre-hooks and `after(module,
         args, output)` after its other hooks, or when the forward raises (with None for the output).
 
-        Both run as plain Python even if the module was compiled (`nn.Module.compile`). They are two frames below its call.
-
-        Args:
-            is_copied: whether a copy of the module, or one that is saved and loaded, calls copies of the hooks, or nothing.
-        """
+        Both run as plain Python even if the module was compiled (`nn.Module.compile`). They are two frames below its call."""
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))

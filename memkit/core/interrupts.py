@@ -138,11 +138,7 @@ class Exclusive(ABC):
     __exit__ = _HeldExit()
 
     def claim(self, refusal: str) -> Block:
-        """Return the block that is about to be entered. The caller sets `is_entered`.
-
-        Raises:
-            ValueError: a thread is in the context. The message is `refusal`.
-        """
+        """Return the block that is about to be entered. The caller sets `is_entered`."""
         found, self._looked_up = self._looked_up, None
         if self.is_entered:
             if self._block is None or self._block() is not None:

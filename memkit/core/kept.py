@@ -35,11 +35,7 @@ class KeptHandle:
                 self.alias, self.version = tensor.detach(), torch_private.version_of(tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was written to since it was saved.
-        """
+        """Return the tensor."""
         if torch_private.version_of(self.alias) != self.version:
             self.check_version()
         return self.alias

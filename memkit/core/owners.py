@@ -91,12 +91,7 @@ of states its first step will make on the device."""
 
 
 class ModelStorages:
-    """The storages of parameters and buffers, including those that they use temporarily, such as slots.
-
-    Args:
-        keys: the keys of their own storages.
-        gathered: storages that they use temporarily, as those that FSDP2 gathers into.
-    """
+    """The storages of parameters and buffers, including those that they use temporarily, such as slots."""
 
     def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
         self._keys = frozenset(keys)

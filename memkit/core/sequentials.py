@@ -27,12 +27,7 @@ from memkit.core.hooks import HookSet
 
 
 class SequentialSpan(nn.Sequential):
-    """Some neighboring children of a `Sequential`.
-
-    Args:
-        whole: the Sequential.
-        first, stop: the index of the first child, and of the one after the last.
-    """
+    """Some neighboring children of a `Sequential`."""
 
     def __init__(self, whole: nn.Sequential, first: int, stop: int) -> None:
         super().__init__(*tuple(whole)[first:stop])
@@ -43,14 +38,7 @@ class SequentialSpan(nn.Sequential):
 class SpanReference:
     """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist.
 
-    It holds none of them. It returns the same span as long as that is held.
-
-    Args:
-        whole: the Sequential.
-        children: the children of the span.
-        first: the index of the first one.
-        size: the number of all children of the Sequential.
-    """
+    It holds none of them. It returns the same span as long as that is held."""
 
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
@@ -82,12 +70,7 @@ class SpanReference:
 
 
 class SpannedForward:
-    """The forward of a `Sequential` that calls spans: see [Note: spans].
-
-    Args:
-        whole: the Sequential.
-        spans: spans that are pairwise disjoint or nested.
-    """
+    """The forward of a `Sequential` that calls spans: see [Note: spans]."""
 
     def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
         self._whole, self._children = whole, tuple(whole)

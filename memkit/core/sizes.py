@@ -72,10 +72,6 @@ def unit_of(num_bytes: int) -> tuple[str, int]:
 def check_bytes(name: str, value: int | str) -> int:
     """Return an argument that is a number of bytes, 0 or more, given as such (also one of NumPy's) or as text with a unit.
 
-    Raises:
-        TypeError: it is neither an int nor text.
-        ValueError: it is negative, or text that is no size.
-
     Example:
         >>> check_bytes("min_bytes", "1MiB")
         1048576
@@ -94,10 +90,6 @@ def check_bytes(name: str, value: int | str) -> int:
 
 def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
     """Return an argument that is what something may take: a positive number of bytes, as such or as text with a unit.
-
-    Raises:
-        TypeError: it is neither an int nor text.
-        ValueError: it is not positive, text that is no size, or a number without a unit so small that another unit was meant.
 
     Example:
         >>> check_budget_bytes("budget", "1.5 GiB") == 3 * 2**29

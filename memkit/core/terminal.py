@@ -63,10 +63,6 @@ def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
     One after the other, until it fits: empty columns are left out (at any width), headings are broken over several lines,
     columns are left out, cells of some lose their middles. No other cell is ever cut.
 
-    Args:
-        columns: of equal length.
-        width: in characters; None for as wide as it gets, with every column and each heading as it is.
-
     Example:
         >>> columns = [TextColumn(heading="size (MiB)", cells=["1.50"]), TextColumn(heading="of", cells=["-"], goes=0)]
         >>> print(table_text(columns, 80))

@@ -142,11 +142,7 @@ def leave_untraced(function: Any) -> None:
     """Keep Dynamo from compiling a function, and what it calls. This costs nothing per call.
 
     Dynamo is told by the function's code object, so once for all methods and closures of one kind. If torch lacks the private
-    names, this does nothing; contexts report that before anything of theirs could be compiled.
-
-    Args:
-        function: a Python function, a method, or a `functools.partial` of one.
-    """
+    names, this does nothing; contexts report that before anything of theirs could be compiled."""
     code = getattr(getattr(function, "func", function), "__code__", None)
     if code is None or code in _untraced:
         return
@@ -290,10 +286,6 @@ class Named(Protocol):
 
 def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
     """Return a context that a profiler shows under a label. Without a profiler it costs next to nothing.
-
-    Args:
-        name: what is done.
-        of: what it is done with; its name is only asked for if a profiler runs.
 
     Source: `torch.profiler.record_function`.
     """

@@ -49,12 +49,7 @@ class ExpectedOp(NamedTuple):
 
 
 class Expected:
-    """What is known ahead of a recording.
-
-    Args:
-        ops: all ops that the recorder sees, in order.
-        num_values: how many values they make and read.
-    """
+    """What is known ahead of a recording."""
 
     def __init__(self, ops: Sequence[ExpectedOp], num_values: int) -> None:
         self.ops = ops
@@ -135,12 +130,7 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """Called before an op that is recorded: if it is the expected one, number the roots that it reads as expected.
-
-        Args:
-            op: the expected op, if there is one.
-            is_plain: whether none of its tensors has a class with `__torch_dispatch__`.
-        """
+        """Called before an op that is recorded: if it is the expected one, number the roots that it reads as expected."""
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:

@@ -136,12 +136,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class QuietFunctions(FunctionMode):
-    """Turns the recorder off during quiet functions: see [Note: quiet functions].
-
-    Args:
-        calls: the known calls.
-        recorder: the recorder.
-    """
+    """Turns the recorder off during quiet functions: see [Note: quiet functions]."""
 
     def __init__(self, calls: Sequence[FunctionCall], recorder: Recorder) -> None:
         super().__init__()
@@ -340,11 +335,7 @@ class _NotedFunction(NamedTuple):
 
 
 class FunctionNotes(FunctionMode):
-    """Notes the functions of a forward in which each op is seen.
-
-    Args:
-        recording: the recording of the ops.
-    """
+    """Notes the functions of a forward in which each op is seen."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -409,14 +400,7 @@ class FunctionNotes(FunctionMode):
         needed: Collection[int],
         saves: Sequence[int],
     ) -> tuple[FunctionCall, ...]:
-        """Return what is known ahead of a forward like this one; empty if functions are not to be followed.
-
-        Args:
-            ops: all of its ops.
-            recorded: for each op, its recorded call, if that can be recorded again without seeing the op.
-            needed: the values that need their numbers as soon as they are made.
-            saves: the value of each saved tensor.
-        """
+        """Return what is known ahead of a forward like this one; empty if functions are not to be followed."""
         if not self._is_whole or num_asked() != self._num_asked or sum(len(call.ops) for call in self._calls) != len(ops):
             return ()
         roots = self._recording.roots

@@ -73,11 +73,7 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
 
 
 class OpKinds:
-    """What is known of each op.
-
-    Args:
-        pure_ops: the ops that the user declares pure, as returned by `names_of_ops`.
-    """
+    """What is known of each op."""
 
     def __init__(self, pure_ops: frozenset[str]) -> None:
         self._pure_ops = pure_ops

@@ -104,15 +104,7 @@ _ALIAS = torch.ops.aten.alias.default
 
 
 class Recorder(QuietMode):
-    """The dispatch mode that writes a recording. It does nothing during a backward.
-
-    Args:
-        recording: the recording that it writes.
-        kinds: what is known of ops.
-        generator_of: returns the default random number generator of a device.
-        estimate_s: returns the estimated seconds of an op, from the op, its arguments and its results; called if they are
-            unknown.
-    """
+    """The dispatch mode that writes a recording. It does nothing during a backward."""
 
     def __init__(
         self,

@@ -38,33 +38,28 @@ def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
     return partial(torch_private.fp32_precision_of, backend, op), partial(setattr, place, "fp32_precision")
 
 
+def _reduced_precision(dtype: str) -> Setting:
+    name, matmul = f"allow_{dtype}_reduced_precision_reduction", torch.backends.cuda.matmul
+    return getattr(torch_private, f"get_cublas_{name}"), partial(setattr, matmul, name)
+
+
 @functools.cache
 def _settings() -> tuple[Setting, ...]:
-    matmul: Any = torch.backends.cuda.matmul
+    cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        (torch_private.get_mkldnn_enabled, torch_private.set_mkldnn_enabled),
-        (torch_private.get_cudnn_enabled, torch_private.set_cudnn_enabled),
-        (torch_private.get_cudnn_benchmark, torch_private.set_cudnn_benchmark),
-        (torch_private.get_cudnn_deterministic, torch_private.set_cudnn_deterministic),
-        (
-            torch_private.get_cublas_allow_fp16_reduced_precision_reduction,
-            partial(setattr, matmul, "allow_fp16_reduced_precision_reduction"),
-        ),
-        (
-            torch_private.get_cublas_allow_bf16_reduced_precision_reduction,
-            partial(setattr, matmul, "allow_bf16_reduced_precision_reduction"),
-        ),
-        _fp32_precision("cuda", "matmul", matmul),
+        *((getattr(torch_private, f"get_{name}"), getattr(torch_private, f"set_{name}")) for name in torch_private.SWITCHES),
+        *map(_reduced_precision, ("fp16", "bf16")),
+        _fp32_precision("cuda", "matmul", cuda.matmul),
         *(_fp32_precision("cuda", op, getattr(cudnn, op)) for op in ("conv", "rnn")),
         *(_fp32_precision("mkldnn", op, getattr(mkldnn, op)) for op in ("matmul", "conv")),
-        (torch_private.get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-        (torch_private.get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-        (torch_private.get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-        (torch_private.get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+        *(
+            (getattr(torch_private, f"get_{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
+            for name in torch_private.ATTENTIONS
+        ),
     )
 
 
@@ -150,11 +145,7 @@ class Root:
         return torch_private.version_of(tensor) != version
 
     def held_storage(self) -> torch.UntypedStorage:
-        """Return the storage of a root that is held, after checking that it is unchanged.
-
-        Raises:
-            RuntimeError: it was written to, or resized, without the recorder seeing it.
-        """
+        """Return the storage of a root that is held, after checking that it is unchanged."""
         if self.lent is not None:
             return self.lent().untyped_storage()
         alias = self.alias
@@ -445,12 +436,7 @@ class Recording:
     # Roots
 
     def hold(self, value: int, *, counts: bool = True, is_in_dispatch: bool = False) -> bool:
-        """Hold a root because something is to be recomputed from it; tell whether it is still there.
-
-        Args:
-            counts: whether its bytes are to be counted in `held_bytes`.
-            is_in_dispatch: whether an op is just being recorded.
-        """
+        """Hold a root because something is to be recomputed from it; tell whether it is still there."""
         root = self.roots[value]
         if root.lent is not None:
             return not root.is_lost
@@ -622,14 +608,7 @@ class Recording:
 def step_of(
     recording: Recording, saves: Sequence[int], nodes: Sequence[int], marks: Mapping[int, Action | None] | None = None
 ) -> Step:
-    """Return the step of a finished forward. Until a backward was seen, requests are assumed to come in reverse order.
-
-    Args:
-        recording: the recording of its ops.
-        saves: the value of each save that counts, in order.
-        nodes: the sequence number of the graph node of each save.
-        marks: the user's mark on each marked value.
-    """
+    """Return the step of a finished forward. Until a backward was seen, requests are assumed to come in reverse order."""
     recording.sync()
     lineage = recording.lineage.frozen()
     asked = {} if marks is None else marks

@@ -33,11 +33,7 @@ def _vmap_mode() -> Any:
 
 
 class Replay:
-    """Runs the ops of a recording again, and keeps what they make until the caller takes it.
-
-    Args:
-        recording: the recording of the forward.
-    """
+    """Runs the ops of a recording again, and keeps what they make until the caller takes it."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -66,12 +62,7 @@ class Replay:
             work(value)
 
     def run(self, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
-        """Run an op; it may write over the made values `in_place`.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory.
-            ReplayMismatchError: with verification, it has made something else than in the forward.
-        """
+        """Run an op; it may write over the made values `in_place`."""
         call = self.recording.calls[op]
         self._repeat(call, op, in_place, storage_of)
         if self.recording.originals is not None:

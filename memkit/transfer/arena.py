@@ -199,12 +199,7 @@ class Arena:
         """Free a span. Its bytes mean nothing any more, once `last_use` is reached.
 
         `Device.note_host_free` hears of it now, or when the bytes are taken again after that. It never hears of bytes that a
-        copy may still read: who takes those is told by `Span.free_events`.
-
-        Args:
-            span: one that `take` returned, not given back before.
-            last_use: the event behind the last work that uses the span; None if there is none under way.
-        """
+        copy may still read: who takes those is told by `Span.free_events`."""
         assert self.has(span), "a span was given back twice, or to another arena"
         if last_use is not None:
             self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
@@ -336,11 +331,7 @@ class Arena:
     # Committed memory
 
     def _commit(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Segment]:
-        """Begin to commit memory in segments of these sizes. It is a gap at once: who takes it waits for the pins.
-
-        Args:
-            is_buffer: pin it also where everything else is not pinned any more.
-        """
+        """Begin to commit memory in segments of these sizes. It is a gap at once: who takes it waits for the pins."""
         is_pinned = is_buffer or self._staging is None
         added = self._committed.add(sizes_bytes, limit_bytes=self.limit_bytes, is_pinned=is_pinned)
         if added:

@@ -23,13 +23,7 @@ from memkit.transfer.host_memory import Gaps, Range, Span
 
 
 class DiskTransfer:
-    """All bytes of one chunk on their way from or to a file.
-
-    Args:
-        what: says what is done with which chunk, for errors.
-        begin: what to wait for before the first, in one of the threads that move them.
-        is_read: whether memory is written to.
-    """
+    """All bytes of one chunk on their way from or to a file."""
 
     __slots__ = ("_begin", "_is_beginning", "_next", "_num_moving", "blocks", "error", "is_read", "is_told", "move", "what")
 
@@ -320,13 +314,8 @@ class DiskStore:
 
     @mended
     def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to write a chunk to a new place. Waits for its transfer before, if that is still under way.
-
-        Args:
-            copy: whose bytes these become when the write has ended.
-            span: its bytes. They stay as they are until `wait` has returned.
-            after: what makes them; waited for by the thread that writes.
-        """
+        """Begin to write a chunk to a new place, once `after` is reached. Waits for its transfer before, if that is still
+        under way. The span stays as it is until `wait` has returned."""
         self._prepare(copy, span)
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
         if self._gaps.num_bytes < size:
@@ -345,12 +334,8 @@ class DiskStore:
 
     @mended
     def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to read a chunk. Waits for its transfer before, if that is still under way.
-
-        Args:
-            span: where to. Until `wait` has returned, its bytes mean nothing.
-            after: what may still use the span, beside its `free_events`; waited for by the thread that reads.
-        """
+        """Begin to read a chunk, once `after` is reached. Waits for its transfer before, if that is still under way. Until
+        `wait` has returned, the span's bytes mean nothing."""
         self._prepare(copy, span)
         assert copy.is_written, f'"{copy.name}" is read, and was never written'
         self.read_bytes += copy.num_bytes

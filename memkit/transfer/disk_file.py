@@ -43,9 +43,6 @@ def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_by
 
     What is left at the end that fills no page is a block of its own, so that all others may be aligned.
 
-    Args:
-        ranges: of whole pages; at least as many bytes as the pieces have.
-
     Example:
         >>> import torch
         >>> [block.num_bytes for block in cut_in_blocks([(0, 12288)], [torch.zeros(9000, dtype=torch.uint8)])]

@@ -196,11 +196,8 @@ class Gaps:
         return sum(end - start for start, end in self.ranges)
 
     def take(self, size: int, *, scatters: bool = False) -> tuple[Range, ...]:
-        """Take so many bytes of the lowest range that has as many; return none where no range has.
-
-        Args:
-            scatters: take them of several ranges then, the largest first.
-        """
+        """Take so many bytes of the lowest range that has as many; else none, or with `scatters` of several, the largest
+        first."""
         for at, (start, end) in enumerate(self.ranges):
             if end - start >= size:
                 self.ranges[at : at + 1] = [(start + size, end)] if end - start > size else []

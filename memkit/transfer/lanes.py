@@ -23,13 +23,7 @@ TURN_BYTES = 16 * 2**20
 
 
 class CopiesByTurns(CopyBatch):
-    """A `CopyBatch` whose pieces are copied one after the other, on two streams by turns.
-
-    Args:
-        streams: both streams; the first copy is on the first one.
-        pieces: all that is copied, those of each turn together.
-        is_out: whether to the host.
-    """
+    """A `CopyBatch` whose pieces are copied one after the other, on two streams by turns."""
 
     def __init__(
         self,
@@ -62,11 +56,7 @@ class CopiesByTurns(CopyBatch):
 def copy_by_turns(
     device: Device, streams: tuple[Stream, Stream], pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None
 ) -> CopyBatch:
-    """Return copies like those of `Device.copy_batch`, whose turns are not those of the batch ahead, which they wait for.
-
-    Args:
-        ahead: what was returned for the batch that is put on them just before; None for the first.
-    """
+    """Return copies like those of `Device.copy_batch`, whose turns are not those of the batch ahead, which they wait for."""
     before = ahead.turns[-1] if isinstance(ahead, CopiesByTurns) else ahead
     if before is not None and before.stream == streams[0]:
         streams = streams[1], streams[0]
@@ -113,11 +103,8 @@ class Prefetcher(Protocol):
         """Whether it may have something to fetch."""
 
     def bring_until(self, use_order: int) -> bool:
-        """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`.
-
-        Returns:
-            Whether all of that is on the lane or on the device; False where there is no room for some of it yet.
-        """
+        """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`; tell whether all of
+        that is on the lane or on the device: there may be no room for some of it yet."""
 
 
 class Lanes:
@@ -201,12 +188,7 @@ class Lanes:
         parts: Sequence[Tensor] | None = None,
         start: int = 0,
     ) -> Transfer:
-        """Put a copy on one of the lanes, to the host or back, with more options than `copy_out` and `copy_back`.
-
-        Args:
-            start: at which byte of the storage what is copied begins.
-            parts: the bytes of the storage that are copied, cut as the span's pieces are, where that was done ahead.
-        """
+        """Put a copy on one of the lanes, to the host or back, with more options than `copy_out` and `copy_back`."""
         device = self._device
         with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
             if span.staging is not None:
@@ -240,15 +222,7 @@ class Lanes:
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
         """Copy pieces of pinned host memory to parts of a storage on two streams by turns: see [Note: copies by turns].
-
-        Args:
-            pieces: one or more, which are copied one after the other.
-            parts: one for each piece, of the same length.
-            after: the first piece is copied once these are reached.
-
-        Returns:
-            An event on `back`, which has the last piece: it is reached when all are copied.
-        """
+        Return an event on `back` that is reached when all are copied."""
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]

@@ -45,11 +45,7 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
 
 
 def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
-    """Return the bytes per second that go each way while copies go both ways at once: the median of several.
-
-    Args:
-        repeats: how often a copy out and one back are timed, after once that is not.
-    """
+    """Return the bytes per second that go each way while copies go both ways at once: the median of several."""
     arena = Arena(device)
     try:
         return num_bytes / max(_seconds_of_both(device, arena, num_bytes, repeats), 1e-9)
@@ -62,11 +58,7 @@ def measure_beside_copies(
     device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
 ) -> tuple[float, float]:
     """Return how many times per second something is done on the host while copies go both ways, and the bytes per second of
-    these, each way.
-
-    Args:
-        most_acts: how often it is done at most, where copies are not over by themselves; by default 10,000 times.
-    """
+    these, each way."""
     arena, lanes = Arena(device), Lanes(device)
     storages = device.allocate(num_bytes), device.allocate(num_bytes)
     try:

@@ -66,11 +66,7 @@ class Staging:
         self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}
 
     def add_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Have copies go through buffers from now on, half of them in each direction; none may have been asked for yet.
-
-        Args:
-            buffers: pinned memory, of dtype uint8, all of one size.
-        """
+        """Have copies go through buffers from now on, half of them in each direction; none may have been asked for yet."""
         for is_out, side in self._sides.items():
             side.buffers.extend((buffer, None) for buffer in buffers[is_out::2])
 
@@ -84,13 +80,8 @@ class Staging:
         after: Iterable[Event],
         start: int = 0,
     ) -> tuple[Event, Event]:
-        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory; wait for nothing.
-
-        Returns:
-            What is reached when it begins, and when it is done.
-        The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
-        is the storage held here.
-        """
+        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory. Return its begin
+        and its end. The caller keeps both sides alive until the end was waited for."""
         side = self._sides[is_out]
         recording = side.ask(lane, storage, pieces, after, start)
         return PromisedEvent(recording, 0, side.thread), PromisedEvent(recording, 1, side.thread)

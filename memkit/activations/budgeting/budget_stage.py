@@ -183,11 +183,7 @@ class BudgetStage(RecordingStage):
         return learning.planned(trace, self._limits, device, base_bytes=self._base_bytes, coming_bytes=self._coming_bytes)
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
-        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there.
-
-        Args:
-            forward: the forward; None for the current one.
-        """
+        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there."""
         device, forward = self._device, forward or self._opened
         counter = None if device is None else device.memory_counter()
         if counter is None or forward is None:

@@ -67,9 +67,6 @@ def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Roo
 
     What the blocks save beyond the room moves to host memory, hidden as far as their forward takes time. For the rest, the step
     waits for the copies, or recomputes whole blocks. A block writes what it saves, and reads it at least once in its forward.
-
-    Args:
-        partitions: in order of falling budgets. Of partitions that are equally fast, the first one is returned.
     """
 
     def more_s(partition: Partition) -> float:

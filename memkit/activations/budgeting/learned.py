@@ -44,11 +44,7 @@ class PlannedMoments:
 
 
 def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> PlannedMoments:
-    """Return the schedule of a plan.
-
-    Args:
-        roots: bytes of the roots that would be freed unless they are held.
-    """
+    """Return the schedule of a plan."""
     copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
     anchors, held_until = set[int](), dict[int, int]()
     for planned in plan.values:
@@ -140,12 +136,7 @@ class LearnedStep:
 
 
 class PlannedDecider(Decider):
-    """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for.
-
-    Args:
-        plan_of: returns the plan for a step like an earlier one, None if there is none.
-        limit_bytes: returns the most bytes that saved values and replays may take on the device now, for steps without a plan.
-    """
+    """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for."""
 
     def __init__(self, traces: Traces, plan_of: Callable[[Trace], Planned | None], limit_bytes: Callable[[], float]) -> None:
         super().__init__(Follower(traces))

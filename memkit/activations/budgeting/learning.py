@@ -43,17 +43,7 @@ def search(
     warn: Callable[[str], None] | None,
     reserved_bytes: int,
 ) -> MemoryPlan:
-    """Return a plan; without the headroom if there is none with it.
-
-    Args:
-        allowed_bytes: the most bytes the step may take, without the headroom.
-        headroom_bytes: bytes to leave free if possible.
-        warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
-        reserved_bytes: how many of the bytes that are left free are for the states of an optimizer that is not known.
-
-    Raises:
-        BudgetInfeasible: there is no plan, and `warn` is None.
-    """
+    """Return a plan; without the headroom if there is none with it."""
     try:
         is_roomy = planner.least().peak_bytes <= allowed_bytes
         return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
@@ -154,11 +144,7 @@ _MORE_BESIDE = 0.005
 
 
 class Learning:
-    """Plans the steps of one tag from measurements.
-
-    Args:
-        warn: warns the user once for each kind: called with the kind and the message.
-    """
+    """Plans the steps of one tag from measurements."""
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
@@ -201,16 +187,7 @@ class Learning:
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
-        """Return the plan for a step like a trace; None if too little is known.
-
-        Args:
-            base_bytes: allocated bytes as the step begins.
-            coming_bytes: bytes that are allocated after the step, and stay.
-
-        Raises:
-            BudgetInfeasible: no plan keeps to the budget, and `limits` say to raise then.
-            ValueError: the user's plan is for another step.
-        """
+        """Return the plan for a step like a trace; None if too little is known."""
         if trace.ops is None or not trace.ops.has_order:
             return None
         learned = self.of(trace)
@@ -381,11 +358,7 @@ class Learning:
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
     ) -> Ways | None:
         """Return what times the ways in which steps like a trace can keep to the budget; None if there is no choice, or nothing
-        to gain: where the host computes, the time of a plan is known.
-
-        Args:
-            choices_of: returns choices of regions, the quickest first.
-        """
+        to gain: where the host computes, the time of a plan is known."""
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None

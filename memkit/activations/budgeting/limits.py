@@ -50,11 +50,7 @@ class StepPeak:
     """The most bytes on the device from the entry of a step to the end of its backward.
 
     It is read as the backward ends, before anyone resets the counter between two steps. The counter is the user's as well, so
-    only steps that teach something reset it. In any other step the peak is known only where it is higher than all before.
-
-    Args:
-        resets: whether to reset it now.
-    """
+    only steps that teach something reset it. In any other step the peak is known only where it is higher than all before."""
 
     def __init__(self, counter: MemoryCounter, *, resets: bool) -> None:
         if resets:

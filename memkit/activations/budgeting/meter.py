@@ -28,11 +28,7 @@ _PYTHONS = 1
 
 
 class Meter:
-    """Measures one forward and its first backward.
-
-    Args:
-        counter: the device's counter of allocated bytes. With None, only the bytes of saved values are measured.
-    """
+    """Measures one forward and its first backward."""
 
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
         self._device, self._counter = device, counter

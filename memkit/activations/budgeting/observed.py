@@ -23,11 +23,7 @@ class Foresight:
     next.
 
     A convolution on CUDA may take a workspace, which a run without data doesn't show. It is counted with as many bytes as the
-    convolution reads and writes, which is what converting these to another memory format takes.
-
-    Args:
-        is_whole: whether the trace includes the loss, rather than only the module that is called.
-    """
+    convolution reads and writes, which is what converting these to another memory format takes."""
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
         self.is_whole = is_whole
@@ -98,11 +94,7 @@ _BACKWARD = "backward"
 
 
 def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]], *, target: str, min_bytes: int) -> StepTrace:
-    """Return a measured step as a trace. Its backward has one op for each interval between two requests.
-
-    Args:
-        names: for each value made by an op, the names of the op and the module.
-    """
+    """Return a measured step as a trace. Its backward has one op for each interval between two requests."""
     lineage, num_forward = step.lineage, meter.num_forward_ops
     num_ops = len(meter.live_bytes)
     first_request = num_forward + 1

@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 def schedule_of_moves(
     plan: MemoryPlan, seen: Sequence[SeenSave], numbers: Mapping[int, int], places: Sequence[int], device: Device
 ) -> Schedule | None:
-    """Return the schedule of a plan; None if the plan recomputes something, or has no fixed order of copies back.
-
-    Args:
-        numbers: for each value of the plan, its number among the values in `seen` that count.
-    """
+    """Return the schedule of a plan; None if the plan recomputes something, or has no fixed order of copies back."""
     moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
     if plan.replays or any(planned.is_anchor or planned.value not in numbers for planned in plan.values):
         return None
@@ -350,12 +346,7 @@ class StepNotes:
 
 
 class SteadySaves:
-    """The pack hook of a steady step, for as long as tensors are saved as expected.
-
-    Args:
-        take_one: takes a tensor that is handled, or at which other values are.
-        leave: called once, before the first unexpected tensor is taken.
-    """
+    """The pack hook of a steady step, for as long as tensors are saved as expected."""
 
     def __init__(
         self,
