@@ -90,18 +90,12 @@ class Piece:
 class CopyBatch:
     """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step.
 
-    What `started`, `done` and `waited` are is replaced each time; a time between them can be asked for until then.
-
-    Args:
-        device: that of the storages.
-        stream: what the copies are put on.
-        pieces: all that is copied. No two of them overlap.
-        is_out: whether to the host.
-        ahead: these copies wait for those of this batch, which is always put on its stream before.
+    `started`, `done` and `waited` are replaced each time; a time between them can be asked for until then. No two pieces
+    overlap. The copies wait for those of the batch `ahead`, which is always put on its stream before.
     """
 
     started: Event
-    """Recorded on the stream that was current when the copies were put on theirs: these wait for it."""
+    """Recorded on the stream that was current when the copies were put on theirs: they wait for it."""
     done: Event
     """Recorded behind the copies."""
     waited: Event | None = None
@@ -193,8 +187,7 @@ class Device(ABC):
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the current one."""
 
-    @abstractmethod
-    def make_events(self, num_events: int) -> None:
+    def make_events(self, num_events: int) -> None:  # noqa: B027
         """Make timed events ahead of need: recording one of these costs the host less than making one on the way."""
 
     @abstractmethod
@@ -281,13 +274,12 @@ class Device(ABC):
     def memory_counter(self) -> MemoryCounter | None:
         """Return the allocator's own counter, or None where the allocator keeps none (the CPU's)."""
 
-    @abstractmethod
-    def empty_cache(self) -> None:
+    def empty_cache(self) -> None:  # noqa: B027
         """Give memory that the allocator holds, and no tensor uses, back to the device. Source: `torch.cuda.empty_cache`."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Tell whether the work of the current stream is being captured into a graph instead of run."""
+        return False
 
     # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
 

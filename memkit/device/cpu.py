@@ -65,9 +65,6 @@ class CpuDevice(Device):
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def make_events(self, num_events: int) -> None:
-        pass
-
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CpuEvent:
         return CpuEvent()
 
@@ -84,8 +81,7 @@ class CpuDevice(Device):
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         destination.copy_(source)
 
-    def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        destination.copy_(source)
+    copy_pageable = copy
 
     def pin(self, host: Tensor) -> None:
         pass
@@ -95,9 +91,3 @@ class CpuDevice(Device):
 
     def memory_counter(self) -> None:
         return None
-
-    def empty_cache(self) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        return False

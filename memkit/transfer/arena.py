@@ -77,7 +77,7 @@ class Arena:
     def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:
         self.limit_bytes = limit_bytes
         self.refusal: str | None = None
-        """What the system did not pin, what that costs, and what to do."""
+        """Says what the system did not pin, what that costs, and what to do."""
         self.peak_in_use_bytes = 0
         self._device = device
         self._lock = threading.RLock()  # the threads that pin never take it: its holder may wait for them
@@ -212,9 +212,8 @@ class Arena:
 
     @_mended
     def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
-        """Free all spans. The host must have waited for all copies. Also frees spans that were allocated and whose owner never
-        got them because of an interrupt.
-        """
+        """Free all spans, also those that their owners never got because of an interrupt. The host must have waited for all
+        copies."""
         needed = {*but_for, *self._buffer_spans}
         for span in [span for span in self._spans.values() if span not in needed]:
             self._note_free(span)
@@ -223,10 +222,8 @@ class Arena:
 
     @_mended
     def reserve(self, num_bytes: int) -> None:
-        """Begin to commit memory in the background, so that so many bytes are held in all, or what `limit_bytes` allows.
-
-        Does not wait, and raises nothing: `take` raises when it meets what failed.
-        """
+        """Begin to commit memory in the background, so that so many bytes are held in all, or as many as `limit_bytes` allows.
+        Raises nothing: `take` does when it meets what failed."""
         with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
@@ -234,16 +231,14 @@ class Arena:
 
     @_mended
     def trim(self, num_bytes: int = 0) -> None:
-        """Give free memory back to the system: whole segments, from the high end down to `num_bytes`.
-
-        Stops at the first one that is in use, or that a copy may still read.
-        """
+        """Give free memory back to the system: whole segments, from the high end down to `num_bytes`, or to the first one that
+        is in use, or that a copy may still read."""
         while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
             self._drop(last)
 
     @_mended
     def trim_gaps(self) -> None:
-        """Give all free memory back to the system, also what lies between spans in use: for what is not needed again."""
+        """Give all free memory back to the system, also between spans in use."""
         for segment in self._segments[::-1]:
             if self._is_free(segment):
                 self._drop(segment)

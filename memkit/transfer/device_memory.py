@@ -58,10 +58,8 @@ class DeviceMemory:
         return {name: num_bytes for name, num_bytes in counted.most_common() if num_bytes}
 
     def describe(self) -> str:
-        held = self.held()
-        if not held:
-            return ""
-        return f"memkit itself holds {', '.join(f'{format_bytes(num_bytes)} for {name}' for name, num_bytes in held.items())}"
+        held = ", ".join(f"{format_bytes(num_bytes)} for {name}" for name, num_bytes in self.held().items())
+        return f"memkit itself holds {held}" if held else ""
 
 
 _memories: dict[Device, DeviceMemory] = {}

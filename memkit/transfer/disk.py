@@ -25,7 +25,7 @@ from memkit.transfer.host_memory import Gaps, Range, Span
 class DiskTransfer:
     """All bytes of one chunk on their way from or to a file."""
 
-    __slots__ = ("_begin", "_is_beginning", "_next", "_num_moving", "blocks", "error", "is_read", "is_told", "move", "what")
+    __slots__ = ("_begin", "_next", "_num_moving", "blocks", "error", "is_beginning", "is_read", "is_told", "move", "what")
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class DiskTransfer:
         self.is_told = False
         """Whether the caller knows of the error."""
         self._begin = begin
-        self._is_beginning = False
+        """Waits for what comes ahead of the first block."""
+        self.is_beginning = False
+        """Whether a thread does so, and there is nothing to do for others yet."""
         self._next = self._num_moving = 0
 
     @property
@@ -56,27 +58,22 @@ class DiskTransfer:
         return self.has_begun_all and not self._num_moving
 
     @property
-    def is_beginning(self) -> bool:
-        """Whether a thread waits for what the first block waits for, so that there is nothing to do for others yet."""
-        return self._is_beginning
-
-    @property
     def may_move(self) -> bool:
         """Whether nothing has to be waited for ahead of the first block, or not any more."""
-        return self._begin is None and not self._is_beginning
+        return self._begin is None and not self.is_beginning
 
     def take_step(self) -> Callable[[], None]:
         """Return the next piece of work, under the queue's lock. Call it without, and then `end_step`."""
         self._num_moving += 1
         if self._begin is not None:
-            begin, self._begin, self._is_beginning = self._begin, None, True
+            begin, self._begin, self.is_beginning = self._begin, None, True
             return begin
         self._next += 1
         return partial(self.move, self.blocks[self._next - 1])
 
     def end_step(self, error: BaseException | None) -> None:
         """Note the end of a piece of work, or its error, under the queue's lock."""
-        self._is_beginning = False
+        self.is_beginning = False
         self._num_moving -= 1
         self.error = self.error or error
 
@@ -103,8 +100,7 @@ class DiskThreads(DiskQueue):
     """A queue that a few threads work off side by side, several on one transfer."""
 
     def __init__(self, num_threads: int) -> None:
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[DiskTransfer] = deque()
         """Those with blocks that no thread has begun."""
         self._is_closed = False
@@ -115,36 +111,33 @@ class DiskThreads(DiskQueue):
         for thread in self._threads:
             thread.start()
 
-    def put(self, transfer: DiskTransfer) -> None:
-        assert not self._is_closed
+    def _of_this_process(self) -> threading.Condition:
         if os.getpid() != self._process:
             raise forked("a feature of memkit")
-        with self._lock:
+        return self._changed
+
+    def put(self, transfer: DiskTransfer) -> None:
+        assert not self._is_closed
+        with self._of_this_process():
             self._waiting.append(transfer)
             self._changed.notify_all()
 
     def wait(self, transfer: DiskTransfer) -> None:
-        if os.getpid() != self._process:
-            raise forked("a feature of memkit")
-        with self._lock:
+        with self._of_this_process():
             self._changed.notify_all()  # an interrupt may have kept `put` from it
-            while not transfer.is_over:
-                self._changed.wait()
+            self._changed.wait_for(lambda: transfer.is_over)
 
     def cancel(self, transfer: DiskTransfer) -> None:
-        if os.getpid() != self._process:
-            raise forked("a feature of memkit")
-        with self._lock:
+        with self._of_this_process():
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:
                 self._waiting.remove(transfer)
-            while not transfer.is_over:
-                self._changed.wait()
+            self._changed.wait_for(lambda: transfer.is_over)
 
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a fork has no threads, and perhaps a lock that one of them held
-        with self._lock:
+        with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -152,8 +145,8 @@ class DiskThreads(DiskQueue):
 
     def _work(self) -> None:
         while True:
-            with self._lock:
-                while (transfer := self._ready()) is None:
+            with self._changed:
+                while (transfer := next((found for found in self._waiting if not found.is_beginning), None)) is None:
                     if self._is_closed and not self._waiting:
                         return
                     self._changed.wait()
@@ -166,15 +159,12 @@ class DiskThreads(DiskQueue):
             except BaseException as raised:  # it is told at the next call
                 error = raised
             del step
-            with self._lock:
+            with self._changed:
                 transfer.end_step(error)
                 if transfer.error is not None and transfer in self._waiting:
                     self._waiting.remove(transfer)
                 self._changed.notify_all()
             del transfer, error
-
-    def _ready(self) -> DiskTransfer | None:
-        return next((transfer for transfer in self._waiting if not transfer.is_beginning), None)
 
 
 class DiskCopy:
@@ -185,15 +175,10 @@ class DiskCopy:
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
         self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
-        """Where its bytes are in the file, those of the last write that has ended well; and where those go that are being
-        written. Empty for none."""
+        """Where the bytes of the last write that has ended well are in the file; and where those being written go. Empty for
+        none."""
         self.transfer: DiskTransfer | None = None
         """The transfer under way, or not yet settled, or the last one if it has failed."""
-
-    @property
-    def is_written(self) -> bool:
-        """Whether there is something to read, as far as was noted."""
-        return bool(self.places[0])
 
     @property
     def is_at_rest(self) -> bool:
@@ -281,10 +266,9 @@ class DiskStore:
 
     @mended
     def map(self, copy: DiskCopy) -> memoryview:
-        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory. What is written to that is
-        found by `read`; whoever holds it holds the room on the disk, also once this is closed.
-        """
-        assert not copy.is_written
+        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory: `read` finds what is written
+        to it, and who holds it holds the room on the disk, also once this is closed."""
+        assert not copy.places[0]
         self._raise_untold()
         ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
         if not ranges:
@@ -337,7 +321,7 @@ class DiskStore:
         """Begin to read a chunk, once `after` is reached. Waits for its transfer before, if that is still under way. Until
         `wait` has returned, the span's bytes mean nothing."""
         self._prepare(copy, span)
-        assert copy.is_written, f'"{copy.name}" is read, and was never written'
+        assert copy.places[0], f'"{copy.name}" is read, and was never written'
         self.read_bytes += copy.num_bytes
         self._put(copy, span, copy.places[0], (*span.free_events, *after), is_read=True)
 
@@ -468,7 +452,6 @@ class DiskStore:
 
 
 def _await(device: Device, events: Sequence[Event]) -> None:
-    """Wait in a thread of the queue."""
     device.enter_thread()
     for event in events:
         device.synchronize(event)

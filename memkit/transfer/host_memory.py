@@ -102,7 +102,6 @@ class Addresses:
 
 
 def no_room(num_bytes: int, room_bytes: int, limit: str) -> HostMemoryError:
-    """Return what to raise where a limit leaves less room than is needed."""
     return HostMemoryError(
         f"{format_mib(num_bytes)} more of host memory is needed; {limit} leaves {format_mib(max(room_bytes, 0))}. "
         "Offload less, or raise the limit."
@@ -110,7 +109,7 @@ def no_room(num_bytes: int, room_bytes: int, limit: str) -> HostMemoryError:
 
 
 def refusal_of(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
-    """Return what to raise if the machine or the container has no room for more bytes beside those promised to others."""
+    """Return the error if the machine or the container has no room for more bytes beside those promised to others."""
     limits = {"the container's memory limit": container_room_bytes(), "the machine's available memory": available_bytes()}
     for limit, room_bytes in limits.items():
         if room_bytes is not None and num_bytes + promised_bytes > room_bytes:
@@ -319,7 +318,6 @@ def _unpin(device: Device, segments: list[Segment]) -> None:
 
 
 def _resolve(promise: Future[None], commit: Callable[[], None]) -> None:
-    """Commit memory, and tell those who wait for it, unless none does any more."""
     if not promise.set_running_or_notify_cancel():
         return
     try:

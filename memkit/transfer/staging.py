@@ -35,9 +35,7 @@ class PromisedEvent(Event):
     __slots__ = ("_recording", "_thread", "_which")
 
     def __init__(self, recording: Future[tuple[Event, Event]], which: int, thread: OwnThreads) -> None:
-        self._recording = recording
-        self._thread = thread
-        self._which = which
+        self._recording, self._which, self._thread = recording, which, thread
 
     def recorded(self) -> Event:
         if not (self._thread.are_here or self._recording.done()):
@@ -83,7 +81,8 @@ class Staging:
         """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory. Return its begin
         and its end. The caller keeps both sides alive until the end was waited for."""
         side = self._sides[is_out]
-        recording = side.ask(lane, storage, pieces, after, start)
+        # A weak reference, since a slot counts who holds its storage.
+        recording = side.thread.submit(side.copy, lane, weakref.ref(storage), pieces, tuple(after), start)
         return PromisedEvent(recording, 0, side.thread), PromisedEvent(recording, 1, side.thread)
 
     def drain(self) -> None:
@@ -99,18 +98,11 @@ class Staging:
 
 class _Side:
     def __init__(self, device: Device, *, is_out: bool) -> None:
-        self._device = device
-        self._is_out = is_out
+        self._device, self._is_out = device, is_out
         self.thread = OwnThreads(1, "memkit-staging", device.enter_thread)
         self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
-
-    def ask(
-        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event], start: int
-    ) -> Future[tuple[Event, Event]]:
-        # A weak reference, since a slot counts who holds its storage.
-        return self.thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after), start)
 
     def drain(self) -> None:
         if not self._is_closed:
@@ -124,7 +116,7 @@ class _Side:
                 self._device.synchronize(last_use)
         self.buffers.clear()
 
-    def _copy(
+    def copy(
         self,
         lane: Stream,
         held: weakref.ref[torch.UntypedStorage],

@@ -516,7 +516,7 @@ def test_nothing_is_left_behind(tmp_path: Path, host: Host) -> None:
 def test_fork_may_end_while_a_thread_of_its_parent_writes(tmp_path: Path, host: Host) -> None:
     store = memkit.Disk(tmp_path).open(MIB, host.device)
     copy = store.add("chunk", 5000)
-    with store._queue._lock:  # type: ignore[attr-defined]  # as a thread may hold it
+    with store._queue._changed:  # type: ignore[attr-defined]  # as a thread may hold it
         child = os.fork()
         if not child:
             store._shut()
