@@ -119,8 +119,8 @@ class CopySide:
 
     @classmethod
     def of(cls, tensor: Tensor, *, is_host: bool) -> CopySide:
-        held = (tensor, None) if is_host else (None, weakref.ref(tensor.untyped_storage()))
-        return cls(*held, tensor.data_ptr(), tensor.nbytes)
+        storage = None if is_host else weakref.ref(tensor.untyped_storage())
+        return cls(tensor if is_host else None, storage, tensor.data_ptr(), tensor.nbytes)
 
     def tensor(self) -> Tensor:
         """Return the bytes. Raises where the caller has let them go."""

@@ -3,8 +3,7 @@
 A forward:
 
 - `opening`: begins each forward, in the way that was chosen
-- `budget_stage`: what is done with each saved tensor while the step is still measured
-- `planned_stage`: what is done with each saved tensor in a step that is known ahead
+- `budget_stage`: what is done with each saved tensor
 - `steady_step`: saves that are known ahead, and need no record
 - `planned_forward`: a recorded forward that follows a plan
 - `ways`: times which is fastest: a plan of single ops, or regions, with copies or without

@@ -79,10 +79,10 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             if layers is not None:
                 state.judged, entry.recording = None, layers
                 return layers.pair
-        from memkit.activations.budgeting.planned_stage import PlannedStage  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.budget_stage import BudgetStage  # only now: what it needs is a long way down
 
         state.before = state.learning.num_ended, state.num_deviations
-        entry.recording = steady = PlannedStage(state, options, limits)
+        entry.recording = steady = BudgetStage(state, options, limits)
         if ways is not None and ways.way is Way.OPS and steady.counts.follows_plan:
             ways.count_step()
         pack = steady.follow_known(entry.pack)
@@ -94,9 +94,11 @@ def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shape
     """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so without
     help."""
     settled, counter = state.settled, state.counter
-    if settled is None or not settled.options.is_like(options) or state.limits != limits or counter is None:
+    if settled is None or not settled.options.is_like(options) or state.limits != limits:
         return False
-    if counter.peak_bytes() > settled.budget_bytes:
+    if limits.plan is not None:  # the user's, for steps like this one
+        return shapes == state.shapes if shapes is not None else counter is None or counter.peak_bytes() <= settled.budget_bytes
+    if counter is None or counter.peak_bytes() > settled.budget_bytes:
         return False
     state.most_numel = max(state.most_numel, _numel(state.shapes))
     return _numel(shapes) <= state.most_numel

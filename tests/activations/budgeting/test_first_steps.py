@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.budgeting import planned_stage as steady_stage
+from memkit.activations.budgeting import budget_stage as steady_stage
 from memkit.activations.budgeting.observed import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice, open_device
