@@ -91,7 +91,6 @@ def _digest(items: Iterable[object]) -> int:
 
 
 def _device() -> torch.device:
-    """Return the device of the group's collectives: the CPU if possible."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     if "cpu" in backends:
         return torch.device("cpu")

@@ -19,8 +19,6 @@ from memkit.core.torch_state import leave_untraced
 
 
 class Ending(Enum):
-    """How a call ended."""
-
     RETURNED = "returned"
     RAISED = "raised"
     """With an exception, such as that by which a checkpoint stops once it has recomputed all it needs. No code of the caller's
@@ -80,7 +78,6 @@ class Calls(threading.local):
         return len(self._calls)
 
     def begin(self, module: nn.Module, *, depth: int) -> Call:
-        """Note a call."""
         frame = sys._getframe(depth + 1)
         if self._calls:
             last, caller = self._calls[-1].frame, frame
@@ -93,7 +90,6 @@ class Calls(threading.local):
         return call
 
     def cancel(self, call: Call) -> None:
-        """Forget a call that is still under way: its end will not be noted."""
         self._calls.remove(call)
 
     def claim(self, claims: Claims) -> bool:
@@ -111,7 +107,6 @@ class Calls(threading.local):
             return True
 
     def is_last(self, module: nn.Module) -> bool:
-        """Tell whether the innermost call is of this module."""
         return bool(self._calls) and self._calls[-1].module is module
 
     def end(self, module: nn.Module, *, depth: int) -> None:
@@ -217,7 +212,6 @@ leave_untraced(Around.__call__)
 
 
 def within(function: Any) -> Any:
-    """Return the function inside a wrapper, or the function itself."""
     while isinstance(function, Around):
         function = function.code
     return function

@@ -89,7 +89,6 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
 
 
 def code_of(module: nn.Module) -> Code | None:
-    """Return the function that runs a compiled module, without wrappers around it; None if it is not compiled."""
     place = _place_of_code(module)
     return None if place is None else within(getattr(module, place))
 
@@ -119,13 +118,11 @@ _asked = _Asked()
 
 
 def note_asked() -> None:
-    """Note that Dynamo was asked to compile something, and refuses because of a mode."""
     _asked.was_asked = True
     _asked.num_asked += 1
 
 
 def num_asked() -> int:
-    """Return how often that happened in this thread."""
     return _asked.num_asked
 
 
@@ -157,7 +154,5 @@ def _is_code(function: Any) -> bool:
 
 
 class _AroundCode(Around):
-    """Stands where a module's compiled code is called."""
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.code, memo)

@@ -28,7 +28,6 @@ def how_to_install(package: str) -> str:
 
 
 def library(module: str, needing: str) -> Any:
-    """Import a module of another library."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -47,12 +47,10 @@ def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], 
 
 
 def note_detached(owner: object) -> None:
-    """Forget an owner. It need not be known."""
     _attached.pop(owner, None)
 
 
 def attached_to(module: nn.Module) -> list[object]:
-    """Return all that is attached to a module itself, the oldest first."""
     return [owner for owner, attached in list(_attached.items()) if attached.is_on(owner, module)]
 
 

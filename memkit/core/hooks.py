@@ -26,8 +26,6 @@ from memkit.core.torch_state import leave_untraced
 
 
 class RemovableHandle(Protocol):
-    """What torch's `register_*` functions return."""
-
     def remove(self) -> None: ...
 
 
@@ -50,7 +48,6 @@ class StepHook:
         weakref.finalize(self, _remove_outside_of_steps, self._handle).atexit = False
 
     def remove(self) -> None:
-        """Have the hook be called no more, but not within a call of it. Calling this again does nothing."""
         if self._handle is not None:
             self._handle.remove()
 
@@ -180,7 +177,6 @@ class HookSet:
             do_at_once(*(partial(hooks.move_to_end, it) for it in ((before, number, after) if is_theirs else (number,))))
 
     def add(self, handle: RemovableHandle) -> None:
-        """Remove this handle together with the hooks, in its order."""
         self._handles.append(handle)
 
     def put_outside(self) -> None:
@@ -219,8 +215,6 @@ class HookSet:
         self._handles.append(parameter.register_hook(hook))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
-        """Call `hook()` before each step of an optimizer."""
-
         def pre_hook(*_: Any) -> None:
             hook()
 
@@ -242,7 +236,6 @@ class HookSet:
         last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
     def ahead_of_all_forwards(self, before: Callable[..., None]) -> None:
-        """Call `before(module, args)` before every forward, in all threads."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
 
     def remove(self) -> None:
@@ -387,7 +380,6 @@ _stacked = _Stacked()
 
 
 def stacked_owners() -> list[object]:
-    """Return the contexts of memkit that this thread is in, the innermost last."""
     return [hooks.owner for hooks in _stacked.hooks]
 
 
@@ -402,18 +394,15 @@ def name_of_hooks_around() -> str:
 
 
 def innermost_hooks() -> SavedTensorHooks | None:
-    """Return the innermost saved-tensor hooks, if a context of memkit has set them."""
     hooks = _stacked.hooks[-1] if _stacked.hooks else None
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
 
 
 def innermost_pair() -> HookPair | None:
-    """Return the innermost pair of saved-tensor hooks; None if there is none."""
     return torch_private.top_saved_tensor_hooks(True)
 
 
 def innermost_pack() -> Callable[[Tensor], object] | None:
-    """Return the innermost pack hook; None if there is none."""
     pair = innermost_pair()
     return None if pair is None else pair[0]
 

@@ -83,14 +83,12 @@ class Blocks(threading.local):
         """Possibly with some that an interrupt kept from being removed: ask `are_any`."""
 
     def are_any(self) -> bool:
-        """Tell whether the thread is in one."""
         blocks = self.blocks
         while blocks and blocks[-1]() is None:
             blocks.pop()
         return bool(blocks)
 
     def leave(self, block: Block | None) -> None:
-        """Remove a block, if the thread is in it."""
         self.blocks[:] = [other for other in self.blocks if other is not block]
 
 
@@ -148,7 +146,6 @@ class Exclusive(ABC):
         return block
 
     def exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What `__exit__` does."""
         self.leave(has_failed=kind is not None)
 
     def leave(self, *, has_failed: bool) -> None:

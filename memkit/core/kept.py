@@ -35,13 +35,11 @@ class KeptHandle:
                 self.alias, self.version = tensor.detach(), torch_private.version_of(tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor."""
         if torch_private.version_of(self.alias) != self.version:
             self.check_version()
         return self.alias
 
     def is_unchanged(self) -> bool:
-        """Tell whether the tensor was not written to since it was saved."""
         return self.version_now == self.version
 
     def check_version(self) -> None:

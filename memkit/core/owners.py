@@ -54,27 +54,22 @@ _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
 def own(storage: torch.UntypedStorage, owner: Owner) -> None:
-    """Register the owner of a storage, until `disown` is called or the owner is dead."""
     _owners[torch_private.storage_address(storage)] = owner
 
 
 def disown(storage: torch.UntypedStorage) -> None:
-    """Undo `own`."""
     _owners.pop(torch_private.storage_address(storage), None)
 
 
 def owners() -> list[Owner]:
-    """Return all owners of storages."""
     return list(dict.fromkeys(_owners.values()))
 
 
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
-    """Return the owner of a storage, None if it has none."""
     return _owners.get(torch_private.storage_address(storage)) if _owners else None
 
 
 def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
-    """Return those parameters of some modules that stream, and the slots of their owners."""
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
     everywhere = [owner.streamed() for owner in owners()]
     here = [found for found in everywhere if any(id(parameter) in parameters for parameter in found.parameters)]
@@ -121,7 +116,6 @@ def owners_set_aside() -> Iterator[None]:
 
 
 def are_owners_set_aside() -> bool:
-    """Tell whether this thread runs a model whose parameters are stand-ins without data."""
     return aside.is_set
 
 
@@ -144,7 +138,6 @@ class GradientStandIn(Tensor):
 
     @classmethod
     def of(cls: type[_Own], parameter: Tensor) -> _Own:
-        """Return the stand-in for a parameter's gradient."""
         return cls(parameter.size(), parameter.dtype, parameter.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

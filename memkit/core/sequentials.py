@@ -27,8 +27,6 @@ from memkit.core.hooks import HookSet
 
 
 class SequentialSpan(nn.Sequential):
-    """Some neighboring children of a `Sequential`."""
-
     def __init__(self, whole: nn.Sequential, first: int, stop: int) -> None:
         super().__init__(*tuple(whole)[first:stop])
         self.whole = weakref.ref(whole)
@@ -58,7 +56,6 @@ class SpanReference:
         return whole if is_same else None
 
     def __call__(self) -> nn.Module | None:
-        """Return the span, None if it does not exist any more."""
         whole = self.find()
         if whole is None:
             return None
@@ -96,7 +93,6 @@ class SpannedForward:
         return found
 
     def put(self, hooks: HookSet) -> None:
-        """Use this forward until the hooks are removed."""
         around = _AroundForward(self._whole, "forward", self._run)
         hooks.add(around)  # ahead: to remove what is not there yet does nothing
         around.put()

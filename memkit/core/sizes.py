@@ -21,7 +21,6 @@ _FEWEST_BUDGET_BYTES = 1024
 
 
 def rounded(number: int, to: int) -> int:
-    """Return a number rounded up to a multiple of another."""
     return -(-number // to) * to
 
 

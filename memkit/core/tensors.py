@@ -106,8 +106,6 @@ def byte_view(storage: torch.UntypedStorage) -> Tensor:
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
-
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -120,7 +118,6 @@ class Geometry(NamedTuple):
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor with this geometry over a storage."""
         size, stride, offset, dtype, is_conj, is_neg = self
         return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
@@ -157,7 +154,6 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def chunk_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes from the first to the last one of a tensor."""
     if tensor.numel() == 0:
         return 0
     last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -190,7 +186,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def wrappers_in(tensor: Tensor) -> list[Tensor]:
-    """Return the wrappers among a tensor and those that it is made of."""
     if not torch_private.is_wrapper(tensor):
         return []
     return [tensor, *(wrapper for inner in _inner(tensor) for wrapper in wrappers_in(inner))]

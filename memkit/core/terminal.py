@@ -149,7 +149,6 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text to a file, or with a newline to standard output."""
     if path == STDOUT:
         sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
     else:

@@ -49,8 +49,6 @@ class Feature(Enum):
 
 
 class Kind(Enum):
-    """What a name of this module is."""
-
     VALUE = "what torch has under that name"
     FIELD = "reads the attribute of what it is called with: whether there is one is asked of the class, once"
     SETTER = "sets it"
@@ -59,8 +57,6 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """One private name of torch."""
-
     symbol: str
     """Its qualified name in torch."""
     purpose: str
@@ -71,7 +67,6 @@ class PrivateName:
     """For an attribute that only instances have: the same attribute of some instance."""
 
     def find(self) -> Any:
-        """Look it up."""
         if self.kind is Kind.INSTANCE_FIELD:
             return self._read
         try:
@@ -83,7 +78,6 @@ class PrivateName:
         return attrgetter(self._attribute) if self.kind is Kind.FIELD else found
 
     def missing(self) -> MissingTorchNameError:
-        """Return the error to raise if torch doesn't have it."""
         needing = ", ".join(feature.value for feature in self.features) or "memkit"
         return MissingTorchNameError(
             f"{needing} {'need' if len(self.features) > 1 else 'needs'} {self.symbol} ({self.purpose}); found torch "

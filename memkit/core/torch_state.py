@@ -74,7 +74,6 @@ def hide_mode(mode: DispatchMode) -> None:
 
 
 def in_dual_level() -> bool:
-    """Tell whether a dual level of `torch.autograd.forward_ad` is open."""
     return torch_private.dual_level_of(forward_ad) >= 0
 
 
@@ -99,7 +98,6 @@ def has_own_dispatch(tensor: Tensor) -> bool:
 
 
 def is_seen_by_modes() -> bool:
-    """Tell whether a dispatch mode is on."""
     return torch_private.num_dispatch_modes() > 0 and not torch_private.is_key_excluded(torch_private.DispatchKey.Python)
 
 
@@ -128,7 +126,6 @@ def in_differentiating_transform() -> bool:
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and variables hold a storage, including the caller's."""
     return torch_private.num_storage_users(torch_private.storage_address(storage))
 
 
@@ -277,8 +274,6 @@ NO_LABEL = nullcontext()
 
 
 class Named(Protocol):
-    """Something that a label can name."""
-
     @property
     def names(self) -> str:
         """What to call it."""

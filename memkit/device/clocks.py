@@ -35,7 +35,6 @@ class ReferenceStream(Stream):
         return self.num_enqueued - len(self.queue)
 
     def tick(self) -> Stamp:
-        """Count one more piece of work and return its stamp."""
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return Stamp(self, self.clock[self.number])
 
@@ -45,14 +44,11 @@ class ReferenceStream(Stream):
             self.clock[number] = max(self.clock.get(number, 0), count)
 
     def is_after(self, stamp: Stamp) -> bool:
-        """Tell whether all that comes next on this stream is ordered behind the stamped work."""
         return self.clock.get(stamp.stream.number, 0) >= stamp.count
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One piece of work: the `count`-th of a stream."""
-
     stream: ReferenceStream
     count: int
 
@@ -123,7 +119,6 @@ class CopySide:
         return cls(tensor if is_host else None, storage, tensor.data_ptr(), tensor.nbytes)
 
     def tensor(self) -> Tensor:
-        """Return the bytes. Raises where the caller has let them go."""
         if self.host is not None:
             return self.host
         storage = self.storage() if self.storage is not None else None
@@ -142,6 +137,5 @@ class ReferenceCopy:
 
 
 def own(stream: Stream) -> ReferenceStream:
-    """Return a stream as one of a reference device."""
     assert isinstance(stream, ReferenceStream)
     return stream

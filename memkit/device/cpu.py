@@ -12,8 +12,6 @@ from memkit.device.base import Device, Event, Stream
 
 
 class CpuStream(Stream):
-    """The one order of work that there is."""
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CpuStream)
 
@@ -22,8 +20,6 @@ class CpuStream(Stream):
 
 
 class CpuEvent(Event):
-    """A reading of `time.perf_counter`."""
-
     __slots__ = ("_at_s",)
 
     def __init__(self) -> None:

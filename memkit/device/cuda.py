@@ -145,7 +145,6 @@ class CudaCopyBatch(CopyBatch):
             raise _refused(self.num_bytes, self.is_out, "take it, and tell when it is done", error)
 
     def _copy_all(self, addresses: list[int]) -> Any:
-        """Copy all pieces; return CUDA's error."""
         runtime, lane, sizes_bytes = self._runtime, self._lane, self._sizes_bytes
         destinations, sources = (self._hosts, addresses) if self.is_out else (addresses, self._hosts)
         if CudaCopyBatch._takes_batches and (attributes := _batch_attributes()) is not None:
@@ -202,7 +201,6 @@ def _batch_attributes() -> Any:
 
 @functools.cache
 def _unsupported() -> tuple[Any, ...]:
-    """Return CUDA's errors where the driver copies no batches."""
     errors = _bindings().cudaError_t
     return errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorStubLibrary
 
@@ -292,7 +290,6 @@ class CudaDevice(Device):
         return torch_private.raw_stream(self.torch_device.index)
 
     def raw_stream(self) -> Any:
-        """Return the current stream as `cuda.bindings` takes it."""
         return self.current_stream().raw
 
     def new_stream(self, name: str) -> CudaStream:

@@ -60,8 +60,6 @@ class _HostRange:
 
 
 class _Counter(MemoryCounter):
-    """Counts the storages that the device was told of and that are still alive."""
-
     def __init__(self, device: ReferenceDevice) -> None:
         self._device = device
 
@@ -159,7 +157,6 @@ class ReferenceDevice(Device):
             self._current.stream = before
 
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
-        """Take a snapshot of the stream's clock, and of how much is on its queue."""
         with self._lock:
             self._pass_time()
             recorded = self.current_stream() if stream is None else own(stream)
@@ -228,7 +225,6 @@ class ReferenceDevice(Device):
                 self._land(lane, lane.num_enqueued)
 
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Let the stream land, and copy at once: nothing comes late."""
         with self._lock:
             self._pass_time()
             lane = own(stream)
@@ -241,7 +237,6 @@ class ReferenceDevice(Device):
             self._order_all_behind(lane.clock)
 
     def pin(self, host: Tensor) -> None:
-        """Note that these bytes are the host's, which are CPU tensors as the device's own."""
         with self._lock:
             self._pinned.append(host)
 

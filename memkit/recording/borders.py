@@ -84,7 +84,6 @@ def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _mark_border(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
-    """A forward hook: run a border on the output."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         tensors = tensors_in(torch_private.tree_leaves(output))
         with torch.no_grad():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from memkit.core import torch_private
-from memkit.recording.recorded import CallNotes, OpCall, OpClass, OpTraits, Source, covers, crosses, tensors_in, written_by
+from memkit.recording.recorded import CallNotes, OpCall, OpClass, Source, tensors_in, written_by
 
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder
@@ -57,7 +56,6 @@ def run_in_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
 def run_and_write(
     recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]
 ) -> Any:
-    """Run an op that writes to some tensors, and isn't run again."""
     are_inside = [recording.before_write_to(target) for target in targets]
     results = func(*args, **kwargs) if kwargs else func(*args)
     recording.add_written(targets, are_inside)
@@ -72,13 +70,14 @@ def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...]
     """
     kind, recording = recorder.kind_of(func), recorder.recording
     recording.note_effect()
-    if isinstance(func, torch_private.OpOverload) and func.namespace == _GATHERS:
+    has_schema = isinstance(func, torch_private.OpOverload)
+    if has_schema and func.namespace == _GATHERS:
         return _run_gather(recorder, func, args, kwargs)
     given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
-    is_collective = isinstance(func, torch_private.OpOverload) and func.namespace == _COLLECTIVES
+    is_collective = has_schema and func.namespace == _COLLECTIVES
     targets = list(given.values()) if is_collective else written_by(kind, args, kwargs)
     are_inside = [recording.before_write_to(target) for target in targets]
-    versions = {} if isinstance(func, torch_private.OpOverload) else _versions(given)
+    versions = {} if has_schema else {key: _version_of(each) for key, each in given.items() if not each.is_inference()}
     results = func(*args, **kwargs) if kwargs else func(*args)
     recording.add_written(targets, are_inside, kind.why_kept)
     changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
@@ -120,50 +119,6 @@ def record_in_place(recorder: Recorder, func: Any, types: Any, args: tuple[Any, 
     recording.add_call(OpCall(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
     if made in recording.retained:
         recording.hold_made(made, target, is_written=True)
-    return results
-
-
-def run_writer(
-    recorder: Recorder,
-    func: Any,
-    kind: OpTraits,
-    kept: list[Any],
-    kept_kwargs: dict[str, Any] | None,
-    sources: list[Source],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    targets: list[Tensor],
-    generator: torch.Generator | None,
-    state: Tensor | None,
-) -> Any:
-    """Run an op that writes to its arguments."""
-    recording = recorder.recording
-    written = {recording.value_of(target): target for target in targets}
-    are_inside = [recording.before_write_to(target) for target in targets]
-    sizes_bytes = [_get_storage(target).nbytes() for target in targets]
-    results = recorder.run(func, args, kwargs)
-    num_reads = sum(source[1] in written for source in sources) - len(targets)
-    is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
-    can_follow = all(
-        value not in recording.roots or (is_inside and is_whole) for value, is_inside in zip(written, are_inside, strict=True)
-    ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
-    if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
-        recorder.note(
-            func,
-            kept,
-            kept_kwargs,
-            sources,
-            args,
-            results,
-            kind=kind,
-            written=written,
-            is_whole=is_whole,
-            generator=generator,
-            state=state,
-        )
-    else:
-        recording.add_written(targets, are_inside)
-        recording.add_roots(results)
     return results
 
 
@@ -212,7 +167,3 @@ def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any
     for argument in statistics:  # as in `Recorder.record`: what reads them later is not to see the updates of another forward
         recording.note_hidden(argument)
     return results
-
-
-def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
-    return {key: _version_of(tensor) for key, tensor in tensors.items() if not tensor.is_inference()}

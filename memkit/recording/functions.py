@@ -67,8 +67,6 @@ _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multih
 
 
 class Input(NamedTuple):
-    """A tensor among the arguments of a function."""
-
     value: int
     """The number of its value, -1 if it has none."""
     geometry: Geometry
@@ -80,8 +78,6 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A function call that is known ahead."""
-
     func: Any
     is_quiet: bool
     begin: int
@@ -335,8 +331,6 @@ class _NotedFunction(NamedTuple):
 
 
 class FunctionNotes(FunctionMode):
-    """Notes the functions of a forward in which each op is seen."""
-
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.num_saves = 0

@@ -43,9 +43,7 @@ class Aftermath:
                 self._last_read[value] = max(op, self._last_read.get(value, op))
 
     def reads(self, values: Iterable[int], after: int) -> bool:
-        """Tell whether one of these values is read by op number `after`, or a later one."""
-        last_read = self._last_read
-        return any(last_read.get(value, -1) >= after for value in values)
+        return any(self._last_read.get(value, -1) >= after for value in values)
 
     def writes(self, address: int, after: int) -> list[int]:
         """Return the ops that write to a storage, by their numbers among all ops, counted from 1."""
@@ -63,8 +61,6 @@ WRITES = "an op in it writes to what was there before"
 
 
 class NotedCall:
-    """A module call, as far as it has run."""
-
     __slots__ = (
         "_drawn",
         "_first",
@@ -117,7 +113,6 @@ class NotedCall:
         self.why_not = self.why_no_part
 
     def end(self, module: nn.Module, given: tuple[Any, Any], output: Any, recording: Recording) -> None:
-        """Called when the call has returned."""
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
         self._given = frozenset(self._values_in(given, recording))
@@ -182,7 +177,6 @@ class NotedCall:
         return self._first[1], self._given
 
     def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
-        """Tell whether a value that it has made and not returned is read later."""
         first, (last, returned) = self._first[-1], self._made
         hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
         return self.stop is not None and aftermath.reads(hidden, self.stop[1])
@@ -270,7 +264,6 @@ def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; None if it has none, as under `torch.func.vmap`."""
     try:
         return tensor.untyped_storage()
     except RuntimeError:
@@ -290,7 +283,6 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _python_generators() -> tuple[Any, ...]:
-    """Return the states of the random generators outside of torch."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -474,7 +466,6 @@ class ModuleTrail:
         return len(self._hooks) > 0
 
     def pause(self) -> None:
-        """Remove the hooks for a while, if they are on."""
         if self.is_on:
             self._is_paused = True
             self._hooks.remove()
@@ -493,7 +484,6 @@ class ModuleTrail:
             self._before(module)
 
     def note_end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note the end of such a call."""
         if self.is_on or self._is_paused:
             self._after(module, args, kwargs, output)
 

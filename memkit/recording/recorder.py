@@ -26,7 +26,6 @@ from memkit.recording.effects import (
     run_in_backward,
     run_on_strangers,
     run_unknown,
-    run_writer,
 )
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
@@ -36,6 +35,7 @@ from memkit.recording.recorded import (
     OpTraits,
     Source,
     cost_key,
+    covers,
     crosses,
     has_odd,
     has_tensors,
@@ -125,7 +125,6 @@ class Recorder(QuietMode):
         object alive."""
 
     def follow(self, recording: Recording) -> None:
-        """Write to another recording from now on."""
         self.recording = recording
         self._paths.clear()
 
@@ -256,8 +255,7 @@ class Recorder(QuietMode):
     # What is not plain
 
     def record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record any op."""
-        kind = self.kind_of(func)
+        kind, recording = self.kind_of(func), self.recording
         if kind.op_class is OpClass.VIEW:
             if _is_of_number(args):
                 return _view_of_number(func, args, kwargs)
@@ -268,24 +266,46 @@ class Recorder(QuietMode):
             return record_batch_norm(self, func, types, args, kwargs)
         for position in kind.statistics:  # another forward may update them, and leave no trace
             if args[position] is not None:
-                self.recording.note_hidden(args[position])
+                recording.note_hidden(args[position])
         targets = written_by(kind, args, kwargs) if kind.written else []
-        if targets and not any(self.recording.is_known(target) for target in targets):
+        if targets and not any(map(recording.is_known, targets)):
             return run_on_strangers(self, func, args, kwargs, targets)
         kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
             if generator is not self._generator_of(generator.device):
-                self.recording.note_effect()  # a region puts back the state of the default one
+                recording.note_effect()  # a region puts back the state of the default one
             state = generator.get_state()
-        if kind.written:
-            return run_writer(self, func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
+        if not kind.written:
+            results = self.run(func, args, kwargs)
+            if kind.may_cross and crosses(args[0], results):
+                recording.add_roots(results)
+            else:
+                self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+            return results
+        written = {recording.value_of(target): target for target in targets}
+        are_inside = [recording.before_write_to(target) for target in targets]
+        sizes_bytes = [_get_storage(target).nbytes() for target in targets]
         results = self.run(func, args, kwargs)
-        if kind.may_cross and crosses(args[0], results):
-            self.recording.add_roots(results)
+        num_reads = sum(source[1] in written for source in sources) - len(targets)
+        is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
+        can_follow = all(
+            value not in recording.roots or (is_inside and is_whole)
+            for value, is_inside in zip(written, are_inside, strict=True)
+        ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
+        if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
+            self.note(
+                *(func, kept, kept_kwargs, sources, args, results),
+                kind=kind,
+                written=written,
+                is_whole=is_whole,
+                generator=generator,
+                state=state,
+            )
         else:
-            self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+            recording.add_written(targets, are_inside)
+            recording.add_roots(results)
         return results
 
     def _take_arguments(
@@ -386,7 +406,6 @@ class Recorder(QuietMode):
                     recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
     def run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op that is not run again."""
         kind = self.kind_of(func)
         if kind.op_class is OpClass.UNKNOWN:
             return run_unknown(self, func, types, args, kwargs)

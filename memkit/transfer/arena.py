@@ -191,7 +191,6 @@ class Arena:
         return span
 
     def has(self, span: Span) -> bool:
-        """Tell whether a span is taken, and not given back."""
         return self._spans.get(span.offset) is span
 
     @_mended
@@ -244,7 +243,6 @@ class Arena:
                 self._drop(segment)
 
     def _is_free(self, segment: Segment) -> bool:
-        """Tell whether a segment is not in use, and no copy may still read it."""
         is_gap = any(start <= segment.start and segment.end <= end for start, end in self._gaps.ranges)
         return is_gap and not self._pending_on([(segment.start, segment.end)])
 
@@ -292,7 +290,6 @@ class Arena:
     # Free memory
 
     def _find(self, size: int) -> tuple[Range, ...]:
-        """Take free ranges for so many bytes; grow if there are none."""
         ranges = self._gaps.take(size)
         if ranges:
             return ranges

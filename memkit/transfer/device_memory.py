@@ -36,11 +36,9 @@ class DeviceMemory:
         self._holders = weakref.WeakSet[MemoryHolder]()
 
     def join(self, holder: MemoryHolder) -> None:
-        """Count what a holder has from now on, for as long as it lives."""
         self._holders.add(holder)
 
     def allocate(self, holder: MemoryHolder, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a holder, which counts it from now on."""
         try:
             with torch.inference_mode(False):
                 return self._device.allocate(num_bytes)
@@ -66,5 +64,4 @@ _memories: dict[Device, DeviceMemory] = {}
 
 
 def device_memory_of(device: Device) -> DeviceMemory:
-    """Return the account of a device: always the same one."""
     return _memories.get(device) or _memories.setdefault(device, DeviceMemory(device))

@@ -23,8 +23,6 @@ from memkit.transfer.host_memory import Gaps, Range, Span
 
 
 class DiskTransfer:
-    """All bytes of one chunk on their way from or to a file."""
-
     __slots__ = ("_begin", "_next", "_num_moving", "blocks", "error", "is_beginning", "is_read", "is_told", "move", "what")
 
     def __init__(
@@ -49,7 +47,6 @@ class DiskTransfer:
 
     @property
     def has_begun_all(self) -> bool:
-        """Whether no block is left to begin."""
         return self._next == len(self.blocks) or self.error is not None
 
     @property
@@ -241,7 +238,6 @@ class DiskStore:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each chunk."""
         return [copy.num_bytes for copy in self._copies.values()]
 
     def has(self, copy: DiskCopy) -> bool:
@@ -291,7 +287,6 @@ class DiskStore:
 
     @mended
     def keep_only(self, copies: Iterable[DiskCopy]) -> None:
-        """Forget all chunks but these."""
         kept = {*map(id, copies)}
         for copy in [copy for key, copy in self._copies.items() if key not in kept]:
             self.remove(copy)
@@ -352,7 +347,6 @@ class DiskStore:
     # Transfers
 
     def _prepare(self, copy: DiskCopy, span: Span) -> None:
-        """Check a request, and settle transfers that have ended."""
         assert not self._is_closed, "the disk store is closed"
         assert span.num_bytes == copy.num_bytes
         self._settle_all(must_wait=False)
@@ -377,7 +371,6 @@ class DiskStore:
         self._beginning = None
 
     def _settle_all(self, *, must_wait: bool) -> None:
-        """Settle all transfers, or those that are over."""
         for copy in tuple(self._moving.values()):
             assert copy.transfer is not None
             if must_wait:
@@ -428,7 +421,6 @@ class DiskStore:
     # Errors
 
     def _raise_untold(self) -> None:
-        """Raise errors of transfers that no caller has heard of."""
         if self._waits_for_all:
             return
         for copy in self._moving.values():

@@ -27,8 +27,6 @@ _MOST_BUFFERS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DiskBlock:
-    """Bytes that one thread reads or writes."""
-
     offset: int
     """In the file; a multiple of a page."""
     buffers: tuple[memoryview, ...]
@@ -153,7 +151,6 @@ class DiskFile(ABC):
         return memoryview(found)[:num_bytes]
 
     def _move_all(self, move: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview], offset: int) -> None:
-        """Move all bytes, however few the system moves at once."""
         num_bytes, done, num_tries = sum(map(len, buffers)), 0, 0
         while done < num_bytes:
             try:
@@ -176,7 +173,6 @@ def _paired(memories: Sequence[memoryview], buffer: memoryview) -> Iterator[tupl
 
 
 def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the parts of buffers behind so many bytes."""
     left = []
     for memory in buffers:
         if num_bytes < len(memory):

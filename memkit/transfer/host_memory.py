@@ -68,7 +68,6 @@ class Addresses:
         self._has_touched = threading.Condition()
 
     def commit(self, device: Device, start: int, end: int) -> None:
-        """Touch and pin memory; many threads do so side by side."""
         self.touch(start, end)
         try:
             device.pin(self.bytes[start:end])
@@ -79,7 +78,6 @@ class Addresses:
             raise
 
     def touch(self, start: int, end: int) -> None:
-        """Have memory behind some addresses; many threads do so side by side."""
         num_bytes = end - start
         with self._has_touched:
             # Memory that other threads are touching only partly counts as used yet: without room beside it, look again later.
@@ -96,7 +94,6 @@ class Addresses:
                 self._has_touched.notify_all()
 
     def forget(self, start: int, end: int) -> None:
-        """Give the memory behind some addresses back to the system."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, self._skipped + start, end - start)
 
@@ -303,7 +300,6 @@ class PinnedSegments:
         self._dropping.pop()
 
     def mend(self) -> None:
-        """Repair the state after a call that was broken off."""
         while self._dropping:
             self._finish_drop()
         for segment in [segment for segment in self.all if segment.pinned.cancel()]:
@@ -311,7 +307,6 @@ class PinnedSegments:
 
 
 def _unpin(device: Device, segments: list[Segment]) -> None:
-    """Unpin segments, and cancel pins that have not begun."""
     for segment in segments:
         if not segment.pinned.cancel() and segment.pinned.exception() is None and segment.is_pinned:
             device.unpin(segment.bytes)

@@ -145,7 +145,6 @@ class Lanes:
         self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:
-        """Tell whether another prefetcher may have something to bring."""
         return any(other is not prefetcher and other.is_active for other in tuple(self.prefetchers))
 
     def bring_sooner(self, prefetcher: Prefetcher, use_order: int) -> bool:

@@ -174,7 +174,6 @@ class BudgetStage(RecordingStage):
                 raise
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
-        """Return what compiled blocks may save on a device; None if it is not known."""
         state, device = self._state, self._device or open_device(torch_device)
         counter = device.memory_counter()
         if counter is None or state.budget_bytes is None:
@@ -289,9 +288,10 @@ class BudgetStage(RecordingStage):
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
             self._meter = Meter(device, counter, forward)
             forward.measure(self._meter)
-        elif decider.planned is not None and trace is not None and counter is not None and state.learning.count_followed(trace):
-            state.judged = trace, decider.planned
-            state.peak = StepPeak(counter, resets=learning.is_new(trace))
+        elif planned is not None and trace is not None and counter is not None:
+            is_judged, is_new = learning.count_followed(trace)
+            if is_judged:
+                state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
         begun, peak = device.record_event(), state.peak
 
         def note_end() -> None:
@@ -540,7 +540,7 @@ class BudgetStage(RecordingStage):
                 self._leave_room_behind(opened, meter)
             meter.end_forward()
             if self._is_first:
-                state.learning.note_first(trace, meter)
+                state.learning.first = trace, meter
             else:
                 state.learning.of(trace).meter = meter
         decider = self._planned_decider

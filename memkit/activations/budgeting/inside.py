@@ -31,8 +31,6 @@ _HIDDEN = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What the compiled blocks of a step have to work with."""
-
     num_bytes: float
     bytes_per_s: float
     flops_per_s: float
@@ -83,8 +81,6 @@ def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Roo
 
 
 class InsideBudgets:
-    """The budgets chosen under one tag, by the class of the blocks."""
-
     def __init__(self) -> None:
         self.chosen: dict[type[nn.Module], float | None] = {}
 

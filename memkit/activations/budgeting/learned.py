@@ -44,7 +44,6 @@ class PlannedMoments:
 
 
 def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> PlannedMoments:
-    """Return the schedule of a plan."""
     copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
     anchors, held_until = set[int](), dict[int, int]()
     for planned in plan.values:
@@ -88,8 +87,6 @@ def _frozen(found: Mapping[int, list[int]]) -> dict[int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan that steps follow, and what it was made for."""
-
     plan: MemoryPlan
     schedule: PlannedMoments
     allowed_bytes: int
@@ -105,8 +102,6 @@ class Planned:
 
 @dataclass(eq=False, slots=True)
 class LearnedStep:
-    """What is known of steps like one trace."""
-
     shown: Foresight | None = None
     meter: Meter | None = None
     planner: JointPlanner | None = None

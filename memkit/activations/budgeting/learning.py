@@ -72,8 +72,6 @@ _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 
 
 class PlannedLink:
-    """The link between one device and the host, for the steps of one tag."""
-
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self.known: GpuSpec | None = None
@@ -82,7 +80,6 @@ class PlannedLink:
         """Whether there is host memory to move to, as far as is known."""
 
     def spec(self, device: Device) -> GpuSpec:
-        """Return a spec with the bandwidths between a device and the host."""
         if self.known is None:
             link = self._link_of(device)
             counter = device.memory_counter()
@@ -144,15 +141,13 @@ _MORE_BESIDE = 0.005
 
 
 class Learning:
-    """Plans the steps of one tag from measurements."""
-
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self.link = PlannedLink(warn)
         self.last_peak_bytes: int | None = None
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
-        self._first: tuple[Trace, Meter] | None = None
+        self.first: tuple[Trace, Meter] | None = None
         """The meter of the first step. Its times are not those of later steps."""
         self._last_times: list[tuple[Event, Event]] = []
 
@@ -173,13 +168,10 @@ class Learning:
         learned = self.of(trace)
         return learned.planner is None and not _is_ready(trace, learned.meter)
 
-    def note_first(self, trace: Trace, meter: Meter) -> None:
-        self._first = trace, meter
-
     def shown(self, trace: Trace) -> Foresight | None:
-        learned, first = self.of(trace), self._first
+        learned, first = self.of(trace), self.first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
-            meter, self._first = first[1], None
+            meter, self.first = first[1], None
             step = replace(trace.ops.step, uses=meter.uses, use_ends=meter.use_ends)
             learned.shown = Foresight(observed_trace(meter, step, {}, target="", min_bytes=0))
         elif learned.shown is None and learned.planner is not None:
@@ -187,7 +179,6 @@ class Learning:
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
-        """Return the plan for a step like a trace; None if too little is known."""
         if trace.ops is None or not trace.ops.has_order:
             return None
         learned = self.of(trace)
@@ -208,7 +199,6 @@ class Learning:
         return found
 
     def budget_bytes(self, trace: Trace | None, limits: Limits) -> int | None:
-        """Return the budget in bytes; None if it is a share of a peak that is not known yet."""
         planner = None if trace is None else self.of(trace).planner
         return limits.budget_bytes(None if planner is None else planner.problem.plain_peak_bytes)
 
@@ -218,7 +208,7 @@ class Learning:
         step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
         trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
         learned.meter, learned.measured_s = None, measured_s(meter, step)
-        self._first = None
+        self.first = None
         return JointPlanner(make_problem(trace, self.link.spec(device), measured_s=learned.measured_s))
 
     def _plan(
@@ -259,7 +249,8 @@ class Learning:
 
     def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
         """Return what a step like a trace saves under a plan; None if it is not known, or not the same each time."""
-        learned, steady = self.of(trace), self.of(trace).steady
+        learned = self.of(trace)
+        steady = learned.steady
         if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
             return None
         if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
@@ -267,7 +258,6 @@ class Learning:
         return steady
 
     def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        """Tell whether a step like a trace that follows a plan is to note all its saves."""
         learned = self.of(trace)
         is_noted = learned.noted is planned and learned.shapes == shapes
         return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
@@ -275,9 +265,8 @@ class Learning:
     def note_steady(
         self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
     ) -> None:
-        """Note what a step saved that followed a plan to its end."""
-        self.of(trace).shapes = shapes
         learned = self.of(trace)
+        learned.shapes = shapes
         learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
 
     def leave_steady(self, trace: Trace, num_saves: int) -> None:
@@ -290,23 +279,20 @@ class Learning:
         learned.steady = learned.noted = None
         learned.num_left += 1
 
-    def count_followed(self, trace: Trace) -> bool:
-        """Count a step that follows a plan; return whether to check it: the first few, then one in `_JUDGED_EVERY`."""
+    def count_followed(self, trace: Trace) -> tuple[bool, bool]:
+        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few, which all
+        are: then one in `_JUDGED_EVERY` is."""
         learned = self.of(trace)
         learned.num_judged += 1
-        is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0
-        return learned.given is None and is_due
+        is_new = learned.num_judged <= _STEPS_JUDGED
+        return learned.given is None and (is_new or learned.num_judged % _JUDGED_EVERY == 0), is_new
 
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if it differs from that in the plan, as when others use the link as well."""
         learned, link = self.of(trace), self.link.known
-        if (
-            link is None
-            or not link.is_measured
-            or learned.planner is None
-            or out_bytes_per_s is None
-            or back_bytes_per_s is None
-        ):
+        if link is None or not link.is_measured or learned.planner is None:
+            return
+        if out_bytes_per_s is None or back_bytes_per_s is None:
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
         tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
@@ -324,16 +310,10 @@ class Learning:
             _plan_anew(learned, link)
             learned.num_links += 1
 
-    def is_new(self, trace: Trace) -> bool:
-        """Tell whether the step that is about to be checked is one of the first that follow their plan."""
-        return self.of(trace).num_judged <= _STEPS_JUDGED
-
     def judge(self, trace: Trace, planned: Planned, peak_bytes: int | None, limits: Limits) -> bool:
-        """Compare the peak of a step with its plan, if it is known; plan anew if it exceeded the budget. Return whether it did
-        after all plans that may be made."""
-        self._scale(self.of(trace), planned.plan)
-        learned, plan = self.of(trace), planned.plan
-        budget_bytes = self.budget_bytes(trace, limits)
+        """Plan anew if the peak of a step exceeded the budget. Return whether it did after all plans that may be made."""
+        learned, plan, budget_bytes = self.of(trace), planned.plan, self.budget_bytes(trace, limits)
+        self._scale(learned, plan)
         if peak_bytes is None:
             return False
         self.last_peak_bytes = peak_bytes
@@ -410,7 +390,6 @@ class Learning:
 
 
 def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
-    """Plan steps anew, by the seconds of their ops, and the link, as they are known now."""
     before = learned.planner
     assert before is not None
     learned.planner = JointPlanner(make_problem(before.problem.trace, gpu, measured_s=learned.measured_s))

@@ -27,8 +27,6 @@ _RESERVED_PER_ALLOCATED = 1.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The user's budget."""
-
     budget: int | float
     """Bytes, or a share of the plain step's peak."""
     is_of_reserved: bool

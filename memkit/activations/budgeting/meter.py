@@ -28,8 +28,6 @@ _PYTHONS = 1
 
 
 class Meter:
-    """Measures one forward and its first backward."""
-
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
         self._device, self._counter = device, counter
         self._forward = weakref.proxy(forward)
@@ -84,7 +82,7 @@ class Meter:
                 gone.append(value)
         for value in gone:
             del self._alive[value]
-        self._beside_bytes = self._gone_less_extra(self._forward)
+        self._note_beside()
 
     def end_op(self, name: str, results: Any) -> None:
         recording = self._forward.recording
@@ -132,7 +130,7 @@ class Meter:
             self.released.setdefault(value, place + 1)
         self._alive.clear()
         self.num_forward_ops = place
-        self._beside_bytes = self._gone_less_extra(self._forward)
+        self._note_beside()
         self._begun = self._device.record_begin()
 
     def _is_released(self, value: int, storage: torch.UntypedStorage) -> bool:
@@ -154,7 +152,7 @@ class Meter:
     def end_request(self) -> None:
         if self._begun is not None or self.is_whole or torch_private.backward_task() == -1:
             return
-        self._beside_bytes = self._gone_less_extra(self._forward)
+        self._note_beside()
         if self._counter is not None:
             self._counter.reset_peak()
         self._begun = self._device.record_begin()
@@ -181,20 +179,18 @@ class Meter:
     def _note_peak(self) -> None:
         counter = self._counter
         if counter is None:
-            self.live_bytes.append(self._present_bytes(self._forward) + self._beside_bytes)
+            forward = self._forward
+            there_bytes = sum(record.num_bytes for record in forward.records() if _is_there(record)) + forward.extra_bytes
+            self.live_bytes.append(there_bytes + self._beside_bytes)
             return
         self.live_bytes.append(max(counter.peak_bytes() - self.base_bytes + self._beside_bytes, 0))
         counter.reset_peak()
 
-    def _gone_less_extra(self, forward: PlannedForward) -> int:
-        """Return the bytes that the plain step would have on the device and this step has not, less those that only memkit
-        holds."""
+    def _note_beside(self) -> None:
+        """Note the bytes that the plain step would have on the device and this step has not, less those only memkit holds."""
+        forward = self._forward
         gone_bytes = sum(record.num_bytes for record in forward.records() if not _is_there(record))
-        return gone_bytes - forward.extra_bytes
-
-    @staticmethod
-    def _present_bytes(forward: PlannedForward) -> int:
-        return sum(record.num_bytes for record in forward.records() if _is_there(record)) + forward.extra_bytes
+        self._beside_bytes = gone_bytes - forward.extra_bytes
 
 
 def _is_there(record: Record) -> bool:

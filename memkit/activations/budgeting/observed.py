@@ -49,7 +49,6 @@ class Foresight:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether this is for a step of other sizes than the trace."""
         return self._factor > 0
 
     def is_of(self, save: int, num_bytes: int) -> bool:
@@ -72,7 +71,6 @@ class Foresight:
         return self._of(self._saves, num_saves)
 
     def after_request(self, num_requests: int) -> int:
-        """Return the most bytes after `num_requests` requests, up to the next request or the end."""
         return self._of(self._requests, num_requests)
 
     def _of(self, found: Sequence[int], number: int) -> int:

@@ -37,8 +37,6 @@ class _Lent(NamedTuple):
 
 
 class MeteredUnpacker:
-    """Unpacks saved tensors, and calls a meter at each request."""
-
     def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
         self._unpacker, self._meter = unpacker, meter
 
@@ -170,7 +168,7 @@ class PlannedForward(RecordedForward):
             for value in schedule.copies.get(save, ()):
                 self._send_anchor(value)
             for value in schedule.lets_go.get(save, ()):
-                self._release(value)
+                self._release_record(self._record_that_moves(value))
 
     def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
         if action is Action.RECOMPUTE or record.counts is None or record.owner is not None:
@@ -224,9 +222,6 @@ class PlannedForward(RecordedForward):
             handle = self._anchors.handle(value)
             record = None if handle is None else handle.record
         return record
-
-    def _release(self, value: int) -> None:
-        self._release_record(self._record_that_moves(value))
 
     def _release_record(self, record: Record | None) -> None:
         if record is not None and record.residency is SavedResidency.LEAVING:
@@ -298,7 +293,7 @@ class PlannedForward(RecordedForward):
             return
         if request == 0:
             for value in schedule.lets_go.get(schedule.num_saves, ()):
-                self._release(value)
+                self._release_record(self._record_that_moves(value))
         for value in schedule.releases.get(request, ()):
             self._lent.pop(value, None)
             if value not in self._sources.only_held:
@@ -363,9 +358,8 @@ class PlannedForward(RecordedForward):
         super().run(op, in_place)  # behind the error, which holds what was allocated
 
     def make(self, record: Record) -> None:
-        schedule = self.schedule
-        if schedule is not None:
-            self._stays = schedule.stays.get(record.value, _NONE) | {record.value}
+        if self.schedule is not None:
+            self._stays = self.schedule.stays.get(record.value, _NONE) | {record.value}
         try:
             super().make(record)
         finally:

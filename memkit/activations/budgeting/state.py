@@ -31,8 +31,6 @@ def copies_tag(tag: str) -> str:
 
 
 class BudgetState(RematState):
-    """What `MemoryBudget` remembers under a tag."""
-
     name = "MemoryBudget"
 
     def __init__(self, tag: str) -> None:

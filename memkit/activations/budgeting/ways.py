@@ -45,8 +45,6 @@ _MOST_LESS = 0.1
 
 @dataclass(eq=False, slots=True)
 class _Try:
-    """What is known of one way."""
-
     way: Way
     limit_bytes: int = 0
     pairs: list[tuple[Event, Event]] = field(default_factory=list)
@@ -114,7 +112,6 @@ class Ways:
         return not self.is_decided or (self.way, self.limit_bytes) not in self._besides
 
     def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, regions: RegionPlan | None = None) -> None:
-        """Note that a context is entered again."""
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self.begun is not None and self._is_steady and was_whole:
             if peak_bytes is not None and regions is not None:
@@ -148,7 +145,6 @@ class Ways:
         self.begun, self._is_steady = None, False
 
     def give_up(self) -> None:
-        """Give up the current way, since steps cannot go by it or cannot keep to the budget."""
         self._now.pairs.clear()
         if self.is_decided or self._place == len(self._tries) - 1:
             self._choose()
