@@ -51,10 +51,8 @@ class Claims:
         self.calls: list[Call] = []
 
     def are_going_on(self) -> bool:
-        """Tell whether that thread, which may have died, has calls on its stack: an interrupt leaves some behind that are not.
-
-        It runs on meanwhile, and a stack that is walked then may seem to end too soon; so that is done several times.
-        """
+        """Tell whether that thread, which may have died, has calls on its stack: an interrupt may have left some that are not.
+        A stack that is walked while its thread runs may seem to end too soon, so this looks several times."""
         return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
 
     def _are_on_stack(self) -> bool:
@@ -93,10 +91,8 @@ class Calls(threading.local):
         self._calls.remove(call)
 
     def claim(self, claims: Claims) -> bool:
-        """Try to make this thread the one that has calls under way. Return False while another thread has some.
-
-        To be called within such a call: the claim lasts as long as it does.
-        """
+        """Make this thread the one that has calls under way, for as long as its current call lasts; False while another thread
+        has some."""
         with claims.lock:
             if claims.calls is not self._calls:
                 if claims.are_going_on():
@@ -160,8 +156,8 @@ def _end(call: Call, ending: Ending) -> None:
 
 
 def _stack() -> set[FrameType]:
-    """Return the frames that are on the stack, without this one and the one that asks: a frame that held itself would keep what
-    all the others have in their hands until the garbage is collected."""
+    """Return the frames on the stack, without this one and the caller's: a frame that held itself would keep the others
+    alive."""
     stack = set[FrameType]()
     frame = sys._getframe(1).f_back
     while frame is not None:

@@ -18,12 +18,7 @@ _OLDEST = {
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs a library, wherever memkit itself was installed from.
-
-    Example:
-        >>> how_to_install("plotly")
-        'pip install "plotly>=5"'
-    """
+    """Return the command that installs a library, wherever memkit itself was installed from."""
     return f'pip install "{package}>={_OLDEST[package]}"' if package in _OLDEST else f"pip install {package}"
 
 

@@ -93,12 +93,9 @@ class Blocks(threading.local):
 
 
 class _HeldExit:
-    """An `__exit__` that tells whether a thread is still in the context.
-
-    A `with` statement looks `__exit__` up before `__enter__`, and holds the result until the block is left, in whatever way. So
-    each look-up returns a new object. Once that is freed the block has been left, even if an interrupt came before the first
-    line of `__exit__`. It is no Python function, whose frame in a traceback would keep it alive.
-    """
+    """An `__exit__` that tells whether a thread is still in the context. A `with` statement looks `__exit__` up before
+    `__enter__`, and holds the result until the block is left in whatever way. So each look-up returns a new object; once that
+    is freed the block has been left. It is no Python function, whose frame in a traceback would keep it alive."""
 
     @overload
     def __get__(self, context: None, _: type[Any]) -> Callable[..., None]: ...
@@ -121,12 +118,8 @@ class _Exit(Protocol):
 
 
 class Exclusive(ABC):
-    """A context that can't be entered twice at once, and that copes with an interrupt that keeps it from noticing that it was
-    left.
-
-    If `__enter__` is called by hand, or by an `ExitStack`, the context is entered until `__exit__` is called, or the context is
-    freed.
-    """
+    """A context that can't be entered twice at once, and copes with an interrupt that keeps it from noticing that it was left.
+    If `__enter__` is called by hand, or by an `ExitStack`, it is entered until `__exit__` is called, or it is freed."""
 
     _looked_up: Block | None = None
     _block: Block | None = None

@@ -27,10 +27,8 @@ class Owner(Protocol):
     """Owner of storages that it overwrites: a saved tensor must not keep a plain reference to one."""
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns the tensor with the bytes that it has now, whenever it is called.
-
-        The function raises autograd's in-place error if the tensor was written to since.
-        """
+        """Return a function that returns the tensor with the bytes that it has now, and raises autograd's error if it was
+        written to."""
 
     def streamed(self) -> StreamedWeights:
         """Return the parameters that stream through the storages that it owns."""
@@ -123,10 +121,8 @@ _Own = TypeVar("_Own", bound="GradientStandIn")
 
 
 class GradientStandIn(Tensor):
-    """The `grad` of a parameter that was stepped within the backward: using it raises. It takes the memory of one element.
-
-    Each feature that steps in the backward has a subclass, with the error and the advice.
-    """
+    """The `grad` of a parameter that was stepped within the backward: using it raises. It takes the memory of one element. Each
+    feature that steps in the backward has a subclass, with the error and the advice."""
 
     error: ClassVar[type[MemkitError]]
     advice: ClassVar[str]

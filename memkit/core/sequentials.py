@@ -34,9 +34,8 @@ class SequentialSpan(nn.Sequential):
 
 
 class SpanReference:
-    """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist.
-
-    It holds none of them. It returns the same span as long as that is held."""
+    """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist, of which it holds
+    none. It returns the same span as long as that is held."""
 
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int

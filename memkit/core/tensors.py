@@ -33,11 +33,8 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold a tensor's elements.
-
-    A plain tensor has one. A sparse tensor has those of its parts, and a wrapper subclass (`DTensor`: the local shard; jagged
-    and quantized tensors) those of its inner tensors, found by `__tensor_flatten__`. Opaque layouts have none.
-    """
+    """Yield the storages that hold a tensor's elements: one of a plain tensor, those of the parts of a sparse one, those of the
+    inner tensors of a wrapper subclass (`DTensor`, jagged and quantized tensors), none of an opaque layout."""
     if torch_private.is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
         for name in names:
@@ -55,20 +52,15 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter, or a view of one.
-
-    FSDP2 gathers parameters within the forward, into storages that it frees after a layer and fills again.
-    """
+    """Tell whether a tensor is a parameter, or a view of one. FSDP2 gathers them within the forward, into storages that it uses
+    again."""
     return type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter
 
 
 def is_range_of_bytes(tensor: Tensor) -> bool:
     """Tell whether a tensor is fully described by the bytes of one storage and its geometry, so that it can be moved or dropped
-    and restored unchanged. For tensors of a class without `__torch_dispatch__`.
-
-    Others are kept as they are: sparse tensors and those in a layout of oneDNN, strided nested tensors (jagged ones have a
-    class with `__tensor_flatten__`), quantized ones, and the zero tensors without bytes of forward-mode autograd.
-    """
+    and restored. Sparse tensors, layouts of oneDNN, strided nested and quantized tensors, and the zero tensors of forward-mode
+    autograd are not. For classes without `__torch_dispatch__`."""
     return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
 
 

@@ -82,7 +82,7 @@ def recording_cost_s() -> float:
 
 
 def host_costs(torch_device: torch.device) -> HostCosts:
-    """Return the host seconds for ops and regions on a device, as multiples of the cost of recording an op, since all of it is
+    """Return the host seconds for ops and regions on a device: multiples of the cost of recording an op, since all is
     Python."""
     recorded_s = recording_cost_s()
     return HostCosts(

@@ -28,8 +28,7 @@ written to within a step, or else the tensors that autograd saved of the paramet
 
 
 def _run_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an op of FSDP2. The parameters that it gathers are the caller's, with the same values as when they were gathered
-    last."""
+    """Run an op of FSDP2. Its parameters are the caller's, with the same values as when they were gathered last."""
     recording = recorder.recording
     results = func(*args, **kwargs) if kwargs else func(*args)
     for target in written_by(recorder.kind_of(func), args, kwargs):
@@ -63,11 +62,9 @@ def run_and_write(
 
 
 def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an op of which only the schema says what it does.
-
-    A higher-order op has no schema: that it writes to a tensor shows by the version counter, too late to copy the old contents.
-    If an op returns a tensor that is neither new nor an argument, such as its own state, the contents may have changed.
-    """
+    """Run an op of which only the schema says what it does. A higher-order op has none: that it writes shows by the version
+    counter, too late to copy the old contents. If an op returns a tensor that is neither new nor an argument, such as its own
+    state, the contents may have changed."""
     kind, recording = recorder.kind_of(func), recorder.recording
     recording.note_effect()
     has_schema = isinstance(func, torch_private.OpOverload)

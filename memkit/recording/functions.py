@@ -379,8 +379,7 @@ class FunctionNotes(FunctionMode):
         return tuple(found)
 
     def _result(self, results: Any, first: int) -> tuple[int, int]:
-        """Return the number of the value that a function has returned, and its bytes; -1 if the value is older than the
-        call."""
+        """Return the number and the bytes of the value that a function has returned; -1 if the value is older than the call."""
         if type(results) is not Tensor or not tensors_in(results):
             return -1, 0
         storage = results.untyped_storage()

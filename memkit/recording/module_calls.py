@@ -406,9 +406,8 @@ def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:
-    """Yield the first child of each span of a `Sequential`, and the first one after it.
-
-    They are the same for all of its calls, so that two spans are either nested or disjoint."""
+    """Yield the first child of each span of a `Sequential`, and the first one after it: the same for all of its calls, so that
+    two spans are either nested or disjoint."""
     kinds = list(map(type, module.children()))
     size = len(kinds)
     is_free = [not any(row[place].why_no_part for row in rows) for place in range(size)]

@@ -88,8 +88,7 @@ CostKey = tuple[Any, int, int]
 
 
 def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
-    """Return what ops with about the same duration have in common: the op, and the bytes of its first argument and first
-    result."""
+    """Return what ops of about the same duration share: the op, and the bytes of its first argument and first result."""
     first = args[0] if args else None
     result = results[0] if type(results) is tuple and results else results
     return (

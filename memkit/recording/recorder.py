@@ -369,8 +369,7 @@ class Recorder(QuietMode):
         generator: torch.Generator | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Note the values that an op has made: its results, unless they existed before, and the new contents of written
-        tensors."""
+        """Note the values that an op has made: its new results, and the new contents of written tensors."""
         recording = self.recording
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
@@ -441,8 +440,7 @@ def _is_of_number(args: tuple[Any, ...]) -> bool:
 
 
 def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a view of a tensor that torch has made from a Python number, such as one that adds dimensions of stride 0: a mode
-    gets the number back."""
+    """Run a view of a tensor that torch has made from a Python number, of which a mode gets the number."""
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))

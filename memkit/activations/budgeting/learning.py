@@ -337,8 +337,8 @@ class Learning:
     def ways_of(
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
     ) -> Ways | None:
-        """Return what times the ways in which steps like a trace can keep to the budget; None if there is no choice, or nothing
-        to gain: where the host computes, the time of a plan is known."""
+        """Return what times the ways to keep to the budget; None if there is no choice, or nothing to gain: where the host
+        computes, the time of a plan is known."""
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None

@@ -66,8 +66,8 @@ class StepPeak:
             self._held_bytes = self._counter.allocated_bytes()
 
     def foretold_bytes(self) -> int | None:
-        """Return the peak of a step whose forward has just ended, as if all in it had grown by as much as what that has left on
-        the device; None if it is not known."""
+        """Return the peak of a step whose forward has just ended, as if all had grown as what that left on the device; None if
+        not known."""
         own_bytes = self._held_bytes - self._base_bytes
         if self.num_bytes is None or own_bytes <= 0:
             return None
@@ -87,15 +87,9 @@ UNKNOWN_STATE_BYTES = 8
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
-    """Return the bytes of the states that the next step of an optimizer will make, for its parameters that have none yet.
-
-    A step of a copy tells their size (`kept_states`). If that fails, 8 bytes per element are counted. Of a sharded parameter
-    (`DTensor`), this rank's part counts. With a `StateOffload`, only states that stay on the device count, since the memory for
-    the others is already allocated.
-
-    Args:
-        kind: the type of device whose states count, such as "cuda"; None for all.
-    """
+    """Return the bytes of the states that the next step of an optimizer will make, on a `kind` of device or on all: as a step
+    of a copy tells (`kept_states`), or 8 bytes per element if that fails. Of a `DTensor`, this rank's part counts; with a
+    `StateOffload`, only states that stay on the device."""
     if optimizer in with_offloaded_states:
         return with_offloaded_states[optimizer]()
     waiting = [
@@ -112,11 +106,8 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
 
 
 class ComingStates:
-    """The bytes of the states that an optimizer has yet to make.
-
-    Args:
-        optimizer: the user's; None if it is not known. Then a change of the parameters tells that one has stepped.
-    """
+    """The bytes of the states that an optimizer has yet to make. If the optimizer is not known, a change of the parameters
+    tells that one has stepped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)

@@ -20,10 +20,8 @@ _CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
 
 class Foresight:
     """The most bytes beside the base and the values saved so far, from each save to the next, and from each request to the
-    next.
-
-    A convolution on CUDA may take a workspace, which a run without data doesn't show. It is counted with as many bytes as the
-    convolution reads and writes, which is what converting these to another memory format takes."""
+    next. A convolution on CUDA counts a workspace as large as what it reads and writes, which a run without data doesn't show.
+    `is_whole` says whether the trace includes the loss."""
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
         self.is_whole = is_whole
@@ -58,8 +56,8 @@ class Foresight:
         return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
-        """Return the prediction for a step of other sizes, such as longer sequences: larger in proportion to a save, but at
-        least as large; None if no such save was predicted."""
+        """Return the prediction for a step of other sizes: larger in proportion to a save, but at least as large; None if none
+        was predicted."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)

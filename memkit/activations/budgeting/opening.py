@@ -91,8 +91,8 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
-    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so without
-    help."""
+    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so by
+    itself."""
     settled, counter = state.settled, state.counter
     if settled is None or not settled.options.is_like(options) or state.limits != limits:
         return False
@@ -154,8 +154,8 @@ def _let_go_of_others(state: BudgetState, way: Way) -> None:
 
 
 def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
-    """Begin a forward like that of `Rematerialize` with a budget for saved values, inside a `CPUOffload` if a share of them
-    moves. Sets no stage if no call can be recomputed."""
+    """Begin a forward like that of `Rematerialize` with a budget, inside a `CPUOffload` if a share of saved values moves. Sets
+    no stage if no call can be recomputed."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     outer = None

@@ -54,16 +54,8 @@ class MeteredUnpacker:
 
 
 class PlannedForward(RecordedForward):
-    """The saved values of one forward, which stay, move or are dropped by a schedule.
-
-    Without a schedule, or after deviating from it, values are fetched when they are requested, and the score chooses what to
-    evict.
-
-    Args:
-        planned: the plan; None if there is none yet.
-        limit_bytes: returns the most bytes that saved values and replays may take on the device now, if there is no schedule.
-        note_no_host: called where there is no host memory for a value, which stays then.
-    """
+    """The saved values of one forward, which stay, move or are dropped by a schedule. Without one, or after deviating from it,
+    values are fetched when they are requested, and the score chooses what to evict, within what `limit_bytes` returns."""
 
     moves = True
 

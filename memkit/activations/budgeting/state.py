@@ -62,7 +62,7 @@ class BudgetState(RematState):
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
         """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there
-        is none of these."""
+        is none."""
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:

@@ -403,13 +403,9 @@ def _skipped_writer(
     outs: Sequence[int] | None,
     needed: Set[int],
 ) -> ExpectedOp | None:
-    """Return what is to be known of an op that writes and need not be recorded; None if it must be recorded.
-
-    Args:
-        numbers: the values that are new with it: roots that it reads, and values that it makes.
-        outs: the values that it makes; None if it cannot run again.
-        needed: the values that are saved, anchors, or read by ops that are recorded or run again.
-    """
+    """Return what is to be known of an op that writes and need not be recorded; None if it must be. `numbers` are the roots
+    that it reads first and the values that it makes, `outs` the latter, None if it cannot run again; `needed` values are saved,
+    anchors, or read by ops that are recorded or run again."""
     if kind.is_in_place and torch.Tag.inplace_view in func.tags:  # it may give its tensor another storage or shape
         return None
     if outs is None:  # it writes to a counter, or a buffer, that nothing has read
