@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Mendable(Protocol):
@@ -97,24 +97,12 @@ class _HeldExit:
     `__enter__`, and holds the result until the block is left in whatever way. So each look-up returns a new object; once that
     is freed the block has been left. It is no Python function, whose frame in a traceback would keep it alive."""
 
-    @overload
-    def __get__(self, context: None, _: type[Any]) -> Callable[..., None]: ...
-
-    @overload
-    def __get__(self, context: Exclusive, _: type[Any]) -> _Exit: ...
-
     def __get__(self, context: Exclusive | None, _: type[Any]) -> Callable[..., None]:
         if context is None:
             return Exclusive.exit
         leave = functools.partial(Exclusive.exit, context)
         context._looked_up = weakref.ref(leave)
         return leave
-
-
-class _Exit(Protocol):
-    def __call__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
 
 
 class Exclusive(ABC):
