@@ -90,3 +90,14 @@ def test_compiled_blocks_are_exact_under_budgets_and_any_plan(seed: int | None) 
         assert memkit.stats("0.7").follows_plan
     device.synchronize()
     assert memkit.stats("0.7").host_in_use_bytes == 0
+
+
+def test_model_that_is_compiled_is_told_of_the_budget() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    model.compile(backend="aot_eager")
+
+    with (
+        memkit.MemoryBudget("1MiB", "whole", min_bytes=0, device=ReferenceDevice()),
+        pytest.raises(RuntimeError, match=r'^MemoryBudget \(tag "whole"\) needs a model that is not compiled itself'),
+    ):
+        model(torch.randn(4, 8))

@@ -117,21 +117,6 @@ def test_model_is_left_as_it_was() -> None:
     assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
 
 
-def test_it_is_seen_ahead_once() -> None:
-    device, x, model, calls = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide(), []
-    model.register_forward_hook(lambda *_: calls.append(None))
-    memkit.attach(model, _budget(device, 16, "once", model))
-    _train(model, x)
-    num_ahead = len(calls) - 1
-    _train(model, x)
-    memkit.detach(model)
-    memkit.attach(model, _budget(device, 16, "once", model))
-    _train(model, x)
-
-    assert num_ahead > 0
-    assert len(calls) == num_ahead + 3
-
-
 class Reads(Wide):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1.0 if x.sum().item() > 0 else 2.0)
