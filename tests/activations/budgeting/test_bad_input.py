@@ -98,31 +98,11 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize(
     ("outer", "inner", "message"),
     [
-        (
-            "CPUOffload",
-            "MemoryBudget",
-            r'MemoryBudget \(tag "in"\) was entered inside a CPUOffload \(tag "out"\), which plans for .*Use one of the two',
-        ),
-        (
-            "Rematerialize",
-            "MemoryBudget",
-            r'MemoryBudget \(tag "in"\) was entered inside a Rematerialize \(tag "out"\), which plans.*Use one of the two',
-        ),
-        (
-            "MemoryBudget",
-            "MemoryBudget",
-            r'MemoryBudget \(tag "in"\) was entered inside another MemoryBudget \(tag "out"\), which plans',
-        ),
-        (
-            "MemoryBudget",
-            "CPUOffload",
-            r'CPUOffload \(tag "in"\) was entered inside a MemoryBudget \(tag "out"\), which plans.*memkit\.offload',
-        ),
-        (
-            "MemoryBudget",
-            "Rematerialize",
-            r'Rematerialize \(tag "in"\) was entered inside a MemoryBudget \(tag "out"\), which .*one budget.*memkit\.keep',
-        ),
+        ("CPUOffload", "MemoryBudget", r'inside a CPUOffload \(tag "out"\), which plans for .*Use one of the two'),
+        ("Rematerialize", "MemoryBudget", r'inside a Rematerialize \(tag "out"\), which plans.*Use one of the two'),
+        ("MemoryBudget", "MemoryBudget", r'inside another MemoryBudget \(tag "out"\), which plans'),
+        ("MemoryBudget", "CPUOffload", r'inside a MemoryBudget \(tag "out"\), which plans.*memkit\.offload'),
+        ("MemoryBudget", "Rematerialize", r'inside a MemoryBudget \(tag "out"\), which .*one budget.*memkit\.keep'),
         ("Rematerialize", "CPUOffload", r'inside a Rematerialize \(tag "out"\), .*Put CPUOffload around it'),
         ("Rematerialize", "Rematerialize", r'inside another Rematerialize \(tag "out"\): one budget'),
     ],
@@ -133,7 +113,7 @@ def test_nested(outer: str, inner: str, message: str, num_before: int) -> None:
     for _ in range(num_before):
         step(x, [1] * 6, lambda: KINDS[outer]("out"))
     hooks = hooks_around()
-    with KINDS[outer]("out"), pytest.raises(ValueError, match=message):
+    with KINDS[outer]("out"), pytest.raises(ValueError, match=rf'^{inner} \(tag "in"\) .*{message}'):
         KINDS[inner]("in").__enter__()
 
     assert hooks_around() == hooks

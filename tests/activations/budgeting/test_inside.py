@@ -275,24 +275,6 @@ def _gradient(model: nn.Module, x: Tensor) -> Tensor:
     return same.grad
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_compiled_code_is_left", "second")
-def test_blocks_save_less_with_the_value_that_was_chosen() -> None:
-    saved = []
-    for value in (1.0, None):
-        torch._dynamo.reset()
-        memkit.reset("inside")
-        if value is not None:
-            with config.patch(activation_memory_budget=value):
-                _step(model := _model("call"), nullcontext())
-        else:
-            model = _model("call")
-        _step(model, _budget(ReferenceDevice(), "1GiB"))
-        saved.append(memkit.stats("inside").saved_bytes)
-
-    assert saved[1] < saved[0]
-
-
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize("what", ["compiled before", "chosen by the user", "a share", "not to be traced"])
 @pytest.mark.slow
