@@ -13,8 +13,7 @@ Learning:
 
 - `state`: what a tag remembers
 - `limits`: the budget, and how much of it a step may allocate
-- `meter`: measures a step: the allocator's peak at each op, and seconds
-- `observed`: turns a measured step into the trace that is planned from, and predicts steps that have no plan yet
-- `learned`: measurements and plans of one kind of step
-- `learning`: those of all kinds, how fast copies are, and how well plans predict
+- `meter`: measures a step: the allocator's peak at each op, and seconds; turns it into the trace that is planned from, and
+  predicts steps that have no plan yet
+- `learning`: measurements and plans of each kind of step, how fast copies are, and how well plans predict
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.budgeting.inside import Room
-from memkit.activations.budgeting.learned import PlannedDecider
+from memkit.activations.budgeting.learning import PlannedDecider
 from memkit.activations.budgeting.limits import ComingStates, StepPeak
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
@@ -41,9 +41,9 @@ from memkit.recording.recorder import Recorder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memkit.activations.budgeting.learned import Planned
+    from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.limits import Limits
-    from memkit.activations.budgeting.observed import Foresight
+    from memkit.activations.budgeting.meter import Foresight
     from memkit.activations.budgeting.state import BudgetState
     from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
     from memkit.activations.offloading.scheduled import ScheduledForward

@@ -19,7 +19,7 @@ from memkit.errors import HostMemoryError
 from memkit.plan import Action
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learned import Planned, PlannedMoments
+    from memkit.activations.budgeting.learning import Planned, PlannedMoments
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts

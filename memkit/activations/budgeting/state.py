@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memkit.activations.budgeting.inside import InsideBudgets
-from memkit.activations.budgeting.learned import Planned
-from memkit.activations.budgeting.learning import Learning
+from memkit.activations.budgeting.learning import Learning, Planned
 from memkit.activations.budgeting.limits import ComingStates
-from memkit.activations.budgeting.observed import Foresight
+from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.saved.state import RematState, States, remat_states
 
 if TYPE_CHECKING:

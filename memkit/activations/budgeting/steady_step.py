@@ -29,7 +29,7 @@ from memkit.recording.recorded import OpClass
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
-    from memkit.activations.budgeting.learned import Planned
+    from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.saved.traces import SeenSave
     from memkit.device import Device

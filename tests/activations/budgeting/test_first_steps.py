@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.budgeting import budget_stage as steady_stage
-from memkit.activations.budgeting.observed import Foresight
+from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice, open_device
 from memkit.recording.replay import Replay

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.budgeting import learning
-from memkit.activations.budgeting.observed import Foresight
+from memkit.activations.budgeting.meter import Foresight
 from memkit.device import ReferenceDevice
 from memkit.plan import StepTrace
 from tests.activations.chains import UNIT_BYTES, leaf_on
