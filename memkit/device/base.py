@@ -38,10 +38,8 @@ class MemoryCounter(ABC):
         """Return the most bytes that the allocator held from the device since the last `reset_peak`; None without one."""
 
     def capacity_bytes(self) -> int | None:
-        """Return the most bytes that this process could have allocated at once, as far as others leave room now.
-
-        None if that is not known.
-        """
+        """Return the most bytes that this process could have allocated at once, as far as others leave room; None if not
+        known."""
         return None
 
     @abstractmethod
@@ -65,11 +63,8 @@ class Event(ABC):
         """Tell whether all work recorded before the event is done. Does not wait for it."""
 
     def recorded(self) -> Event:
-        """Return the event as the device has recorded it: itself, unless another thread is yet to do so.
-
-        Whatever a device is asked to wait for, it asks for this first. The host waits for such a thread; if that has failed,
-        its error is raised here.
-        """
+        """Return the event as the device has recorded it: itself, unless another thread is yet to do so. A device asks for this
+        first before it waits for an event. The host waits for such a thread; if that has failed, its error is raised here."""
         return self
 
 
@@ -113,10 +108,8 @@ class CopyBatch:
         self.num_storages = len({piece.index for piece in pieces})
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        """Put the copies on their stream, behind all work that the current stream has, and behind those of another batch.
-
-        As for `Device.copy`, the storages must stay alive until `done` was waited for.
-        """
+        """Put the copies on their stream, behind all work that the current stream has, and behind those of another batch. The
+        storages must stay alive until `done` was waited for."""
         device, stream = self.device, self.stream
         self.waited = None
         self.started = device.record_event()

@@ -59,10 +59,7 @@ def _measure(device: Device) -> Ceilings:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> float:
-    """Return the floating-point operations of an op, two for each multiply-add; 0 where they are not known.
-
-    Source: `torch.utils.flop_counter.flop_registry`.
-    """
+    """Return the floating-point operations of an op, two for each multiply-add; 0 where `flop_registry` does not know them."""
     count = flop_registry.get(getattr(func, "overloadpacket", None))
     if count is None:
         return 0.0
@@ -73,8 +70,8 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results:
 
 
 def measure_flops(device: Device, dtype: torch.dtype) -> float | None:
-    """Return the floating-point operations per second of a large matrix product of values that are not zeros; None where the
-    device cannot multiply in that dtype."""
+    """Return the FLOPs per second of a large matrix product, not of zeros; None where the device cannot multiply in that
+    dtype."""
     dim = _MATRIX_DIM.get(device.torch_device.type, 256)
     try:
         matrix = (torch.arange(dim * dim, device=device.torch_device) % 251).sub(125).div(125).to(dtype).view(dim, dim)

@@ -75,8 +75,8 @@ class CudaEvent(Event):
 
 @functools.cache
 def _bindings() -> Any:
-    """Return CUDA's runtime as Python calls it directly, at a fraction of what torch's objects cost the host; None where
-    `cuda.bindings`, which torch's CUDA builds bring along, is missing."""
+    """Return CUDA's runtime as Python calls it directly, at a fraction of the cost of torch's objects; None without
+    `cuda.bindings`, which torch's CUDA builds bring along."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped]
     except ImportError:
@@ -90,11 +90,9 @@ def _copy_kind(is_out: bool) -> Any:
 
 
 class CudaCopyBatch(CopyBatch):
-    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that.
-
-    While a dispatch mode is on, as CUDA's stream sanitizer is, all goes through torch, so that the mode hears of it. So it does
-    while another device is the current one: to CUDA the default stream is then that device's.
-    """
+    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that. All goes through torch
+    while a dispatch mode is on, as CUDA's stream sanitizer is, so that the mode hears of it; and while another device is the
+    current one, whose default stream CUDA would take."""
 
     _takes_batches = True
 
@@ -206,10 +204,8 @@ def _unsupported() -> tuple[Any, ...]:
 
 
 class CudaMemoryCounter(MemoryCounter):
-    """The counters of PyTorch's caching allocator.
-
-    There is one set per device: `reset_peak` also resets what `torch.cuda.max_memory_allocated` reports to all others.
-    """
+    """The counters of PyTorch's caching allocator, one set per device: `reset_peak` also resets
+    `torch.cuda.max_memory_allocated`."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device

@@ -61,27 +61,6 @@ WRITES = "an op in it writes to what was there before"
 
 
 class NotedCall:
-    __slots__ = (
-        "_drawn",
-        "_first",
-        "_given",
-        "_is_rewritten",
-        "_is_sharded",
-        "_made",
-        "_state",
-        "_weights",
-        "inputs",
-        "module",
-        "name",
-        "needs_grad",
-        "number",
-        "parent",
-        "shapes",
-        "stop",
-        "why_no_part",
-        "why_not",
-    )
-
     def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
         self.module = weakref.ref(module)
         self.name, self.number, self.parent = name, number, parent
@@ -254,9 +233,7 @@ def _is_own(value: int, recording: Recording) -> bool:
 
 
 def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
-    if is_lazy(tensor):
-        return True  # what it will be is made in this call
-    if not is_range_of_bytes(tensor):
+    if is_lazy(tensor) or not is_range_of_bytes(tensor):  # a lazy one is made in this call
         return True
     storage = _storage_of(tensor)
     value = None if storage is None else recording.find(storage)
@@ -346,8 +323,6 @@ class SpanCall:
 
 
 class _NotedSpan(NotedCall):
-    __slots__ = ("_calls",)
-
     def __init__(self, whole: NotedCall, name: str, parent: int, calls: Sequence[NotedCall], recording: Recording) -> None:
         first, last = calls[0], calls[-1]
         self._calls = calls

@@ -129,12 +129,8 @@ class Arena:
 
     @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Allocate spans that are each pinned as one range, so that a single copy may cover any part; all are pinned side by
-        side.
-
-        They are always new memory, in whole pages: for what is kept long. Where this arena goes on with memory that is not
-        pinned, they are one range each as well.
-        """
+        """Allocate spans that are each pinned as one range (or are one, where this arena goes on without pins), so that a
+        single copy may cover any part; all side by side. They are always new memory, in whole pages: for what is kept long."""
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
@@ -148,10 +144,8 @@ class Arena:
         return spans
 
     def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
-        """Return what `take` allocates, so many bytes in all; where the system does not pin them, of memory that is not pinned.
-
-        The memory comes before staging buffers: without room for both, there are no buffers.
-        """
+        """Return what `take` allocates, so many bytes in all; where the system does not pin them, of memory that is not pinned,
+        and then staging buffers, if there is room for both."""
         try:
             return take()
         except PinError as error:
@@ -195,10 +189,9 @@ class Arena:
 
     @_mended
     def give(self, span: Span, last_use: Event | None = None) -> None:
-        """Free a span. Its bytes mean nothing any more, once `last_use` is reached.
-
-        `Device.note_host_free` hears of it now, or when the bytes are taken again after that. It never hears of bytes that a
-        copy may still read: who takes those is told by `Span.free_events`."""
+        """Free a span. Its bytes mean nothing any more, once `last_use` is reached. `Device.note_host_free` hears of it now, or
+        when the bytes are taken again after that, but never of bytes that a copy may still read: `Span.free_events` tells who
+        takes those."""
         assert self.has(span), "a span was given back twice, or to another arena"
         if last_use is not None:
             self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
@@ -248,11 +241,8 @@ class Arena:
 
     @_mended
     def close(self) -> None:
-        """Give all memory back. No span may be in use.
-
-        Does not wait: what a copy may still read goes back with the next call, or with the arena itself. Only copies from and
-        to memory that is not pinned are waited for.
-        """
+        """Give all memory back; no span may be in use. What a copy may still read goes back with the next call, or with the
+        arena itself. Only copies from and to memory that is not pinned are waited for."""
         assert set(self._spans.values()) <= set(self._buffer_spans), "an arena was closed while spans of it were in use"
         if self._staging is not None:
             self._staging.close()

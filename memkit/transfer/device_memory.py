@@ -25,11 +25,8 @@ class MemoryHolder(Protocol):
 
 
 class DeviceMemory:
-    """The holders of a device's memory, and how much each has.
-
-    Weights, activations and states of the model are not counted, only buffers that they pass through. A `MemoryBudget` can move
-    none of these, and says how much they are when a budget can't be kept to.
-    """
+    """The holders of a device's memory, and how much each has: only buffers that weights, activations and states pass through.
+    A `MemoryBudget` can move none of these, and says how much they are when a budget can't be kept to."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -23,8 +23,6 @@ from memkit.transfer.host_memory import Gaps, Range, Span
 
 
 class DiskTransfer:
-    __slots__ = ("_begin", "_next", "_num_moving", "blocks", "error", "is_beginning", "is_read", "is_told", "move", "what")
-
     def __init__(
         self,
         what: str,
@@ -166,8 +164,6 @@ class DiskThreads(DiskQueue):
 
 class DiskCopy:
     """The copy of a chunk on disk. `DiskStore.add` makes it."""
-
-    __slots__ = ("name", "num_bytes", "places", "transfer")
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes

@@ -37,15 +37,8 @@ class DiskBlock:
 
 
 def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
-    """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file.
-
-    What is left at the end that fills no page is a block of its own, so that all others may be aligned.
-
-    Example:
-        >>> import torch
-        >>> [block.num_bytes for block in cut_in_blocks([(0, 12288)], [torch.zeros(9000, dtype=torch.uint8)])]
-        [8192, 808]
-    """
+    """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file. The rest at the end
+    that fills no page is a block of its own, so that all others may be aligned."""
     memories = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
     total = sum(len(memory) for _, memory in memories)
     whole = total // DISK_PAGE_BYTES * DISK_PAGE_BYTES

@@ -115,10 +115,8 @@ def refusal_of(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
 
 
 def container_room_bytes() -> int | None:
-    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None if they set no limit.
-
-    Files that are cached and not in use count as room: the kernel drops them first.
-    """
+    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None without limits. Cached files
+    that are not in use count as room: the kernel drops them first."""
     rooms = []
     for line in _lines(OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
@@ -158,11 +156,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first.
-
-    `pieces` are its bytes, in order: tensors of dtype uint8, cut where pinned segments meet, since one copy must not cross such
-    an edge. Work that writes to the span waits for `free_events` first: copies that may still read what was there before.
-    """
+    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first. `pieces`
+    are its bytes in order, of dtype uint8, cut where pinned segments meet: one copy must not cross such an edge. Work that
+    writes to the span waits for `free_events` first: copies that may still read what was there before."""
 
     offset: int
     num_bytes: int
@@ -242,11 +238,8 @@ class Segment:
 
 
 class PinnedSegments:
-    """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it.
-
-    As [Note: interrupted arena] in `memkit.transfer.arena` has it, a segment is noted before it is pinned and until it is
-    unpinned. After a call that was broken off, `mend` does the rest.
-    """
+    """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it. A segment
+    is noted before it is pinned and until it is unpinned: see [Note: interrupted arena] in `memkit.transfer.arena`."""
 
     def __init__(self, device: Device) -> None:
         self.all: list[Segment] = []

@@ -152,10 +152,7 @@ class Lanes:
         return all(other.bring_until(use_order) for other in tuple(self.prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
-        """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
-
-        The storage may be larger than the span: its first bytes are copied.
-        """
+        """Copy the first bytes of a storage into a span, once `after` is reached and the span's last users are done with it."""
         return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event], start: int = 0) -> Transfer:
@@ -204,11 +201,8 @@ class Lanes:
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
     def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
-        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`. Return an event that is reached
-        then.
-
-        It costs the host less than `copy`, since it cannot be timed.
-        """
+        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return an event that is reached
+        then. It costs the host less than `copy`, since it cannot be timed."""
         device, lane = self._device, self.out if is_out else self.back
         for event in after:
             device.wait_event(lane, event)

@@ -51,14 +51,10 @@ class PromisedEvent(Event):
 
 
 class Staging:
-    """Copies from and to host memory that is not pinned, beside the work of the host.
-
-    A copy to the device: a thread fills one buffer after the other, and puts the copy of each on the lane. The host memory was
-    read when the event is recorded. A copy to the host: the thread also waits for each buffer to be full, and empties it. The
-    host memory was written when the event is recorded, not only when it is reached.
-
-    Until `add_buffers`, copies go straight between the device and such memory, and the threads wait for each of them.
-    """
+    """Copies from and to host memory that is not pinned, beside the work of the host. To the device, a thread fills one buffer
+    after the other and puts the copy of each on the lane; when the event is recorded, the host memory was read. To the host,
+    the thread also waits for each buffer to be full, and empties it; when the event is recorded, not only when it is reached,
+    the host memory was written. Until `add_buffers`, copies go straight, and the threads wait for each of them."""
 
     def __init__(self, device: Device) -> None:
         self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}

@@ -39,18 +39,13 @@ class _Lent(NamedTuple):
 class MeteredUnpacker:
     def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
         self._unpacker, self._meter = unpacker, meter
+        self.lend, self.change = unpacker.lend, unpacker.change
 
     def unpack(self, handle: Handle) -> Tensor:
         self._meter.begin_request()
         tensor = self._unpacker.unpack(handle)
         self._meter.end_request()
         return tensor
-
-    def lend(self, handle: Handle) -> torch.UntypedStorage:
-        return self._unpacker.lend(handle)
-
-    def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-        self._unpacker.change(record, storage, action)
 
 
 class PlannedForward(RecordedForward):
