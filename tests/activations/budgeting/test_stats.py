@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memkit
-from memkit.device import ReferenceDevice
+from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action, MemoryPlan
 from tests.activations.budgeting.plans import plan_of_one, planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
+from tests.activations.conftest import open_test_device
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 UNITS = [1, 2, 1, 3, 1, 1, 2, 1]
@@ -130,3 +133,59 @@ def test_another_budget_under_the_tag_is_another_plan() -> None:
         assert peaks.setdefault(budget, stats.predicted_peak_bytes) == stats.predicted_peak_bytes
     assert memkit.stats("several").num_plans == 3
     assert peaks[1.0] > peaks[0.6] > peaks[0.4]
+
+
+# The user's word, before a save and after it
+
+Word = Callable[[Tensor], Tensor]
+
+
+def _marked(x: Tensor, context: Callable[[], memkit.MemoryBudget], before: Sequence[Word], after: Sequence[Word]) -> Tensor:
+    with context():
+        y = x * 2
+        for word in before:
+            word(y)
+        z = y.sin()
+        for word in after:
+            word(y)
+        loss = z.exp().cos().sum()
+    del y, z
+    loss.backward()
+    grad, x.grad = x.grad, None
+    return grad
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "out", "back", "again"),
+    [
+        ((memkit.offload,), (), 1, 1, 0),
+        ((memkit.recompute,), (), 0, 0, 1),
+        ((memkit.keep,), (), 0, 0, 0),
+        ((memkit.offload, memkit.keep), (), 0, 0, 0),
+        ((memkit.recompute, memkit.offload), (), 1, 1, 0),
+        ((memkit.offload,), (memkit.recompute,), 1, 0, 1),
+        ((memkit.offload,), (memkit.offload,), 1, 1, 0),
+        ((memkit.offload,), (memkit.keep,), 1, 0, 0),
+    ],
+)
+def test_the_last_word_counts(
+    before: Sequence[Word], after: Sequence[Word], out: int, back: int, again: int, device: Device
+) -> None:
+    x = torch.linspace(0, 1, 64, device=device.torch_device).requires_grad_()
+    for _ in range(3):
+        _marked(x, lambda: memkit.MemoryBudget("1GiB", "last", min_bytes=0, device=device), before, after)
+        stats = memkit.stats("last")
+
+        assert (stats.num_copies_out, stats.num_copies_in, stats.num_replays) == (out, back, again)
+
+
+def test_of_what_is_asked_to_leave_no_more_than_one_is_on_the_device_when_the_forward_ends() -> None:
+    device = open_test_device("late")
+    x = leaf_on(device.torch_device)
+    for _ in range(4):
+        with memkit.MemoryBudget("1GiB", "gone", min_bytes=0, device=device):
+            y = x
+            for _ in range(6):
+                y = memkit.offload(y.clone()).sin()
+        assert memkit.stats("gone").live_bytes == UNIT_BYTES
+        y.sum().backward()
