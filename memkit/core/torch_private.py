@@ -167,20 +167,12 @@ _CONTEXTS = (_OFFLOAD, _REMAT, _LAYERS)
 _ALL = (*_CONTEXTS, _PROFILE)
 
 
-def _of(symbol: str, purpose: str, *features: Feature) -> PrivateName:
-    return PrivateName(symbol, purpose, features)
+def _of(symbol: str, purpose: str, *features: Feature, kind: Kind = Kind.VALUE, sample: str = "") -> PrivateName:
+    return PrivateName(symbol, purpose, features, kind, sample)
 
 
-def _field(symbol: str, purpose: str, *features: Feature, sample: str = "") -> PrivateName:
-    return PrivateName(symbol, purpose, features, Kind.FIELD, sample)
-
-
-def _setter(symbol: str, purpose: str, *features: Feature) -> PrivateName:
-    return PrivateName(symbol, purpose, features, Kind.SETTER)
-
-
-def _instance_field(symbol: str, purpose: str, *features: Feature) -> PrivateName:
-    return PrivateName(symbol, purpose, features, Kind.INSTANCE_FIELD)
+_field, _setter = functools.partial(_of, kind=Kind.FIELD), functools.partial(_of, kind=Kind.SETTER)
+_instance_field = functools.partial(_of, kind=Kind.INSTANCE_FIELD)
 
 
 _AUTOGRAD = "torch._C._autograd"
