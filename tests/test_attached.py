@@ -66,37 +66,20 @@ def test_takes_off_what_modules_inside_have() -> None:
         handle.remove()  # does nothing
 
 
-def test_leaves_the_modules_around_alone() -> None:
-    model = _mlp()
+def test_where_nothing_is_attached_it_says_so() -> None:
+    model, removed = _mlp(), _mlp()
     _attach(model)
-    with pytest.raises(ValueError, match="found none on this Sequential, nor on a module in it"):
-        memkit.detach(model[0])
+    _attach(removed, "removed").remove()
+    for other in (model[0], copy.deepcopy(model), removed):
+        with pytest.raises(
+            ValueError, match=r"found none on this Sequential, nor on a module in it\. Pass the model that memkit"
+        ):
+            memkit.detach(other)
+    with pytest.raises(TypeError, match=r"detach needs a torch\.nn\.Module; found str"):
+        memkit.detach("model")
 
     _grads(model)
     assert _num_iterations("attached") == 1
-
-
-def test_copy_of_a_model_has_nothing_to_detach() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    memkit.attach(model, memkit.CPUOffload(1.0, "attached", min_bytes=0))
-    with pytest.raises(ValueError, match="found none on this Sequential"):
-        memkit.detach(copy.deepcopy(model))
-
-    assert _num_hooks(model) > 0
-    memkit.detach(model)
-    assert _num_hooks(model) == 0
-
-
-def test_removed_handle_leaves_nothing_to_detach() -> None:
-    model = _mlp()
-    _attach(model).remove()
-    with pytest.raises(ValueError, match=r"Pass the model that memkit\.attach or memkit\.LayerOffload was given"):
-        memkit.detach(model)
-
-
-def test_takes_a_module() -> None:
-    with pytest.raises(TypeError, match=r"detach needs a torch\.nn\.Module; found str"):
-        memkit.detach("model")
 
 
 def test_second_attach_says_to_detach() -> None:

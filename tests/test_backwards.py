@@ -48,7 +48,12 @@ def _note(told: list[Any], ends: set[backwards.BackwardEnd]) -> Any:
 @pytest.mark.parametrize("fails", [False, True])
 def test_ends_are_among_those_to_come_until_they_are_told(fails: bool) -> None:
     told, ends, seen = list[Any](), set[backwards.BackwardEnd](), list[int]()
-    functions = [lambda: seen.append(len(ends)), _note(told, ends)]
+
+    def look() -> None:
+        backwards.join(ends)  # nobody waits within a backward for itself
+        seen.append(len(ends))
+
+    functions = [look, _note(told, ends)]
     if fails:
         with pytest.raises(ArithmeticError):
             _backward_at(_fail, *functions)
@@ -129,19 +134,6 @@ def test_interrupts_traceback_keeps_no_backward_from_being_over(monkeypatch: pyt
     backwards.join(ends)
     assert told == [True]
     del held
-
-
-def test_nobody_waits_within_a_backward_for_itself() -> None:
-    ends, joined = set[backwards.BackwardEnd](), []
-
-    def waits() -> None:
-        backwards.on_end(lambda _: None, among=ends)
-        backwards.join(ends)
-        joined.append(len(ends))
-
-    At.apply(torch.ones(1, requires_grad=True), waits).sum().backward()  # type: ignore[no-untyped-call]
-
-    assert (joined, ends) == ([1], set())
 
 
 def test_backward_within_another_leaves_that_one_alone() -> None:

@@ -69,7 +69,11 @@ def test_compiled_modules_are_found_once_and_not_within_others() -> None:
     ],
 )
 def test_module_that_is_kept_from_being_compiled_is_not(make: Callable[[nn.Module], nn.Module]) -> None:
-    assert not is_compiled(make(Block()))
+    made = make(Block())
+
+    assert not is_compiled(made)
+    with pytest.raises(ValueError, match=rf"needs a module that torch\.compile runs; found {type(made).__name__}"):
+        around_compiled(HookSet(), made, lambda *_: None)
 
 
 def test_run_is_called_in_place_of_the_code(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
@@ -95,6 +99,10 @@ def test_run_is_called_in_place_of_the_code(compile_block: Callable[[nn.Module, 
     assert frames_of_memkit() == []
 
 
+def _interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_attributes_are_as_before(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
     module = compile_block(Block(), Backend())
     before = dict(vars(module))
@@ -103,6 +111,10 @@ def test_attributes_are_as_before(compile_block: Callable[[nn.Module, Backend], 
         around_compiled(hooks, module, lambda _, code, args, kwargs: code(*args, **kwargs))
     assert vars(module) != before
 
+    with HookSet() as hooks:
+        around_compiled(hooks, module, _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            module(torch.randn(3, 4))
     first.remove()  # not the last that was set
     assert vars(module) != before
     module(torch.randn(3, 4))
@@ -110,18 +122,6 @@ def test_attributes_are_as_before(compile_block: Callable[[nn.Module, Backend], 
     second.remove()
 
     assert vars(module) == before
-
-
-def test_exception_passes_through(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
-    module = compile_block(Block(), Backend())
-
-    def run(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with HookSet() as hooks:
-        around_compiled(hooks, module, run)
-        with pytest.raises(KeyboardInterrupt):
-            module(torch.randn(3, 4))
 
 
 def test_copy_is_without_it(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
@@ -138,11 +138,6 @@ def test_copy_is_without_it(compile_block: Callable[[nn.Module, Backend], nn.Mod
     copied(torch.randn(3, 4))
 
     assert calls == []
-
-
-def test_module_that_is_not_compiled_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"needs a module that torch\.compile runs; found Block"):
-        around_compiled(HookSet(), Block(), lambda *_: None)
 
 
 def test_in_the_trace_of_what_is_compiled_around_it_runs_as_it_is() -> None:

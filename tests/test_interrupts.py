@@ -12,7 +12,7 @@ from memkit.core.hooks import HookSet
 from memkit.core.kept import KeptHandle
 from memkit.device import ReferenceDevice
 from memkit.transfer.lanes import lanes_of
-from tests.interrupts import count_lines, hooks_around, interrupt, interrupts, spread
+from tests.interrupts import count_lines, hooks_around, interrupt, interrupts
 
 
 class Dies:
@@ -96,11 +96,6 @@ def test_blocks_are_not_kept_from_their_exit() -> None:
     places = list(interrupts(lambda: lanes_of(device), 100, prepare=lambda: lanes_of(device)))
 
     assert [place.split(": ")[1] for place in places] == ["with _lock:", "if device not in _lanes:", "return _lanes[device]"]
-
-
-def test_spread_covers_a_step_evenly() -> None:
-    assert spread(100, 4) == [12, 37, 62, 87]
-    assert spread(3, 60) == [0, 1, 2]
 
 
 def test_hooks_that_are_left_show() -> None:

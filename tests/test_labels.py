@@ -21,10 +21,13 @@ def _labels(context: object, units: list[int]) -> set[str]:
     return {event.name for event in trace.events() if event.name.startswith("memkit::")}
 
 
-def test_copies_and_waits_are_in_a_trace() -> None:
-    context = memkit.CPUOffload(1.0, "traced", min_bytes=0, window_bytes=0, device=ReferenceDevice())
+def test_copies_waits_and_replays_are_in_a_trace() -> None:
+    device = ReferenceDevice()
+    offload = memkit.CPUOffload(1.0, "traced", min_bytes=0, window_bytes=0, device=device)
+    remat = memkit.Rematerialize(2 * UNIT_BYTES, "replayed", policy="dtr", min_bytes=0, device=device)
 
-    assert _labels(context, [1] * 6) == {"memkit::evict", "memkit::fetch", "memkit::wait"}
+    assert _labels(offload, [1] * 6) == {"memkit::evict", "memkit::fetch", "memkit::wait"}
+    assert _labels(remat, [1] * 6) == {"memkit::replay"}
 
 
 def test_a_label_asks_for_names_only_where_a_profiler_runs() -> None:
@@ -43,12 +46,6 @@ def test_a_label_asks_for_names_only_where_a_profiler_runs() -> None:
         pass
 
     assert "memkit::step (a to b)" in {event.name for event in trace.events()}
-
-
-def test_replays_are_in_a_trace() -> None:
-    context = memkit.Rematerialize(2 * UNIT_BYTES, "traced", policy="dtr", min_bytes=0, device=ReferenceDevice())
-
-    assert _labels(context, [1] * 6) == {"memkit::replay"}
 
 
 @pytest.mark.parametrize("kind", ["offload", "remat"])

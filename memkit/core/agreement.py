@@ -20,18 +20,10 @@ _FINE = torch.iinfo(torch.int64).max
 def together(
     work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str, feature: str = "shard"
 ) -> _Value:
-    """Run something on every rank of the default group; return its result on this rank, once all ranks are done.
-
-    Args:
-        work: the function. It may raise on some ranks. If it communicates, it must call `agree` before each communication.
-        describe: returns the parts of the result that must be the same on all ranks, compared by `repr`.
-        doing: what the work is, for errors.
-        feature: the function of memkit that does it, for errors.
-
-    Raises:
-        ShardError: it raised on another rank, or the results differ, or a rank didn't come this far.
-        Exception: the exception raised on this rank.
-    """
+    """Run `work` on every rank of the default group; return its result on this rank, once all ranks are done. The parts of the
+    results that `describe` returns must be the same on all ranks, by `repr`. If `work` communicates, it must call `agree`
+    before. Raises what was raised on this rank, or ShardError if another rank has raised, the results differ, or a rank didn't
+    come this far."""
     value: _Value | None = None
     raised: Exception | None = None
     digest = 0
@@ -47,17 +39,8 @@ def together(
 
 
 def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, feature: str) -> None:
-    """Wait until every rank of the default group is here, and raise on all of them if one passes an exception.
-
-    Args:
-        raised: the exception on this rank, if there is one.
-        digest: a number of 62 bits that must be the same on all ranks.
-        doing, feature: as in `together`.
-
-    Raises:
-        ShardError: another rank has passed an exception or another digest, or didn't come this far.
-        Exception: the one that was passed.
-    """
+    """Wait until every rank of the default group is here. Raise on all of them if one passes an exception, or another digest
+    (of 62 bits), or doesn't come this far: its own exception on that rank, a ShardError on the others."""
     rank = dist.get_rank()
     try:
         _wait_for_all()
@@ -91,7 +74,6 @@ def _digest(items: Iterable[object]) -> int:
 
 
 def _device() -> torch.device:
-    """Return the device of the group's collectives: the CPU if possible."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     if "cpu" in backends:
         return torch.device("cpu")

@@ -28,13 +28,9 @@ _POLL_S, _MOST_S = 1e-4, 60.0
 
 
 class BackwardEnd:
-    """Tells when a backward is over: see `on_end`.
-
-    The engine calls its callbacks when a backward has succeeded, and drops them when it, or one of them, has failed. It alone
-    holds a reference to this one, so that the death of the callback means a failure.
-
-    Source: DistributedDataParallel, which queues its callback the same way.
-    """
+    """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, and drops them
+    when it, or one of them, has failed. It alone holds this one, so the death of the callback means a failure. Source:
+    DistributedDataParallel, which queues its callback the same way."""
 
     __slots__ = ("_among", "_held", "_hook", "_lock")
 
@@ -55,12 +51,9 @@ class BackwardEnd:
         return self._hook is None or self._held() is None
 
     def join(self) -> bool:
-        """Make this thread wait until the backward is over and no thread is in the hook. If an interrupt has kept that from
-        being called, it is not called any more. Within a backward, which may be this one, nothing is waited for.
-
-        Returns:
-            Whether the backward is over. See [Note: backwards that have failed and are not over].
-        """
+        """Make this thread wait until the backward is over and no thread is in the hook; return whether it is over. A hook that
+        an interrupt has kept from being called is not called any more. Within a backward, which may be this one, nothing is
+        waited for."""
         if torch_private.backward_task() != -1:
             return self.is_over
         most_s = time.monotonic() + _MOST_S
@@ -85,20 +78,14 @@ class BackwardEnd:
 
 
 def on_end(hook: Callable[[bool], None], *, among: set[BackwardEnd] | None = None) -> BackwardEnd:
-    """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is.
-
-    If `hook(False)` raises, the backward fails with that error, and `hook(True)` is called as well, to finish the clean-up.
-
-    Args:
-        hook: what to call.
-        among: what the end is in until the hook was called: see `join`.
-    """
+    """Call `hook(has_failed)` once the backward that runs in this thread is over. If `hook(False)` raises, the backward fails
+    with that error, and `hook(True)` is called as well, to finish the clean-up."""
     return BackwardEnd(hook, among)
 
 
 def pass_through(torch_device: torch.device) -> None:
-    """Run a backward of a tensor on a device within the one that runs: once it is over, the engine's thread for the device has
-    come to the end of the node that it was at. The engine puts a backward within another ahead of what that has yet to run."""
+    """Run a backward of a tensor on a device within the one that runs: the engine puts it ahead of all else, so once it is
+    over, the engine's thread for the device has ended the node that it was at."""
     with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device=torch_device, requires_grad=True)
         torch.autograd.grad(leaf.clone(), leaf)
@@ -113,14 +100,9 @@ _IS_OUTPUT = "memkit.output"
 
 
 def before(outputs: object, hook: Callable[[object], None]) -> bool:
-    """Call `hook(gradients)` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or
-    tensors in tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
-
-    A tensor that was already among the outputs of an earlier call of this function keeps the hook of that call alone.
-
-    Returns:
-        Whether there is any such tensor.
-    """
+    """Call `hook(gradients)` each time autograd has a gradient of one of the tensors in `outputs`, a pytree; return whether
+    there is any. The graph keeps the hook. A tensor that was among the outputs of an earlier call keeps the hook of that
+    call."""
     is_any = False
     tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
     for tensor in tensors:
@@ -135,9 +117,6 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
 
 
 def gradient_node(parameter: Tensor) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now.
-
-    Source: `torch.autograd.graph.get_gradient_edge`.
-    """
+    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now."""
     with torch.enable_grad(), torch_private.without_dispatch_modes():
         return torch.autograd.graph.get_gradient_edge(parameter).node

@@ -19,8 +19,6 @@ from memkit.core.torch_state import leave_untraced
 
 
 class Ending(Enum):
-    """How a call ended."""
-
     RETURNED = "returned"
     RAISED = "raised"
     """With an exception, such as that by which a checkpoint stops once it has recomputed all it needs. No code of the caller's
@@ -53,10 +51,8 @@ class Claims:
         self.calls: list[Call] = []
 
     def are_going_on(self) -> bool:
-        """Tell whether that thread, which may have died, has calls on its stack: an interrupt leaves some behind that are not.
-
-        It runs on meanwhile, and a stack that is walked then may seem to end too soon; so that is done several times.
-        """
+        """Tell whether that thread, which may have died, has calls on its stack: an interrupt may have left some that are not.
+        A stack that is walked while its thread runs may seem to end too soon, so this looks several times."""
         return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
 
     def _are_on_stack(self) -> bool:
@@ -80,11 +76,6 @@ class Calls(threading.local):
         return len(self._calls)
 
     def begin(self, module: nn.Module, *, depth: int) -> Call:
-        """Note a call.
-
-        Args:
-            depth: how many frames above this function's the module is called.
-        """
         frame = sys._getframe(depth + 1)
         if self._calls:
             last, caller = self._calls[-1].frame, frame
@@ -97,14 +88,11 @@ class Calls(threading.local):
         return call
 
     def cancel(self, call: Call) -> None:
-        """Forget a call that is still under way: its end will not be noted."""
         self._calls.remove(call)
 
     def claim(self, claims: Claims) -> bool:
-        """Try to make this thread the one that has calls under way. Return False while another thread has some.
-
-        To be called within such a call: the claim lasts as long as it does.
-        """
+        """Make this thread the one that has calls under way, for as long as its current call lasts; False while another thread
+        has some."""
         with claims.lock:
             if claims.calls is not self._calls:
                 if claims.are_going_on():
@@ -115,15 +103,10 @@ class Calls(threading.local):
             return True
 
     def is_last(self, module: nn.Module) -> bool:
-        """Tell whether the innermost call is of this module."""
         return bool(self._calls) and self._calls[-1].module is module
 
     def end(self, module: nn.Module, *, depth: int) -> None:
-        """End the innermost call of a module, which has returned or raised.
-
-        Args:
-            depth: how many frames above this function's the module is called.
-        """
+        """End the innermost call of a module, which has returned or raised."""
         if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
             call = self._calls[-1]
             try:  # as `_end_last` does
@@ -173,8 +156,8 @@ def _end(call: Call, ending: Ending) -> None:
 
 
 def _stack() -> set[FrameType]:
-    """Return the frames that are on the stack, without this one and the one that asks: a frame that held itself would keep what
-    all the others have in their hands until the garbage is collected."""
+    """Return the frames on the stack, without this one and the caller's: a frame that held itself would keep the others
+    alive."""
     stack = set[FrameType]()
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -225,7 +208,6 @@ leave_untraced(Around.__call__)
 
 
 def within(function: Any) -> Any:
-    """Return the function inside a wrapper, or the function itself."""
     while isinstance(function, Around):
         function = function.code
     return function

@@ -50,10 +50,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost compiled modules in a module, which may be the module itself.
-
-    With Dynamo loaded, this runs in each forward: each class is looked at once, and of each module only its own attributes.
-    """
+    """Yield the outermost compiled modules in a module, which may be the module itself. It runs in each forward with Dynamo
+    loaded: each class is looked at once, and of each module only its own attributes."""
     seen, plain, code = set[nn.Module](), set[type[nn.Module]](), torch_private.COMPILED_CALL
     waiting = [module]
     while waiting:
@@ -77,13 +75,8 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
-    """Call `run` in place of a compiled module's code, until the hooks are removed: see [Note: calls of compiled modules].
-
-    It runs just outside of that code, and is not compiled. A copy of the module doesn't have it.
-
-    Raises:
-        ValueError: the module is not compiled.
-    """
+    """Call `run` in place of a compiled module's code, just outside of it, until the hooks are removed: see [Note: calls of
+    compiled modules]. It is not compiled, and a copy of the module doesn't have it."""
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")
@@ -93,7 +86,6 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
 
 
 def code_of(module: nn.Module) -> Code | None:
-    """Return the function that runs a compiled module, without wrappers around it; None if it is not compiled."""
     place = _place_of_code(module)
     return None if place is None else within(getattr(module, place))
 
@@ -104,8 +96,7 @@ def is_seen_by_global_hooks(module: nn.Module) -> bool:
 
 
 def module_inside(module: nn.Module) -> nn.Module | None:
-    """Return the module that a `torch.compile(module)` wraps; None if this is no such wrapper. Calling a wrapper warns of
-    global hooks."""
+    """Return the module inside a `torch.compile(module)`, whose call warns of global hooks; None if this is no such wrapper."""
     dynamo = sys.modules.get(f"{torch_private.DYNAMO}.eval_frame")  # nothing is compiled where it is not loaded
     is_around = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return next(module.children()) if is_around else None
@@ -123,21 +114,17 @@ _asked = _Asked()
 
 
 def note_asked() -> None:
-    """Note that Dynamo was asked to compile something, and refuses because of a mode."""
     _asked.was_asked = True
     _asked.num_asked += 1
 
 
 def num_asked() -> int:
-    """Return how often that happened in this thread."""
     return _asked.num_asked
 
 
 def runs_as_it_is() -> bool:
-    """Tell whether the caller runs inside a function that was to be compiled, and runs op by op because of a mode.
-
-    Cheap if Dynamo was not asked to compile anything since the last answer.
-    """
+    """Tell whether the caller is in a function that was to be compiled, and runs op by op because of a mode. Cheap if Dynamo
+    was not asked to compile anything since the last answer."""
     if not _asked.was_asked:
         return False
     _asked.was_asked = in_compiled_function()
@@ -161,7 +148,5 @@ def _is_code(function: Any) -> bool:
 
 
 class _AroundCode(Around):
-    """Stands where a module's compiled code is called."""
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.code, memo)

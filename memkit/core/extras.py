@@ -18,25 +18,11 @@ _OLDEST = {
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs a library, wherever memkit itself was installed from.
-
-    Example:
-        >>> how_to_install("plotly")
-        'pip install "plotly>=5"'
-    """
+    """Return the command that installs a library, wherever memkit itself was installed from."""
     return f'pip install "{package}>={_OLDEST[package]}"' if package in _OLDEST else f"pip install {package}"
 
 
 def library(module: str, needing: str) -> Any:
-    """Import a module of another library.
-
-    Args:
-        module: its name.
-        needing: what needs it, for the error.
-
-    Raises:
-        ImportError: it cannot be imported; a ModuleNotFoundError where it is not installed.
-    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

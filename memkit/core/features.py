@@ -42,23 +42,15 @@ class NotCopied:
 
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
-    """Let `detach` find what is attached to a model, until `note_detached`.
-
-    Args:
-        owner: the attached object. It is held weakly.
-        is_on: called with the owner and a module; tells whether it is attached to that module.
-        take_off: called with the owner by `detach`.
-    """
+    """Let `detach` find what is attached to a model, until `note_detached`."""
     _attached[owner] = _Attached(is_on, take_off)
 
 
 def note_detached(owner: object) -> None:
-    """Forget an owner. It need not be known."""
     _attached.pop(owner, None)
 
 
 def attached_to(module: nn.Module) -> list[object]:
-    """Return all that is attached to a module itself, the oldest first."""
     return [owner for owner, attached in list(_attached.items()) if attached.is_on(owner, module)]
 
 
@@ -140,11 +132,7 @@ class Profiled(Exclusive):
 
 
 def refuse_in_profile(name: str) -> None:
-    """Raise if a model that is being profiled is about to enter a context that would hide saved tensors from the profile.
-
-    Raises:
-        ProfileError: it is.
-    """
+    """Raise if a model that is being profiled is about to enter a context that would hide saved tensors from the profile."""
     if _profiled.are_any():
         raise ProfileError(
             f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "

@@ -26,18 +26,13 @@ from memkit.core.torch_state import leave_untraced
 
 
 class RemovableHandle(Protocol):
-    """What torch's `register_*` functions return."""
-
     def remove(self) -> None: ...
 
 
 class StepHook:
-    """Calls `hook(optimizer)` before each step of every optimizer, once it is `set`, until it is removed or dropped.
-
-    torch refers to neither this nor the hook, so that they may belong to what they hold. If this is dropped within a step, what
-    torch has in their place does nothing and goes when the next is set: torch goes through all hooks of its kind there, and
-    fails if one goes meanwhile.
-    """
+    """Calls `hook(optimizer)` before each step of every optimizer, once `set`, until removed or dropped. torch refers to
+    neither, so they may belong to what they hold. What is left in torch when this is dropped within a step does nothing, and
+    goes when the next is set: torch fails if a hook goes while it calls them."""
 
     def __init__(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
         self.hook = hook
@@ -50,7 +45,6 @@ class StepHook:
         weakref.finalize(self, _remove_outside_of_steps, self._handle).atexit = False
 
     def remove(self) -> None:
-        """Have the hook be called no more, but not within a call of it. Calling this again does nothing."""
         if self._handle is not None:
             self._handle.remove()
 
@@ -94,10 +88,8 @@ def _remove_left() -> None:
 
 
 class _Untraced:
-    """Calls a hook so that Dynamo neither traces nor compiles it, nor what it calls.
-
-    `torch.compiler.disable` does the same, but loads Dynamo, which takes seconds even if nothing is ever compiled.
-    """
+    """Calls a hook so that Dynamo neither traces nor compiles it, nor what it calls: as `torch.compiler.disable`, which loads
+    Dynamo."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
@@ -109,8 +101,8 @@ class _Untraced:
 
 
 class _Uncopied(_Untraced):
-    """Such a hook that is not copied: in a copy of its module, or in a saved one, a hook is in its place that does nothing and
-    can be loaded without memkit."""
+    """Such a hook that a copy of its module, or a saved one, has not: in its place is one that does nothing and needs no
+    memkit."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (nullcontext(), "__exit__")
@@ -120,8 +112,8 @@ leave_untraced(_Untraced.__call__)
 
 
 class _WithKeywords:
-    """A global hook that gets keyword arguments; torch doesn't forget that when it removes the hook, so `remove` does. It is
-    held before it is set."""
+    """A global hook with keyword arguments, which torch doesn't forget when it removes the hook. It is held before it is
+    set."""
 
     handle: Any = None
 
@@ -155,14 +147,9 @@ class HookSet:
         with_kwargs: bool = False,
         is_copied: bool = True,
     ) -> None:
-        """Call `before(module, args)`, or `before(module, args, kwargs)`, before a module's other pre-hooks and `after(module,
-        args, output)` after its other hooks, or when the forward raises (with None for the output).
-
-        Both run as plain Python even if the module was compiled (`nn.Module.compile`). They are two frames below its call.
-
-        Args:
-            is_copied: whether a copy of the module, or one that is saved and loaded, calls copies of the hooks, or nothing.
-        """
+        """Call `before(module, args)`, or with kwargs, before a module's other pre-hooks and `after(module, args, output)`
+        after its other hooks, or with None when the forward raises. Both run as plain Python even if the module was compiled,
+        two frames below its call. Without `is_copied`, a copy of the module, or a saved one, calls nothing."""
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
@@ -174,8 +161,8 @@ class HookSet:
         self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
 
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(True, module, args)` just before the pre-hook that a library has set on a module, and `hook(False, module,
-        args)` just after it, as plain Python even if the module was compiled."""
+        """Call `hook(True, module, args)` just before the pre-hook that a library has set on a module, and `hook(False, ...)`
+        just after, as plain Python even if the module was compiled."""
         self._handles += [module.register_forward_pre_hook(_Untraced(partial(hook, begins))) for begins in (True, False)]
         handles: list[Any] = self._handles[-2:]
         hooks, (before, after) = handles[0].hooks_dict_ref(), [handle.id for handle in handles]
@@ -184,7 +171,6 @@ class HookSet:
             do_at_once(*(partial(hooks.move_to_end, it) for it in ((before, number, after) if is_theirs else (number,))))
 
     def add(self, handle: RemovableHandle) -> None:
-        """Remove this handle together with the hooks, in its order."""
         self._handles.append(handle)
 
     def put_outside(self) -> None:
@@ -195,17 +181,13 @@ class HookSet:
             after.hooks_dict_ref().move_to_end(after.id)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(module, args, kwargs, output)` after a module's other hooks, unless the forward raises. It runs as plain
-        Python even if the module was compiled."""
+        """Call `hook(module, args, kwargs, output)` after a module's other hooks, unless the forward raises, as plain
+        Python."""
         self._handles.append(module.register_forward_hook(_Untraced(hook), with_kwargs=True))
 
     def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
         """Call `hook()` each time the autograd engine is about to run `node`; the gradients pass through untouched."""
-
-        def pre_hook(_: tuple[Tensor, ...]) -> None:
-            hook()
-
-        self._handles.append(node.register_prehook(pre_hook))
+        self._handles.append(node.register_prehook(lambda _: hook()))
 
     def around_accumulation(
         self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
@@ -223,30 +205,24 @@ class HookSet:
         self._handles.append(parameter.register_hook(hook))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
-        """Call `hook()` before each step of an optimizer."""
-
-        def pre_hook(*_: Any) -> None:
-            hook()
-
-        self._handles.append(optimizer.register_step_pre_hook(pre_hook))
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: hook()))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call `hook(optimizer)` before each step of every optimizer, until these hooks are removed or dropped: torch refers to
-        neither them nor `hook`."""
+        """Call `hook(optimizer)` before each step of every optimizer, until these hooks are removed or dropped: see
+        `StepHook`."""
         held = StepHook(hook)
         self._handles.append(held)
         held.set()
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` before every forward, in all threads, and `after(module, args, kwargs, output)` after it,
-        or `after(module, args, None)` if it raises."""
+        """Call `before(module, args)` before every forward, in all threads, and `after(module, args, kwargs, output)`, or
+        `after(module, args, None)` if it raises, after it."""
         self.ahead_of_all_forwards(before)
         last = _WithKeywords()
         self._handles.append(last)
         last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
     def ahead_of_all_forwards(self, before: Callable[..., None]) -> None:
-        """Call `before(module, args)` before every forward, in all threads."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
 
     def remove(self) -> None:
@@ -293,11 +269,9 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks(AbstractContextManager[Any]):
-    """A context in which autograd passes each saved tensor to `pack`, and gets it back from `unpack`.
-
-    Only the innermost pair of such hooks runs. Compiled code calls them too; they are not compiled themselves. Source:
-    `torch.autograd.graph.saved_tensors_hooks`.
-    """
+    """A context in which autograd passes each saved tensor to `pack`, and gets it back from `unpack`, unless other hooks are
+    inside. Compiled code calls them too; they are not compiled themselves. Source:
+    `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(
         self,
@@ -375,8 +349,8 @@ def end_left() -> None:
 
 
 def _is_of_left(pair: HookPair) -> bool:
-    """Tell whether hooks inside of those of a context that is being left belong to a layer that an interrupt has left before:
-    they would pass on tensors to the context that are saved from now on."""
+    """Tell whether hooks above those being left belong to a layer that an interrupt has left: they would pass on later
+    tensors."""
     return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
 
 
@@ -391,7 +365,6 @@ _stacked = _Stacked()
 
 
 def stacked_owners() -> list[object]:
-    """Return the contexts of memkit that this thread is in, the innermost last."""
     return [hooks.owner for hooks in _stacked.hooks]
 
 
@@ -406,24 +379,21 @@ def name_of_hooks_around() -> str:
 
 
 def innermost_hooks() -> SavedTensorHooks | None:
-    """Return the innermost saved-tensor hooks, if a context of memkit has set them."""
     hooks = _stacked.hooks[-1] if _stacked.hooks else None
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
 
 
 def innermost_pair() -> HookPair | None:
-    """Return the innermost pair of saved-tensor hooks; None if there is none."""
     return torch_private.top_saved_tensor_hooks(True)
 
 
 def innermost_pack() -> Callable[[Tensor], object] | None:
-    """Return the innermost pack hook; None if there is none."""
     pair = innermost_pair()
     return None if pair is None else pair[0]
 
 
 def _packs_on_top() -> Iterator[tuple[Callable[[Tensor], object], SavedTensorHooks | None]]:
-    """Yield the innermost pack hook, with memkit's hooks that it belongs to; then the next outer one, as long as they are
+    """Yield the innermost pack hook and memkit's hooks that it belongs to; then the next outer one, as long as they are
     memkit's."""
     pair = innermost_pair()
     for hooks in (*reversed(_stacked.hooks), None):
@@ -442,11 +412,8 @@ def receiving_pack() -> Callable[[Tensor], object] | None:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` is checkpointing.
-
-    The non-reentrant kind shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on
-    the Python stack.
-    """
+    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` is checkpointing: the non-reentrant kind
+    shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on the Python stack."""
     if any(getattr(pack, "__module__", "") == torch_private.CHECKPOINT_HOOKS for pack, _ in _packs_on_top()):
         return True
     if torch.is_grad_enabled():

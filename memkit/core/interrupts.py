@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Mendable(Protocol):
@@ -83,30 +83,19 @@ class Blocks(threading.local):
         """Possibly with some that an interrupt kept from being removed: ask `are_any`."""
 
     def are_any(self) -> bool:
-        """Tell whether the thread is in one."""
         blocks = self.blocks
         while blocks and blocks[-1]() is None:
             blocks.pop()
         return bool(blocks)
 
     def leave(self, block: Block | None) -> None:
-        """Remove a block, if the thread is in it."""
         self.blocks[:] = [other for other in self.blocks if other is not block]
 
 
 class _HeldExit:
-    """An `__exit__` that tells whether a thread is still in the context.
-
-    A `with` statement looks `__exit__` up before `__enter__`, and holds the result until the block is left, in whatever way. So
-    each look-up returns a new object. Once that is freed the block has been left, even if an interrupt came before the first
-    line of `__exit__`. It is no Python function, whose frame in a traceback would keep it alive.
-    """
-
-    @overload
-    def __get__(self, context: None, _: type[Any]) -> Callable[..., None]: ...
-
-    @overload
-    def __get__(self, context: Exclusive, _: type[Any]) -> _Exit: ...
+    """An `__exit__` that tells whether a thread is still in the context. A `with` statement looks `__exit__` up before
+    `__enter__`, and holds the result until the block is left in whatever way. So each look-up returns a new object; once that
+    is freed the block has been left. It is no Python function, whose frame in a traceback would keep it alive."""
 
     def __get__(self, context: Exclusive | None, _: type[Any]) -> Callable[..., None]:
         if context is None:
@@ -116,19 +105,9 @@ class _HeldExit:
         return leave
 
 
-class _Exit(Protocol):
-    def __call__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
-
 class Exclusive(ABC):
-    """A context that can't be entered twice at once, and that copes with an interrupt that keeps it from noticing that it was
-    left.
-
-    If `__enter__` is called by hand, or by an `ExitStack`, the context is entered until `__exit__` is called, or the context is
-    freed.
-    """
+    """A context that can't be entered twice at once, and copes with an interrupt that keeps it from noticing that it was left.
+    If `__enter__` is called by hand, or by an `ExitStack`, it is entered until `__exit__` is called, or it is freed."""
 
     _looked_up: Block | None = None
     _block: Block | None = None
@@ -138,11 +117,7 @@ class Exclusive(ABC):
     __exit__ = _HeldExit()
 
     def claim(self, refusal: str) -> Block:
-        """Return the block that is about to be entered. The caller sets `is_entered`.
-
-        Raises:
-            ValueError: a thread is in the context. The message is `refusal`.
-        """
+        """Return the block that is about to be entered. The caller sets `is_entered`."""
         found, self._looked_up = self._looked_up, None
         if self.is_entered:
             if self._block is None or self._block() is not None:
@@ -152,7 +127,6 @@ class Exclusive(ABC):
         return block
 
     def exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """What `__exit__` does."""
         self.leave(has_failed=kind is not None)
 
     def leave(self, *, has_failed: bool) -> None:

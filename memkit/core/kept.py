@@ -17,12 +17,9 @@ _Parameter = nn.Parameter
 
 
 class KeptHandle:
-    """A saved tensor that stays as it is.
-
-    Saved-tensor hooks switch off autograd's check that no saved tensor was written to; this does it again. The alias shares
-    the version counter of the tensor, so it counts writes through any view. It is not the tensor itself, which may hold the
-    graph.
-    """
+    """A saved tensor that stays. Saved-tensor hooks switch off autograd's check that no saved tensor was written to; this does
+    it again. The alias shares the tensor's version counter, which counts writes through any view. The tensor itself may hold
+    the graph."""
 
     __slots__ = ("__weakref__", "alias", "version")
 
@@ -35,17 +32,11 @@ class KeptHandle:
                 self.alias, self.version = tensor.detach(), torch_private.version_of(tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was written to since it was saved.
-        """
         if torch_private.version_of(self.alias) != self.version:
             self.check_version()
         return self.alias
 
     def is_unchanged(self) -> bool:
-        """Tell whether the tensor was not written to since it was saved."""
         return self.version_now == self.version
 
     def check_version(self) -> None:
@@ -64,24 +55,16 @@ class KeptHandle:
 
 
 class ScheduledHandle(tuple[Any, ...]):
-    """A saved tensor of a forward that follows a schedule: see `memkit.activations.offloading.scheduled`.
-
-    It is made and unpacked without calling a Python function. It has an object that keeps the forward alive, the action, an
-    alias that shares the version counter (with the bytes, unless they leave), and the version. For a tensor that stays, and
-    that nothing is done with, a plain tuple of an alias and the version is used.
-    """
+    """A saved tensor of a forward that follows a schedule: an object that keeps the forward alive, the action, an alias that
+    shares the version counter (with the bytes, unless they leave), and the version. It is made and unpacked without calling a
+    Python function. For a tensor that stays, with nothing to do, a plain tuple of an alias and the version is used."""
 
     __slots__ = ()
 
 
 class ForwardedHandle(KeptHandle):
-    """A saved tensor that was passed to outer hooks. It holds none of its bytes.
-
-    Args:
-        tensor: the saved tensor.
-        pack, unpack: the outer hooks.
-        is_checked: whether a later write to the tensor is an error here; otherwise the outer hooks decide.
-    """
+    """A saved tensor that was passed to outer hooks, with none of its bytes. If `is_checked`, a later write to the tensor is an
+    error here; otherwise the outer hooks decide."""
 
     __slots__ = ("_is_checked", "_packed", "_size", "_unpack")
 
@@ -109,13 +92,8 @@ class ForwardedHandle(KeptHandle):
 
 
 class FlattenedHandle(KeptHandle):
-    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight): the inner ones are saved instead.
-
-    Args:
-        tensor: of a class with `__tensor_flatten__`.
-        pack: takes an inner tensor.
-        leaves: tells by an inner tensor's name whether it is packed; the others are kept. By default all are packed.
-    """
+    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight): `pack` takes the inner ones, or those of
+    which `leaves` says so by their names; the others are kept."""
 
     __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
 
@@ -142,14 +120,8 @@ class FlattenedHandle(KeptHandle):
 def modified_error(
     tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
 ) -> RuntimeError:
-    """Return autograd's own error for a tensor that was written to after it was saved.
-
-    Args:
-        tensor: the tensor, or an alias that shares its version counter.
-        version: the expected version.
-        size: returns the tensor's size, if the alias doesn't have it.
-        version_now: the current version, if the counter of the alias is not the only one.
-    """
+    """Return autograd's own error for a tensor that was written to after it was saved at `version`. `size` and `version_now`
+    are those of the tensor, where `tensor` is an alias without them."""
     try:
         described = f"{tensor.type()} {list((size or tensor.size)())}"
     except RuntimeError:  # not every layout has these

@@ -27,10 +27,8 @@ class Owner(Protocol):
     """Owner of storages that it overwrites: a saved tensor must not keep a plain reference to one."""
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns the tensor with the bytes that it has now, whenever it is called.
-
-        The function raises autograd's in-place error if the tensor was written to since.
-        """
+        """Return a function that returns the tensor with the bytes that it has now, and raises autograd's error if it was
+        written to."""
 
     def streamed(self) -> StreamedWeights:
         """Return the parameters that stream through the storages that it owns."""
@@ -54,27 +52,22 @@ _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
 def own(storage: torch.UntypedStorage, owner: Owner) -> None:
-    """Register the owner of a storage, until `disown` is called or the owner is dead."""
     _owners[torch_private.storage_address(storage)] = owner
 
 
 def disown(storage: torch.UntypedStorage) -> None:
-    """Undo `own`."""
     _owners.pop(torch_private.storage_address(storage), None)
 
 
 def owners() -> list[Owner]:
-    """Return all owners of storages."""
     return list(dict.fromkeys(_owners.values()))
 
 
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
-    """Return the owner of a storage, None if it has none."""
     return _owners.get(torch_private.storage_address(storage)) if _owners else None
 
 
 def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
-    """Return those parameters of some modules that stream, and the slots of their owners."""
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
     everywhere = [owner.streamed() for owner in owners()]
     here = [found for found in everywhere if any(id(parameter) in parameters for parameter in found.parameters)]
@@ -91,12 +84,7 @@ of states its first step will make on the device."""
 
 
 class ModelStorages:
-    """The storages of parameters and buffers, including those that they use temporarily, such as slots.
-
-    Args:
-        keys: the keys of their own storages.
-        gathered: storages that they use temporarily, as those that FSDP2 gathers into.
-    """
+    """The storages of parameters and buffers, including those that they use temporarily, such as slots."""
 
     def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
         self._keys = frozenset(keys)
@@ -126,7 +114,6 @@ def owners_set_aside() -> Iterator[None]:
 
 
 def are_owners_set_aside() -> bool:
-    """Tell whether this thread runs a model whose parameters are stand-ins without data."""
     return aside.is_set
 
 
@@ -134,10 +121,8 @@ _Own = TypeVar("_Own", bound="GradientStandIn")
 
 
 class GradientStandIn(Tensor):
-    """The `grad` of a parameter that was stepped within the backward: using it raises. It takes the memory of one element.
-
-    Each feature that steps in the backward has a subclass, with the error and the advice.
-    """
+    """The `grad` of a parameter that was stepped within the backward: using it raises. It takes the memory of one element. Each
+    feature that steps in the backward has a subclass, with the error and the advice."""
 
     error: ClassVar[type[MemkitError]]
     advice: ClassVar[str]
@@ -149,7 +134,6 @@ class GradientStandIn(Tensor):
 
     @classmethod
     def of(cls: type[_Own], parameter: Tensor) -> _Own:
-        """Return the stand-in for a parameter's gradient."""
         return cls(parameter.size(), parameter.dtype, parameter.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

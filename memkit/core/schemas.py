@@ -13,20 +13,8 @@ from memkit.errors import MemkitError
 def read_json(
     source: str | os.PathLike[str], *, schema: str, version: int, what: str, error: type[MemkitError], do: str = ""
 ) -> tuple[dict[str, Any], str]:
-    """Return the content of memkit's JSON, and a name of its source for errors.
-
-    Args:
-        source: the text, or (as a `pathlib.Path`) the file.
-        schema: the expected schema name.
-        version: the newest version that can be read.
-        what: what it is, with an article, for errors.
-        error: the class of errors.
-        do: advice for errors.
-
-    Raises:
-        MemkitError: `error`: it is of another kind, or was written by a newer memkit.
-        OSError: the file can't be read.
-    """
+    """Return the content of memkit's JSON, and a name of its source for errors. Raises `error` if it is of another kind or was
+    written by a newer memkit, and OSError if the file can't be read."""
     where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
     do = f" {do}" if do else ""
     try:

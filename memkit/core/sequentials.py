@@ -27,13 +27,6 @@ from memkit.core.hooks import HookSet
 
 
 class SequentialSpan(nn.Sequential):
-    """Some neighboring children of a `Sequential`.
-
-    Args:
-        whole: the Sequential.
-        first, stop: the index of the first child, and of the one after the last.
-    """
-
     def __init__(self, whole: nn.Sequential, first: int, stop: int) -> None:
         super().__init__(*tuple(whole)[first:stop])
         self.whole = weakref.ref(whole)
@@ -41,16 +34,8 @@ class SequentialSpan(nn.Sequential):
 
 
 class SpanReference:
-    """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist.
-
-    It holds none of them. It returns the same span as long as that is held.
-
-    Args:
-        whole: the Sequential.
-        children: the children of the span.
-        first: the index of the first one.
-        size: the number of all children of the Sequential.
-    """
+    """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist, of which it holds
+    none. It returns the same span as long as that is held."""
 
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
@@ -70,7 +55,6 @@ class SpanReference:
         return whole if is_same else None
 
     def __call__(self) -> nn.Module | None:
-        """Return the span, None if it does not exist any more."""
         whole = self.find()
         if whole is None:
             return None
@@ -82,12 +66,7 @@ class SpanReference:
 
 
 class SpannedForward:
-    """The forward of a `Sequential` that calls spans: see [Note: spans].
-
-    Args:
-        whole: the Sequential.
-        spans: spans that are pairwise disjoint or nested.
-    """
+    """The forward of a `Sequential` that calls spans: see [Note: spans]."""
 
     def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
         self._whole, self._children = whole, tuple(whole)
@@ -113,7 +92,6 @@ class SpannedForward:
         return found
 
     def put(self, hooks: HookSet) -> None:
-        """Use this forward until the hooks are removed."""
         around = _AroundForward(self._whole, "forward", self._run)
         hooks.add(around)  # ahead: to remove what is not there yet does nothing
         around.put()

@@ -21,27 +21,16 @@ _FEWEST_BUDGET_BYTES = 1024
 
 
 def rounded(number: int, to: int) -> int:
-    """Return a number rounded up to a multiple of another."""
     return -(-number // to) * to
 
 
 def format_mib(num_bytes: int) -> str:
-    """Return bytes as MiB (1024 * 1024 bytes) with two decimals.
-
-    Example:
-        >>> format_mib(3 * 1024**2 // 2)
-        '1.50 MiB'
-    """
+    """Return bytes as MiB (1024 * 1024 bytes) with two decimals."""
     return f"{num_bytes / MIB:.2f} MiB"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return bytes as MiB with two decimals, those below 1 MiB as KiB (1024 bytes) or as they are.
-
-    Example:
-        >>> format_bytes(1536), format_bytes(4)
-        ('1.50 KiB', '4 bytes')
-    """
+    """Return bytes as MiB with two decimals, those below 1 MiB as KiB (1024 bytes) or as they are."""
     if num_bytes >= MIB:
         return format_mib(num_bytes)
     if num_bytes >= 1024:
@@ -50,36 +39,17 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_gib(num_bytes: int) -> str:
-    """Return bytes as GiB (1024**3 bytes) with two decimals from 1 GiB on, else as `format_bytes` does.
-
-    Example:
-        >>> format_gib(3 * 2**29), format_gib(2**20)
-        ('1.50 GiB', '1.00 MiB')
-    """
+    """Return bytes as GiB (1024**3 bytes) with two decimals from 1 GiB on, else as `format_bytes` does."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else format_bytes(num_bytes)
 
 
 def unit_of(num_bytes: int) -> tuple[str, int]:
-    """Return the unit that bytes are told in, and its bytes: GiB from 1 GiB on, then MiB, then KiB.
-
-    Example:
-        >>> unit_of(5 * 2**30)
-        ('GiB', 1073741824)
-    """
+    """Return the unit that bytes are told in, and its bytes: GiB from 1 GiB on, then MiB, then KiB."""
     return next((unit, size) for unit, size in _STEPS if num_bytes >= size or size == 1024)
 
 
 def check_bytes(name: str, value: int | str) -> int:
-    """Return an argument that is a number of bytes, 0 or more, given as such (also one of NumPy's) or as text with a unit.
-
-    Raises:
-        TypeError: it is neither an int nor text.
-        ValueError: it is negative, or text that is no size.
-
-    Example:
-        >>> check_bytes("min_bytes", "1MiB")
-        1048576
-    """
+    """Return an argument that is a number of bytes, 0 or more, given as such (also one of NumPy's) or as text with a unit."""
     if isinstance(value, bool) or not isinstance(value, Integral | str):
         raise TypeError(f'{name} is a number of bytes, or text such as "8GiB"; found {value!r}')
     if isinstance(value, str):
@@ -93,16 +63,8 @@ def check_bytes(name: str, value: int | str) -> int:
 
 
 def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
-    """Return an argument that is what something may take: a positive number of bytes, as such or as text with a unit.
-
-    Raises:
-        TypeError: it is neither an int nor text.
-        ValueError: it is not positive, text that is no size, or a number without a unit so small that another unit was meant.
-
-    Example:
-        >>> check_budget_bytes("budget", "1.5 GiB") == 3 * 2**29
-        True
-    """
+    """Return a budget: a positive number of bytes, as such or as text with a unit. A number without a unit so small that
+    another unit was meant is refused."""
     is_negative = isinstance(value, Integral) and value < 0
     num_bytes = 0 if is_negative and not may_be_zero else check_bytes(name, value)
     if num_bytes == 0 and not may_be_zero:
@@ -116,20 +78,8 @@ def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False
 
 
 def check_budget(budget: int | float | str, *, share: str = "share of the saved bytes that stays") -> int | float:
-    """Return a budget as bytes (an int) or as a share of what is there (a float above 0, at most 1).
-
-    Args:
-        budget: bytes, text such as "8GiB", or a share as a float.
-        share: what a float says, for the errors.
-
-    Raises:
-        TypeError: it is neither a number nor text.
-        ValueError: it is not positive, NaN, a float above 1, text that is no size, or can be read in two ways.
-
-    Example:
-        >>> check_budget("2KiB"), check_budget(0.5)
-        (2048, 0.5)
-    """
+    """Return a budget as bytes (an int) or as a share of what is there (a float above 0, at most 1); `share` says of what, for
+    the errors. Text that can be read in two ways is refused."""
     if isinstance(budget, Real) and not isinstance(budget, Integral):  # NumPy's as well
         budget = float(budget)
         if not 0 < budget <= 1:

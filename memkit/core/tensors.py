@@ -33,11 +33,8 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold a tensor's elements.
-
-    A plain tensor has one. A sparse tensor has those of its parts, and a wrapper subclass (`DTensor`: the local shard; jagged
-    and quantized tensors) those of its inner tensors, found by `__tensor_flatten__`. Opaque layouts have none.
-    """
+    """Yield the storages that hold a tensor's elements: one of a plain tensor, those of the parts of a sparse one, those of the
+    inner tensors of a wrapper subclass (`DTensor`, jagged and quantized tensors), none of an opaque layout."""
     if torch_private.is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
         for name in names:
@@ -55,20 +52,15 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter, or a view of one.
-
-    FSDP2 gathers parameters within the forward, into storages that it frees after a layer and fills again.
-    """
+    """Tell whether a tensor is a parameter, or a view of one. FSDP2 gathers them within the forward, into storages that it uses
+    again."""
     return type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter
 
 
 def is_range_of_bytes(tensor: Tensor) -> bool:
     """Tell whether a tensor is fully described by the bytes of one storage and its geometry, so that it can be moved or dropped
-    and restored unchanged. For tensors of a class without `__torch_dispatch__`.
-
-    Others are kept as they are: sparse tensors and those in a layout of oneDNN, strided nested tensors (jagged ones have a
-    class with `__tensor_flatten__`), quantized ones, and the zero tensors without bytes of forward-mode autograd.
-    """
+    and restored. Sparse tensors, layouts of oneDNN, strided nested and quantized tensors, and the zero tensors of forward-mode
+    autograd are not. For classes without `__torch_dispatch__`."""
     return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
 
 
@@ -106,8 +98,6 @@ def byte_view(storage: torch.UntypedStorage) -> Tensor:
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
-
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -120,7 +110,6 @@ class Geometry(NamedTuple):
         return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor with this geometry over a storage."""
         size, stride, offset, dtype, is_conj, is_neg = self
         return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
@@ -157,7 +146,6 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def chunk_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes from the first to the last one of a tensor."""
     if tensor.numel() == 0:
         return 0
     last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
@@ -190,7 +178,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def wrappers_in(tensor: Tensor) -> list[Tensor]:
-    """Return the wrappers among a tensor and those that it is made of."""
     if not torch_private.is_wrapper(tensor):
         return []
     return [tensor, *(wrapper for inner in _inner(tensor) for wrapper in wrappers_in(inner))]

@@ -58,22 +58,9 @@ class TextColumn:
 
 
 def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
-    """Return a table in which no line is longer than `width`, unless it has one column that may not lose anything.
-
-    One after the other, until it fits: empty columns are left out (at any width), headings are broken over several lines,
-    columns are left out, cells of some lose their middles. No other cell is ever cut.
-
-    Args:
-        columns: of equal length.
-        width: in characters; None for as wide as it gets, with every column and each heading as it is.
-
-    Example:
-        >>> columns = [TextColumn(heading="size (MiB)", cells=["1.50"]), TextColumn(heading="of", cells=["-"], goes=0)]
-        >>> print(table_text(columns, 80))
-          size (MiB)
-        ------------
-                1.50
-    """
+    """Return a table in which no line is longer than `width` (None for any), unless it has one column that may not lose
+    anything. Until it fits, empty columns are left out, headings are broken over several lines, columns are left out, and cells
+    of some lose their middles."""
     if width is None:
         return _made(columns)
     shown = [column for column in columns if column.goes is None or not _EMPTY.issuperset(column.cells)]
@@ -153,7 +140,6 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text to a file, or with a newline to standard output."""
     if path == STDOUT:
         sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
     else:

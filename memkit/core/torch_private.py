@@ -11,23 +11,21 @@ Names of operators in tables (of what autocast casts, of what is not run again) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 from operator import attrgetter
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkit.errors import MissingTorchNameError
 
 if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef as CustomOpDef
-    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,8 +49,6 @@ class Feature(Enum):
 
 
 class Kind(Enum):
-    """What a name of this module is."""
-
     VALUE = "what torch has under that name"
     FIELD = "reads the attribute of what it is called with: whether there is one is asked of the class, once"
     SETTER = "sets it"
@@ -61,8 +57,6 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """One private name of torch."""
-
     symbol: str
     """Its qualified name in torch."""
     purpose: str
@@ -73,11 +67,6 @@ class PrivateName:
     """For an attribute that only instances have: the same attribute of some instance."""
 
     def find(self) -> Any:
-        """Look it up.
-
-        Raises:
-            MissingTorchNameError: torch doesn't have it.
-        """
         if self.kind is Kind.INSTANCE_FIELD:
             return self._read
         try:
@@ -89,7 +78,6 @@ class PrivateName:
         return attrgetter(self._attribute) if self.kind is Kind.FIELD else found
 
     def missing(self) -> MissingTorchNameError:
-        """Return the error to raise if torch doesn't have it."""
         needing = ", ".join(feature.value for feature in self.features) or "memkit"
         return MissingTorchNameError(
             f"{needing} {'need' if len(self.features) > 1 else 'needs'} {self.symbol} ({self.purpose}); found torch "
@@ -109,11 +97,7 @@ class PrivateName:
 
 
 def look_up(symbol: str) -> Any:
-    """Return the object with a qualified name in torch, importing its module if needed.
-
-    Raises:
-        AttributeError: there is none.
-    """
+    """Return the object with a qualified name in torch, importing its module if needed."""
     parts = symbol.split(".")
     found: Any = torch
     for number, part in enumerate(parts[1:], 2):
@@ -130,14 +114,12 @@ def look_up(symbol: str) -> Any:
 # Looking names up
 
 
-if not TYPE_CHECKING:  # to whom the annotations below tell all that there is
-
-    def __getattr__(name):
-        private = NAMES.get(name)
-        if private is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = private.find()
-        return found
+def __getattr__(name: str) -> Any:  # torch has no types for what is private
+    private = NAMES.get(name)
+    if private is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = private.find()
+    return found
 
 
 _complete = set[Feature]()
@@ -145,11 +127,7 @@ _complete = set[Feature]()
 
 
 def require(feature: Feature) -> None:
-    """Look up all that a feature needs, before it has begun anything.
-
-    Raises:
-        MissingTorchNameError: torch does not have one of them.
-    """
+    """Look up all that a feature needs, before it has begun anything."""
     if feature in _complete:
         return
     for name, private in NAMES.items():
@@ -170,134 +148,31 @@ def known(*names: str) -> tuple[Any, ...]:
 
 # What the names are
 
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-_Guard = Callable[[], AbstractContextManager[object]]
-_Op = Callable[..., Any]
-
-AccumulateGrad: type[Any]
-DispatchModeKey: Any
-DispatchKey: Any
-DispatchKeySet: Callable[[Any], Any]
-FrameAction: Any
-FrameExecStrategy: Callable[[Any, Any], Any]
-FunctorchTransform: Any
-TensorGuards: Any
-active_replica: Callable[[type[nn.Module]], nn.Module | None]
-arg_tree_leaves: Callable[..., list[Any]]
 backward_task: Callable[[], int]
 base_of: Callable[[Tensor], Tensor | None]
-batch_norm_legit: OpOverload
-batch_norm_legit_no_stats: OpOverload
-buffers_of: Callable[[nn.Module], dict[str, Tensor | None]]
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]]
-code_when_compiled: Callable[[nn.Module], Any]
-compile_counters: dict[str, dict[str, int]]
-cudnn_attention: _Op
-dispatch_mode_at: Callable[[Any], DispatchMode | None]
-dispatch_modes: Callable[[], list[DispatchMode]]
-dispatch_registrations: Callable[[str], list[str]]
 dual_level_of: Callable[[ModuleType], int]
-efficient_attention: _Op
-engine: Any
-excluding_keys: Callable[[Any], AbstractContextManager[object]]
-flash_attention: _Op
-foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-flash_attention_cpu: _Op
-fp32_precision_of: Callable[[str, str], str]
-functorch_stack: Callable[[], list[Any] | None]
-fused_sdp_choice: Callable[[Tensor, Tensor, Tensor], int]
-get_cublas_allow_bf16_reduced_precision_reduction: Callable[[], tuple[bool, bool]]
-get_cublas_allow_fp16_reduced_precision_reduction: Callable[[], tuple[bool, bool]]
-get_cudnn_benchmark: Callable[[], bool]
-get_cudnn_deterministic: Callable[[], bool]
-get_cudnn_enabled: Callable[[], bool]
-get_cudnn_sdp_enabled: Callable[[], bool]
-get_flash_sdp_enabled: Callable[[], bool]
-get_math_sdp_enabled: Callable[[], bool]
-get_mem_efficient_sdp_enabled: Callable[[], bool]
-get_mkldnn_enabled: Callable[[], bool]
-hooks_with_keywords: dict[int, bool]
-higher_order_effect: Callable[[OpOverload], Any]
-is_key_excluded: Callable[[Any], bool]
 is_wrapper: Callable[[Any], bool]
-is_zero_tensor: Callable[[Tensor], bool]
-keeping_versions: Callable[[tuple[Tensor, ...]], AbstractContextManager[object]]
-key_named: Callable[[str], Any]
-make_subclass: Callable[[type[Tensor], Tensor], Tensor]
-make_wrapper_subclass: Callable[..., Tensor]
-nn_functions: Any
-no_own_dispatch: object
 node_number: Callable[[], int]
-profiler_is_on: Callable[[], bool]
-node_number_of: Callable[[torch.autograd.graph.Node], Callable[[], int]]
 num_dispatch_modes: Callable[[], int]
-num_function_modes: Callable[[], int]
 num_storage_users: Callable[[int], int]
-op_of_custom: Callable[[CustomOpDef], OpOverload]
 packet_name: Callable[[OpOverloadPacket], str]
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]]
-parameters_of_replica: Callable[[nn.Module], list[nn.Parameter]]
-pop_dispatch_mode: Callable[[None], DispatchMode]
-pop_saved_tensor_hooks: Callable[[], None]
-post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None]
-push_dispatch_mode: Callable[[DispatchMode], None]
-push_saved_tensor_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
 raw_stream: Callable[[int], int]
-safe_softmax: _Op
-scale_of: Callable[[torch.amp.GradScaler], Tensor | None]
-schema_of: Callable[[Any], Any]
-select_conv_backend: Callable[..., Any]
-set_code_strategy: Callable[[CodeType, Any], None]
-set_conj: Callable[[Tensor, bool], None]
-set_cudnn_benchmark: Callable[[bool], None]
-set_cudnn_deterministic: Callable[[bool], None]
-set_cudnn_enabled: Callable[[bool], None]
-set_mkldnn_enabled: Callable[[bool], None]
-set_neg: Callable[[Tensor, bool], None]
-set_in_mode: Callable[[Any], None]
-set_in_mode_of_program: Callable[[Any], None]
-set_shows_to_compiler: Callable[[Any], None]
-set_shows_to_guards: Callable[[bool], None]
-sharded_modules: Mapping[nn.Module, object]
-shows_to_compiler: Callable[[], bool]
-sleep_on_device: Callable[[int], None]
-sparse_indices: Callable[[Tensor], Tensor]
-sparse_values: Callable[[Tensor], Tensor]
 storage_address: Callable[[torch.UntypedStorage], int]
-top_saved_tensor_hooks: Callable[[bool], _Hooks | None]
-tree_flatten: Callable[[Any], tuple[list[Any], Any]]
-tree_leaves: Callable[[Any], list[Any]]
-tree_map: Callable[[Callable[[Any], Any], Any], Any]
-tree_unflatten: Callable[[list[Any], Any], Any]
+top_saved_tensor_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None]
 unscale_grads: Callable[..., dict[torch.device, Tensor]]
 version_of: Callable[[Tensor], int]
-without_autocast: _Guard
-without_autograd: _Guard
-without_dispatch_modes: _Guard
-without_functions: _Guard
-without_functorch: _Guard
-without_python_dispatch: _Guard
-without_subclass_functions: _Guard
 
 _OFFLOAD, _REMAT, _LAYERS, _PROFILE, _META = Feature.OFFLOAD, Feature.REMAT, Feature.LAYERS, Feature.PROFILE, Feature.META
 _CONTEXTS = (_OFFLOAD, _REMAT, _LAYERS)
 _ALL = (*_CONTEXTS, _PROFILE)
 
 
-def _of(symbol: str, purpose: str, *features: Feature) -> PrivateName:
-    return PrivateName(symbol, purpose, features)
+def _of(symbol: str, purpose: str, *features: Feature, kind: Kind = Kind.VALUE, sample: str = "") -> PrivateName:
+    return PrivateName(symbol, purpose, features, kind, sample)
 
 
-def _field(symbol: str, purpose: str, *features: Feature, sample: str = "") -> PrivateName:
-    return PrivateName(symbol, purpose, features, Kind.FIELD, sample)
-
-
-def _setter(symbol: str, purpose: str, *features: Feature) -> PrivateName:
-    return PrivateName(symbol, purpose, features, Kind.SETTER)
-
-
-def _instance_field(symbol: str, purpose: str, *features: Feature) -> PrivateName:
-    return PrivateName(symbol, purpose, features, Kind.INSTANCE_FIELD)
+_field, _setter = functools.partial(_of, kind=Kind.FIELD), functools.partial(_of, kind=Kind.SETTER)
+_instance_field = functools.partial(_of, kind=Kind.INSTANCE_FIELD)
 
 
 _AUTOGRAD = "torch._C._autograd"
@@ -305,6 +180,8 @@ _DISPATCH = "torch.utils._python_dispatch"
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 _ATEN = "torch.ops.aten"
 _MODULE = "torch.nn.Module"
+SWITCHES = ("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")
+ATTENTIONS = ("flash", "mem_efficient", "cudnn", "math")
 
 NAMES: dict[str, PrivateName] = {
     # What autograd saves, and which backward runs
@@ -376,9 +253,8 @@ NAMES: dict[str, PrivateName] = {
     **{
         name: _of(f"torch._C._{name}", "to replay by the same kernels", _REMAT)
         for name in (
-            *("get_mkldnn_enabled", "set_mkldnn_enabled", "get_cudnn_enabled", "set_cudnn_enabled", "get_cudnn_benchmark"),
-            *("set_cudnn_benchmark", "get_cudnn_deterministic", "set_cudnn_deterministic", "get_flash_sdp_enabled"),
-            *("get_mem_efficient_sdp_enabled", "get_cudnn_sdp_enabled", "get_math_sdp_enabled"),
+            *(f"{verb}_{switch}" for switch in SWITCHES for verb in ("get", "set")),
+            *(f"get_{kind}_sdp_enabled" for kind in ATTENTIONS),
             *(f"get_cublas_allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16")),
         )
     },

@@ -74,7 +74,6 @@ def hide_mode(mode: DispatchMode) -> None:
 
 
 def in_dual_level() -> bool:
-    """Tell whether a dual level of `torch.autograd.forward_ad` is open."""
     return torch_private.dual_level_of(forward_ad) >= 0
 
 
@@ -99,7 +98,6 @@ def has_own_dispatch(tensor: Tensor) -> bool:
 
 
 def is_seen_by_modes() -> bool:
-    """Tell whether a dispatch mode is on."""
     return torch_private.num_dispatch_modes() > 0 and not torch_private.is_key_excluded(torch_private.DispatchKey.Python)
 
 
@@ -128,7 +126,6 @@ def in_differentiating_transform() -> bool:
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and variables hold a storage, including the caller's."""
     return torch_private.num_storage_users(torch_private.storage_address(storage))
 
 
@@ -142,11 +139,7 @@ def leave_untraced(function: Any) -> None:
     """Keep Dynamo from compiling a function, and what it calls. This costs nothing per call.
 
     Dynamo is told by the function's code object, so once for all methods and closures of one kind. If torch lacks the private
-    names, this does nothing; contexts report that before anything of theirs could be compiled.
-
-    Args:
-        function: a Python function, a method, or a `functools.partial` of one.
-    """
+    names, this does nothing; contexts report that before anything of theirs could be compiled."""
     code = getattr(getattr(function, "func", function), "__code__", None)
     if code is None or code in _untraced:
         return
@@ -281,8 +274,6 @@ NO_LABEL = nullcontext()
 
 
 class Named(Protocol):
-    """Something that a label can name."""
-
     @property
     def names(self) -> str:
         """What to call it."""
@@ -290,10 +281,6 @@ class Named(Protocol):
 
 def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
     """Return a context that a profiler shows under a label. Without a profiler it costs next to nothing.
-
-    Args:
-        name: what is done.
-        of: what it is done with; its name is only asked for if a profiler runs.
 
     Source: `torch.profiler.record_function`.
     """

@@ -14,7 +14,7 @@ import torch
 
 from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.device.cpu import CpuDevice
-from memkit.device.cuda import CudaDevice, cuda_generator, cuda_is_available, cuda_is_capturing
+from memkit.device.cuda import CudaDevice, cuda_is_available, default_generator, is_capturing
 from memkit.device.reference import ReferenceDevice
 
 __all__ = [
@@ -78,13 +78,3 @@ def why_nothing_is_freed(device: Device) -> str | None:
         f"{name} has no memory apart from the host's, so moving bytes to the host frees nothing. Use a GPU with memory of its "
         "own, or pass device=memkit.device.ReferenceDevice() to try it out."
     )
-
-
-def is_capturing() -> bool:
-    """Tell whether this thread's work is being captured into a graph instead of run."""
-    return cuda_is_capturing()
-
-
-def default_generator(torch_device: torch.device) -> torch.Generator:
-    """Return the random number generator that ops on a device draw from by default."""
-    return cuda_generator(torch_device) if torch_device.type == "cuda" else torch.default_generator

@@ -38,10 +38,8 @@ class MemoryCounter(ABC):
         """Return the most bytes that the allocator held from the device since the last `reset_peak`; None without one."""
 
     def capacity_bytes(self) -> int | None:
-        """Return the most bytes that this process could have allocated at once, as far as others leave room now.
-
-        None if that is not known.
-        """
+        """Return the most bytes that this process could have allocated at once, as far as others leave room; None if not
+        known."""
         return None
 
     @abstractmethod
@@ -65,11 +63,8 @@ class Event(ABC):
         """Tell whether all work recorded before the event is done. Does not wait for it."""
 
     def recorded(self) -> Event:
-        """Return the event as the device has recorded it: itself, unless another thread is yet to do so.
-
-        Whatever a device is asked to wait for, it asks for this first. The host waits for such a thread; if that has failed,
-        its error is raised here.
-        """
+        """Return the event as the device has recorded it: itself, unless another thread is yet to do so. A device asks for this
+        first before it waits for an event. The host waits for such a thread; if that has failed, its error is raised here."""
         return self
 
 
@@ -90,18 +85,12 @@ class Piece:
 class CopyBatch:
     """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step.
 
-    What `started`, `done` and `waited` are is replaced each time; a time between them can be asked for until then.
-
-    Args:
-        device: that of the storages.
-        stream: what the copies are put on.
-        pieces: all that is copied. No two of them overlap.
-        is_out: whether to the host.
-        ahead: these copies wait for those of this batch, which is always put on its stream before.
+    `started`, `done` and `waited` are replaced each time; a time between them can be asked for until then. No two pieces
+    overlap. The copies wait for those of the batch `ahead`, which is always put on its stream before.
     """
 
     started: Event
-    """Recorded on the stream that was current when the copies were put on theirs: these wait for it."""
+    """Recorded on the stream that was current when the copies were put on theirs: they wait for it."""
     done: Event
     """Recorded behind the copies."""
     waited: Event | None = None
@@ -119,10 +108,8 @@ class CopyBatch:
         self.num_storages = len({piece.index for piece in pieces})
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        """Put the copies on their stream, behind all work that the current stream has, and behind those of another batch.
-
-        As for `Device.copy`, the storages must stay alive until `done` was waited for.
-        """
+        """Put the copies on their stream, behind all work that the current stream has, and behind those of another batch. The
+        storages must stay alive until `done` was waited for."""
         device, stream = self.device, self.stream
         self.waited = None
         self.started = device.record_event()
@@ -193,8 +180,7 @@ class Device(ABC):
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the current one."""
 
-    @abstractmethod
-    def make_events(self, num_events: int) -> None:
+    def make_events(self, num_events: int) -> None:  # noqa: B027
         """Make timed events ahead of need: recording one of these costs the host less than making one on the way."""
 
     @abstractmethod
@@ -281,13 +267,12 @@ class Device(ABC):
     def memory_counter(self) -> MemoryCounter | None:
         """Return the allocator's own counter, or None where the allocator keeps none (the CPU's)."""
 
-    @abstractmethod
-    def empty_cache(self) -> None:
+    def empty_cache(self) -> None:  # noqa: B027
         """Give memory that the allocator holds, and no tensor uses, back to the device. Source: `torch.cuda.empty_cache`."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Tell whether the work of the current stream is being captured into a graph instead of run."""
+        return False
 
     # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
 

@@ -42,10 +42,9 @@ _measured: dict[Device, Ceilings] = {}
 
 def measure_ceilings(device: Device) -> Ceilings:
     """Return what a device can do, measured once per process by a large copy and a large matrix product."""
-    found = _measured.get(device)
-    if found is None:
-        found = _measured[device] = _measure(device)
-    return found
+    if device not in _measured:
+        _measured[device] = _measure(device)
+    return _measured[device]
 
 
 def _measure(device: Device) -> Ceilings:
@@ -60,10 +59,7 @@ def _measure(device: Device) -> Ceilings:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> float:
-    """Return the floating-point operations of an op, two for each multiplication with its addition; 0 where they are not known.
-
-    Source: `torch.utils.flop_counter.flop_registry`.
-    """
+    """Return the floating-point operations of an op, two for each multiply-add; 0 where `flop_registry` does not know them."""
     count = flop_registry.get(getattr(func, "overloadpacket", None))
     if count is None:
         return 0.0
@@ -74,8 +70,8 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results:
 
 
 def measure_flops(device: Device, dtype: torch.dtype) -> float | None:
-    """Return the floating-point operations per second of a large matrix product, of values that are not zeros, in the precision
-    that is set; None where the device cannot multiply in that dtype."""
+    """Return the FLOPs per second of a large matrix product, not of zeros; None where the device cannot multiply in that
+    dtype."""
     dim = _MATRIX_DIM.get(device.torch_device.type, 256)
     try:
         matrix = (torch.arange(dim * dim, device=device.torch_device) % 251).sub(125).div(125).to(dtype).view(dim, dim)

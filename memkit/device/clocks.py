@@ -1,7 +1,4 @@
-"""What a reference device's streams are: queues of late copies with vector clocks; and who touched a piece of memory last.
-
-The device itself is `reference`, which says what the clocks are for.
-"""
+"""The streams of a reference device: queues of late copies with vector clocks; and who touched a piece of memory last."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ReferenceStream(Stream):
-    """A queue of copies and waits. `clock` says how much of each stream's work is ordered before what comes next here."""
+    """A queue of copies and waits. `clock` says how much of each stream's work is ordered before the next here."""
 
     name: str
     number: int
@@ -38,19 +35,20 @@ class ReferenceStream(Stream):
         return self.num_enqueued - len(self.queue)
 
     def tick(self) -> Stamp:
-        """Count one more piece of work and return its stamp."""
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return Stamp(self, self.clock[self.number])
 
+    def join(self, clock: dict[int, int]) -> None:
+        """Order all that comes next on this stream behind what a clock says."""
+        for number, count in list(clock.items()):
+            self.clock[number] = max(self.clock.get(number, 0), count)
+
     def is_after(self, stamp: Stamp) -> bool:
-        """Tell whether all that comes next on this stream is ordered behind the stamped work."""
         return self.clock.get(stamp.stream.number, 0) >= stamp.count
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One piece of work: the `count`-th of a stream."""
-
     stream: ReferenceStream
     count: int
 
@@ -96,7 +94,6 @@ class Accesses:
                 raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its reader, "{read.stream.name}"')
 
     def note(self, stamp: Stamp, *, is_write: bool) -> None:
-        """Note a piece of work; a write is behind all reads before it."""
         if is_write:
             self.written = stamp
             self.reads.clear()
@@ -117,15 +114,11 @@ class CopySide:
     num_bytes: int
 
     @classmethod
-    def on_host(cls, tensor: Tensor) -> CopySide:
-        return cls(tensor, None, tensor.data_ptr(), tensor.nbytes)
-
-    @classmethod
-    def on_device(cls, tensor: Tensor) -> CopySide:
-        return cls(None, weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor.nbytes)
+    def of(cls, tensor: Tensor, *, is_host: bool) -> CopySide:
+        storage = None if is_host else weakref.ref(tensor.untyped_storage())
+        return cls(tensor if is_host else None, storage, tensor.data_ptr(), tensor.nbytes)
 
     def tensor(self) -> Tensor:
-        """Return the bytes. Raises where the caller has let them go."""
         if self.host is not None:
             return self.host
         storage = self.storage() if self.storage is not None else None
@@ -144,6 +137,5 @@ class ReferenceCopy:
 
 
 def own(stream: Stream) -> ReferenceStream:
-    """Return a stream as one of a reference device."""
     assert isinstance(stream, ReferenceStream)
     return stream

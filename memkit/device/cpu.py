@@ -12,8 +12,6 @@ from memkit.device.base import Device, Event, Stream
 
 
 class CpuStream(Stream):
-    """The one order of work that there is."""
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CpuStream)
 
@@ -22,8 +20,6 @@ class CpuStream(Stream):
 
 
 class CpuEvent(Event):
-    """A reading of `time.perf_counter`."""
-
     __slots__ = ("_at_s",)
 
     def __init__(self) -> None:
@@ -65,9 +61,6 @@ class CpuDevice(Device):
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def make_events(self, num_events: int) -> None:
-        pass
-
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CpuEvent:
         return CpuEvent()
 
@@ -84,8 +77,7 @@ class CpuDevice(Device):
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         destination.copy_(source)
 
-    def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        destination.copy_(source)
+    copy_pageable = copy
 
     def pin(self, host: Tensor) -> None:
         pass
@@ -95,9 +87,3 @@ class CpuDevice(Device):
 
     def memory_counter(self) -> None:
         return None
-
-    def empty_cache(self) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        return False

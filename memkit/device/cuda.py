@@ -25,13 +25,15 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
-def cuda_is_capturing() -> bool:
-    """Tell whether the work of the current stream of the current device is being captured into a graph."""
+def is_capturing() -> bool:
+    """Tell whether the work of the current stream of the current device is being captured into a graph instead of run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def cuda_generator(torch_device: torch.device) -> torch.Generator:
-    """Return the random number generator that ops on a CUDA device draw from by default."""
+def default_generator(torch_device: torch.device) -> torch.Generator:
+    """Return the random number generator that ops on a device draw from by default."""
+    if torch_device.type != "cuda":
+        return torch.default_generator
     index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
     generator: torch.Generator = torch.cuda.default_generators[index]
     return generator
@@ -73,8 +75,8 @@ class CudaEvent(Event):
 
 @functools.cache
 def _bindings() -> Any:
-    """Return CUDA's runtime as Python calls it directly, at a fraction of what torch's objects cost the host; None where
-    `cuda.bindings`, which torch's CUDA builds bring along, is missing."""
+    """Return CUDA's runtime as Python calls it directly, at a fraction of the cost of torch's objects; None without
+    `cuda.bindings`, which torch's CUDA builds bring along."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped]
     except ImportError:
@@ -88,11 +90,9 @@ def _copy_kind(is_out: bool) -> Any:
 
 
 class CudaCopyBatch(CopyBatch):
-    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that.
-
-    While a dispatch mode is on, as CUDA's stream sanitizer is, all goes through torch, so that the mode hears of it. So it does
-    while another device is the current one: to CUDA the default stream is then that device's.
-    """
+    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that. All goes through torch
+    while a dispatch mode is on, as CUDA's stream sanitizer is, so that the mode hears of it; and while another device is the
+    current one, whose default stream CUDA would take."""
 
     _takes_batches = True
 
@@ -104,7 +104,7 @@ class CudaCopyBatch(CopyBatch):
         self._runtime, self._kind, self._lane = _bindings(), _copy_kind(is_out), stream.raw
         self._raw_stream = device.raw_stream
         self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None
-        """Made with the first copies: what `started`, `done` and `waited` are each time."""
+        """Made with the first copies: `started`, `done` and `waited` of each time."""
         self._hosts, self._sizes_bytes = [piece.address for piece in pieces], [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
 
@@ -143,7 +143,6 @@ class CudaCopyBatch(CopyBatch):
             raise _refused(self.num_bytes, self.is_out, "take it, and tell when it is done", error)
 
     def _copy_all(self, addresses: list[int]) -> Any:
-        """Copy all pieces; return CUDA's error."""
         runtime, lane, sizes_bytes = self._runtime, self._lane, self._sizes_bytes
         destinations, sources = (self._hosts, addresses) if self.is_out else (addresses, self._hosts)
         if CudaCopyBatch._takes_batches and (attributes := _batch_attributes()) is not None:
@@ -172,7 +171,7 @@ class CudaCopyBatch(CopyBatch):
 
 
 def _refused(num_bytes: int, is_out: bool, what: str, error: Any) -> RuntimeError:
-    """Return what is raised where CUDA has refused a call for a copy: without it the copy would race with other work."""
+    """Return the error where CUDA has refused a call for a copy, which would race with other work."""
     _bindings().cudaGetLastError()  # which the next kernel's launch check would else raise as its own
     return RuntimeError(
         f"a copy of {num_bytes} bytes to {'host memory' if is_out else 'the device'} needs CUDA to {what}; CUDA gave {error!r}"
@@ -180,19 +179,16 @@ def _refused(num_bytes: int, is_out: bool, what: str, error: Any) -> RuntimeErro
     )
 
 
+_num_devices = functools.cache(torch.cuda.device_count)
+
+
 def _is_current(torch_device: torch.device) -> bool:
-    return _is_alone() or torch.cuda.current_device() == torch_device.index
-
-
-@functools.cache
-def _is_alone() -> bool:
-    """Tell whether there is no other device."""
-    return torch.cuda.device_count() == 1
+    return _num_devices() == 1 or torch.cuda.current_device() == torch_device.index
 
 
 @functools.cache
 def _batch_attributes() -> Any:
-    """Return how the copies of a batch go: each reads its source in the order of the stream. None where CUDA has none."""
+    """Return the attributes of a batch's copies: each reads its source in stream order. None where CUDA has no batches."""
     runtime = _bindings()
     if not hasattr(runtime, "cudaMemcpyBatchAsync"):
         return None
@@ -203,16 +199,13 @@ def _batch_attributes() -> Any:
 
 @functools.cache
 def _unsupported() -> tuple[Any, ...]:
-    """Return what CUDA says where the driver copies no batches."""
     errors = _bindings().cudaError_t
     return errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorStubLibrary
 
 
 class CudaMemoryCounter(MemoryCounter):
-    """The counters of PyTorch's caching allocator.
-
-    There is one set per device: `reset_peak` also resets what `torch.cuda.max_memory_allocated` reports to all others.
-    """
+    """The counters of PyTorch's caching allocator, one set per device: `reset_peak` also resets
+    `torch.cuda.max_memory_allocated`."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
@@ -293,7 +286,6 @@ class CudaDevice(Device):
         return torch_private.raw_stream(self.torch_device.index)
 
     def raw_stream(self) -> Any:
-        """Return the current stream as `cuda.bindings` takes it."""
         return self.current_stream().raw
 
     def new_stream(self, name: str) -> CudaStream:
@@ -303,10 +295,9 @@ class CudaDevice(Device):
         return torch.cuda.stream(_of(stream))
 
     def make_events(self, num_events: int) -> None:
-        """Record events once, since CUDA makes one when it is first recorded; `record_event` takes of these."""
         while len(self._spare_events) < num_events:
             event = CudaEvent()
-            event.event.record(torch.cuda.current_stream(self.torch_device))
+            event.event.record(torch.cuda.current_stream(self.torch_device))  # CUDA makes it now
             self._spare_events.append(event)
 
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CudaEvent:
@@ -342,8 +333,8 @@ class CudaDevice(Device):
         return torch.empty_strided(size, stride, dtype=dtype, device=self.torch_device)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Put an asynchronous copy on the stream: through torch, which costs the host far more, where a mode is to see it."""
         assert isinstance(stream, CudaStream)
+        # through torch, which costs the host far more, where a mode is to see it
         if stream.raw is None or is_seen_by_modes() or not _is_current(self.torch_device):
             with torch.cuda.stream(stream.stream):
                 destination.copy_(source, non_blocking=True)
@@ -362,7 +353,6 @@ class CudaDevice(Device):
             destination.copy_(source)
 
     def pin(self, host: Tensor) -> None:
-        """Pin memory where it is, by `cudaHostRegister`."""
         # cudaHostRegister belongs to a context, which a thread of ours has not made current yet.
         with torch.cuda.device(self.torch_device):
             status = self._runtime.cudaHostRegister(host.data_ptr(), host.nbytes, _REGISTER_PORTABLE)
@@ -374,10 +364,9 @@ class CudaDevice(Device):
             )
 
     def unpin(self, host: Tensor) -> None:
-        """Undo `pin`; CUDA's refusal for what is not pinned is none."""
         with torch.cuda.device(self.torch_device):
             status = self._runtime.cudaHostUnregister(host.data_ptr())
-        if int(status) != 0:
+        if int(status) != 0:  # it was not pinned
             self._clear_error()
 
     def _clear_error(self) -> None:

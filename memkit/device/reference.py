@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -60,8 +60,6 @@ class _HostRange:
 
 
 class _Counter(MemoryCounter):
-    """Counts the storages that the device was told of and that are still alive."""
-
     def __init__(self, device: ReferenceDevice) -> None:
         self._device = device
 
@@ -117,8 +115,9 @@ class ReferenceDevice(Device):
         self.races: list[RaceError] = []
         self._random = None if seed is None else random.Random(seed)
         self._lock = threading.RLock()
-        self._streams: list[ReferenceStream] = []
-        self._default = self._make_stream("compute", is_compute=True)
+        self._default = ReferenceStream("compute", 0, is_compute=True)
+        self._streams = [self._default]
+        """By their numbers in the clocks."""
         self._current = threading.local()
         self._storages: dict[int, _KnownStorage] = {}
         self._host_ranges: list[_HostRange] = []
@@ -142,33 +141,22 @@ class ReferenceDevice(Device):
 
     def new_stream(self, name: str) -> ReferenceStream:
         with self._lock:
-            return self._make_stream(name, is_compute=False)
-
-    def _make_stream(self, name: str, *, is_compute: bool) -> ReferenceStream:
-        """Add a stream, numbered as in the clocks."""
-        self._streams.append(ReferenceStream(name, len(self._streams), is_compute))
-        return self._streams[-1]
-
-    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._on_stream(own(stream))
+            self._streams.append(ReferenceStream(name, len(self._streams), is_compute=False))
+            return self._streams[-1]
 
     @contextmanager
-    def _on_stream(self, stream: ReferenceStream) -> Iterator[None]:
-        """What is on the stream lands first: from now on torch's work is done on it, at once."""
-        before = self.current_stream()
-        stream.is_compute = True
-        self._land(stream, stream.num_enqueued)
-        self._current.stream = stream
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        """The stream's queue lands first: from now on torch's work is done on it, at once."""
+        before, entered = self.current_stream(), own(stream)
+        entered.is_compute = True
+        self._land(entered, entered.num_enqueued)
+        self._current.stream = entered
         try:
             yield
         finally:
             self._current.stream = before
 
-    def make_events(self, num_events: int) -> None:
-        pass
-
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
-        """Take a snapshot of the stream's clock, and of how much is on its queue."""
         with self._lock:
             self._pass_time()
             recorded = self.current_stream() if stream is None else own(stream)
@@ -181,8 +169,7 @@ class ReferenceDevice(Device):
             self._pass_time()
             waiting = own(stream)
             assert isinstance(event, ReferenceEvent)
-            for number, count in event.clock.items():
-                waiting.clock[number] = max(waiting.clock.get(number, 0), count)
+            waiting.join(event.clock)
             if waiting.is_compute:
                 self._land(event.stream, event.position)
             else:
@@ -208,10 +195,8 @@ class ReferenceDevice(Device):
             self._order_all_behind(event.clock)
 
     def _order_all_behind(self, clock: dict[int, int]) -> None:
-        """The host knows that all this is done: whatever it puts on any stream from now on comes later."""
-        for number, count in list(clock.items()):
-            for stream in self._streams:
-                stream.clock[number] = max(stream.clock.get(number, 0), count)
+        for stream in self._streams:
+            stream.join(clock)
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Return poison, which the current stream has written."""
@@ -234,13 +219,12 @@ class ReferenceDevice(Device):
             self._access(destination, stamp, is_write=True)
             if not self._is_awaited(destination):
                 destination.fill_(POISON)
-            lane.queue.append(ReferenceCopy(self._place(destination), self._place(source)))
+            lane.queue.append(ReferenceCopy(*(CopySide.of(end, is_host=self._is_host(end)) for end in (destination, source))))
             lane.num_enqueued += 1
             if lane.is_compute:
                 self._land(lane, lane.num_enqueued)
 
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Let the stream land, and copy at once: nothing comes late."""
         with self._lock:
             self._pass_time()
             lane = own(stream)
@@ -253,7 +237,6 @@ class ReferenceDevice(Device):
             self._order_all_behind(lane.clock)
 
     def pin(self, host: Tensor) -> None:
-        """Note that these bytes are the host's, which are CPU tensors as the device's own."""
         with self._lock:
             self._pinned.append(host)
 
@@ -264,14 +247,7 @@ class ReferenceDevice(Device):
     def memory_counter(self) -> MemoryCounter:
         return _Counter(self)
 
-    def empty_cache(self) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        return False
-
     def note_written(self, storage: torch.UntypedStorage, version: int) -> None:
-        """Raise where the current stream has not waited for all that touched the storage before."""
         with self._lock:
             known, stream = self._storages.get(torch_private.storage_address(storage)), self.current_stream()
             if known is None:
@@ -282,7 +258,6 @@ class ReferenceDevice(Device):
             known.version = version
 
     def note_read(self, storage: torch.UntypedStorage) -> None:
-        """Raise where the current stream has not waited for the last write."""
         with self._lock:
             known = self._storages.get(torch_private.storage_address(storage))
             if known is not None:
@@ -304,7 +279,6 @@ class ReferenceDevice(Device):
             self._land_next(stream)
 
     def _land_next(self, stream: ReferenceStream) -> None:
-        """Let the first entry of a queue happen: a copy, or a wait for what is on another queue."""
         entry = stream.queue[0]
         if isinstance(entry, ReferenceEvent):
             self._land(entry.stream, entry.position)
@@ -340,8 +314,7 @@ class ReferenceDevice(Device):
         """A storage has died: it goes back to its home stream, which should have waited for all others."""
         known = self._storages.pop(key)
         self._allocated_bytes -= known.num_bytes
-        stamps = [known.accesses.written, *known.accesses.reads.values()]
-        for stamp in stamps:
+        for stamp in (known.accesses.written, *known.accesses.reads.values()):
             if not known.home.is_after(stamp):
                 self.races.append(
                     RaceError(
@@ -351,12 +324,8 @@ class ReferenceDevice(Device):
                 )
 
     def _is_host(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in memory that was pinned; all else is the device's."""
         start = tensor.data_ptr()
         return any(pinned.data_ptr() <= start < pinned.data_ptr() + pinned.nbytes for pinned in self._pinned)
-
-    def _place(self, tensor: Tensor) -> CopySide:
-        return CopySide.on_host(tensor) if self._is_host(tensor) else CopySide.on_device(tensor)
 
     def _is_awaited(self, tensor: Tensor) -> bool:
         """Tell whether a copy that has not landed yet touches these bytes."""
@@ -369,7 +338,6 @@ class ReferenceDevice(Device):
         )
 
     def _access(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:
-        """Check and note that a piece of work reads a tensor, or writes to it."""
         if self._is_host(tensor):
             self._access_host(tensor, stamp, is_write=is_write)
             return

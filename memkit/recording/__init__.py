@@ -4,7 +4,6 @@
 - `recording`: `Recording`: ops with their inputs and outputs, and the roots that they start from; as a step for `plan/`
 - `recorded`: one op, without its tensors
 - `ops`: what an op does to its arguments: writes, aliases, random numbers, hidden state
-- `effects`: records ops that write to tensors, and unknown ones
 - `borders`: marks ends of sharded layers: nothing after one is recomputed from values before it
 - `expected`: ops that are known ahead, and that nothing will be recomputed from
 - `functions`: torch's functions (`F.linear`) during which the recorder is off, since what they do is known

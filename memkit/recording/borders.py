@@ -50,11 +50,7 @@ _marked = weakref.WeakSet[nn.Module]()
 
 def num_unmarked() -> int:
     """Return how many modules FSDP2 has sharded in this process since the last `mark_sharded`. If FSDP2 was never imported,
-    this costs one dict lookup.
-
-    Raises:
-        MissingTorchNameError: torch doesn't say which modules it has sharded.
-    """
+    this costs one dict lookup."""
     if FSDP not in sys.modules:
         return 0
     return len(torch_private.sharded_modules) - len(_marked)
@@ -62,11 +58,7 @@ def num_unmarked() -> int:
 
 def mark_sharded() -> None:
     """Set hooks on modules that FSDP2 has sharded in this process and that have none yet. The hooks stay, and do something only
-    in recorded forwards.
-
-    Raises:
-        MissingTorchNameError: torch doesn't say which modules it has sharded.
-    """
+    in recorded forwards."""
     if not num_unmarked():
         return
     for module in list(torch_private.sharded_modules):
@@ -92,7 +84,6 @@ def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _mark_border(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
-    """A forward hook: run a border on the output."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         tensors = tensors_in(torch_private.tree_leaves(output))
         with torch.no_grad():

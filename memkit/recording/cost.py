@@ -23,8 +23,6 @@ _MAX_COSTS = 8192
 
 
 class OpCosts:
-    """The seconds of the ops under one tag."""
-
     def __init__(self) -> None:
         self.device: Device | None = None
         """The device that they run on."""
@@ -33,7 +31,6 @@ class OpCosts:
         self._ceilings: Ceilings | None = None
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
-        """Return the seconds of an op, from its arguments and its results."""
         key = cost_key(func, args, results)
         seconds = self.measured_s.get(key) or self.guessed_s.get(key)
         if seconds is None:
@@ -49,7 +46,6 @@ class OpCosts:
         return self._ceilings.estimate_s(func, args, results)
 
     def learn(self, found: dict[CostKey, float]) -> None:
-        """Add measured seconds."""
         _remember(self.measured_s, found)
 
 
@@ -86,7 +82,7 @@ def recording_cost_s() -> float:
 
 
 def host_costs(torch_device: torch.device) -> HostCosts:
-    """Return the host seconds for ops and regions on a device, as multiples of the cost of recording an op, since all of it is
+    """Return the host seconds for ops and regions on a device: multiples of the cost of recording an op, since all is
     Python."""
     recorded_s = recording_cost_s()
     return HostCosts(

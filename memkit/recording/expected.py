@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class ExpectedOp(NamedTuple):
-    """An op that is known ahead."""
-
     func: Any
     is_skipped: bool
     """Whether it is not recorded."""
@@ -49,13 +47,6 @@ class ExpectedOp(NamedTuple):
 
 
 class Expected:
-    """What is known ahead of a recording.
-
-    Args:
-        ops: all ops that the recorder sees, in order.
-        num_values: how many values they make and read.
-    """
-
     def __init__(self, ops: Sequence[ExpectedOp], num_values: int) -> None:
         self.ops = ops
         """Empty once an unexpected op has run."""
@@ -104,7 +95,6 @@ class Expected:
         return True
 
     def add_written(self, recording: Recording, target: Tensor, before: int) -> None:
-        """Note that an op that is not recorded has overwritten a value."""
         value, storage = recording.num_values, target.untyped_storage()
         recording.num_values = value + 1  # first, as in `Recording.add_root`
         self.over[value] = before
@@ -113,7 +103,6 @@ class Expected:
         recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
 
     def add_unmade(self, recording: Recording, results: Any) -> None:
-        """Note the results of an op that is not recorded."""
         current, lent = recording.current, recording.lent
         for tensor in (results,) if type(results) is Tensor and results.layout is torch.strided else tensors_in(results):
             storage = tensor.untyped_storage()
@@ -135,12 +124,7 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """Called before an op that is recorded: if it is the expected one, number the roots that it reads as expected.
-
-        Args:
-            op: the expected op, if there is one.
-            is_plain: whether none of its tensors has a class with `__torch_dispatch__`.
-        """
+        """Called before an op that is recorded: if it is the expected one, number the roots that it reads as expected."""
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:
@@ -162,7 +146,6 @@ class Expected:
         return True
 
     def add_root(self, recording: Recording, tensor: Tensor, number: int) -> None:
-        """Give a root the number that it had."""
         storage = tensor.untyped_storage()
         is_hidden = torch_private.storage_address(storage) in self._statistics
         recording.add_root(tensor, storage, is_inside=False, is_hidden=is_hidden, number=number)

@@ -67,8 +67,6 @@ _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multih
 
 
 class Input(NamedTuple):
-    """A tensor among the arguments of a function."""
-
     value: int
     """The number of its value, -1 if it has none."""
     geometry: Geometry
@@ -80,8 +78,6 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A function call that is known ahead."""
-
     func: Any
     is_quiet: bool
     begin: int
@@ -136,12 +132,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class QuietFunctions(FunctionMode):
-    """Turns the recorder off during quiet functions: see [Note: quiet functions].
-
-    Args:
-        calls: the known calls.
-        recorder: the recorder.
-    """
+    """Turns the recorder off during quiet functions: see [Note: quiet functions]."""
 
     def __init__(self, calls: Sequence[FunctionCall], recorder: Recorder) -> None:
         super().__init__()
@@ -340,12 +331,6 @@ class _NotedFunction(NamedTuple):
 
 
 class FunctionNotes(FunctionMode):
-    """Notes the functions of a forward in which each op is seen.
-
-    Args:
-        recording: the recording of the ops.
-    """
-
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.num_saves = 0
@@ -394,8 +379,7 @@ class FunctionNotes(FunctionMode):
         return tuple(found)
 
     def _result(self, results: Any, first: int) -> tuple[int, int]:
-        """Return the number of the value that a function has returned, and its bytes; -1 if the value is older than the
-        call."""
+        """Return the number and the bytes of the value that a function has returned; -1 if the value is older than the call."""
         if type(results) is not Tensor or not tensors_in(results):
             return -1, 0
         storage = results.untyped_storage()
@@ -409,14 +393,7 @@ class FunctionNotes(FunctionMode):
         needed: Collection[int],
         saves: Sequence[int],
     ) -> tuple[FunctionCall, ...]:
-        """Return what is known ahead of a forward like this one; empty if functions are not to be followed.
-
-        Args:
-            ops: all of its ops.
-            recorded: for each op, its recorded call, if that can be recorded again without seeing the op.
-            needed: the values that need their numbers as soon as they are made.
-            saves: the value of each saved tensor.
-        """
+        """Return what is known ahead of a forward like this one; empty if functions are not to be followed."""
         if not self._is_whole or num_asked() != self._num_asked or sum(len(call.ops) for call in self._calls) != len(ops):
             return ()
         roots = self._recording.roots

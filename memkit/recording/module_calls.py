@@ -30,13 +30,7 @@ from memkit.recording.recording import Recording
 
 
 class Aftermath:
-    """Which op was the last to read each value of a finished forward, and which ops wrote to each storage.
-
-    Args:
-        recording: the forward.
-        given: for each module call, the number of ops before it and its input values: reads by compiled modules are not
-            recorded.
-    """
+    """Which op was the last to read each value of a finished forward, and which ops wrote to each storage."""
 
     def __init__(self, recording: Recording, given: Iterable[tuple[int, frozenset[int]]]) -> None:
         recording.sync()
@@ -49,22 +43,10 @@ class Aftermath:
                 self._last_read[value] = max(op, self._last_read.get(value, op))
 
     def reads(self, values: Iterable[int], after: int) -> bool:
-        """Tell whether one of these values is read by op number `after`, or a later one.
-
-        Args:
-            values: the values.
-            after: the first op that counts.
-        """
-        last_read = self._last_read
-        return any(last_read.get(value, -1) >= after for value in values)
+        return any(self._last_read.get(value, -1) >= after for value in values)
 
     def writes(self, address: int, after: int) -> list[int]:
-        """Return the ops that write to a storage, by their numbers among all ops, counted from 1.
-
-        Args:
-            address: the address of the storage.
-            after: the last op that does not count.
-        """
+        """Return the ops that write to a storage, by their numbers among all ops, counted from 1."""
         return [func for func in self._writes.get(address, ()) if func > after]
 
 
@@ -79,37 +61,6 @@ WRITES = "an op in it writes to what was there before"
 
 
 class NotedCall:
-    """A module call, as far as it has run.
-
-    Args:
-        module: the module.
-        name: its name in the outermost module.
-        number: how many calls of it came before in the context.
-        parent: the index of the enclosing call, -1 if there is none.
-        recording: the recording of its ops.
-    """
-
-    __slots__ = (
-        "_drawn",
-        "_first",
-        "_given",
-        "_is_rewritten",
-        "_is_sharded",
-        "_made",
-        "_state",
-        "_weights",
-        "inputs",
-        "module",
-        "name",
-        "needs_grad",
-        "number",
-        "parent",
-        "shapes",
-        "stop",
-        "why_no_part",
-        "why_not",
-    )
-
     def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
         self.module = weakref.ref(module)
         self.name, self.number, self.parent = name, number, parent
@@ -141,7 +92,6 @@ class NotedCall:
         self.why_not = self.why_no_part
 
     def end(self, module: nn.Module, given: tuple[Any, Any], output: Any, recording: Recording) -> None:
-        """Called when the call has returned."""
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
         self._given = frozenset(self._values_in(given, recording))
@@ -167,13 +117,7 @@ class NotedCall:
         self._drawn = ()
 
     def _why_not_alone(self, modules: Iterable[nn.Module], read: set[int], recording: Recording) -> str:
-        """Return why it can't be a region, although an enclosing call may be one.
-
-        Args:
-            modules: the modules that it calls.
-            read: the values made before it that its ops read.
-            recording: the recording of its ops.
-        """
+        """Return why it can't be a region, although an enclosing call may be one."""
         if not self.needs_grad:
             return "it returns no tensor that requires grad"
         return self._effect(modules, recording) or ("" if read <= self._given else "it reads what it was not given")
@@ -212,18 +156,12 @@ class NotedCall:
         return self._first[1], self._given
 
     def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
-        """Tell whether a value that it has made and not returned is read later."""
         first, (last, returned) = self._first[-1], self._made
         hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
         return self.stop is not None and aftermath.reads(hidden, self.stop[1])
 
     def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
-        """Tell whether something other than calls of the same module writes to its parameters or buffers after it.
-
-        Args:
-            aftermath: the writes of the forward.
-            alike: the calls of each module.
-        """
+        """Tell whether something other than calls of the same module writes to its parameters or buffers after it."""
         if self._is_rewritten is None:
             self._is_rewritten = self._look_for_writes(aftermath, alike[id(self.module)])
         return self._is_rewritten
@@ -251,13 +189,7 @@ class NotedCall:
         return False
 
     def as_planned(self, recording: Recording, aftermath: Aftermath, alike: Alike) -> ModuleCall:
-        """Return the call in the form that `plan/` works on, after the forward.
-
-        Args:
-            recording: the forward.
-            aftermath: the reads and writes of the forward.
-            alike: the calls of each module.
-        """
+        """Return the call in the form that `plan/` works on, after the forward."""
         save, op, func, _ = self._first
         last_save, _ = self.stop or (save, op)
         ops, funcs = recording.saved_at[last_save - 1] if last_save > save else (op, func)
@@ -301,9 +233,7 @@ def _is_own(value: int, recording: Recording) -> bool:
 
 
 def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
-    if is_lazy(tensor):
-        return True  # what it will be is made in this call
-    if not is_range_of_bytes(tensor):
+    if is_lazy(tensor) or not is_range_of_bytes(tensor):  # a lazy one is made in this call
         return True
     storage = _storage_of(tensor)
     value = None if storage is None else recording.find(storage)
@@ -311,7 +241,6 @@ def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; None if it has none, as under `torch.func.vmap`."""
     try:
         return tensor.untyped_storage()
     except RuntimeError:
@@ -331,7 +260,6 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _python_generators() -> tuple[Any, ...]:
-    """Return the states of the random generators outside of torch."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -340,11 +268,7 @@ def _python_generators() -> tuple[Any, ...]:
 
 
 def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
-    """Yield everything that the attributes of a module and its submodules hold, as far as it can be seen.
-
-    Args:
-        is_sharded: whether FSDP2's hooks, which change attributes, run around a region rather than in it.
-    """
+    """Yield everything that the attributes of a module and its submodules hold, as far as it can be seen."""
     left = _OF_GATHERS if is_sharded else ()
     left_with = torch_private.COMPOSED_MARK if is_sharded else ()
     for part in module.modules():
@@ -399,8 +323,6 @@ class SpanCall:
 
 
 class _NotedSpan(NotedCall):
-    __slots__ = ("_calls",)
-
     def __init__(self, whole: NotedCall, name: str, parent: int, calls: Sequence[NotedCall], recording: Recording) -> None:
         first, last = calls[0], calls[-1]
         self._calls = calls
@@ -418,14 +340,7 @@ class _NotedSpan(NotedCall):
 
 
 def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Aftermath, alike: Alike) -> tuple[SpanCall, ...]:
-    """Return the spans that may be regions, in the order in which they begin, enclosing ones first.
-
-    Args:
-        noted: the calls of a forward, in the order in which they begin.
-        recording: the forward.
-        aftermath: the reads and writes of the forward.
-        alike: the calls of each module.
-    """
+    """Return the spans that may be regions, in the order in which they begin, enclosing ones first."""
     inside: list[list[int]] = [[] for _ in noted]
     ends = [0] * len(noted)
     for place, call in enumerate(noted):
@@ -466,14 +381,8 @@ def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:
-    """Yield the first child of each span of a `Sequential`, and the first one after it.
-
-    They are the same for all of its calls, so that two spans are either nested or disjoint.
-
-    Args:
-        module: the Sequential.
-        rows: the calls of its children in each of its calls.
-    """
+    """Yield the first child of each span of a `Sequential`, and the first one after it: the same for all of its calls, so that
+    two spans are either nested or disjoint."""
     kinds = list(map(type, module.children()))
     size = len(kinds)
     is_free = [not any(row[place].why_no_part for row in rows) for place in range(size)]
@@ -488,12 +397,7 @@ def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterato
 
 
 class ModuleTrail:
-    """A context that notes the innermost module of each op in a recording, for modules that this thread runs.
-
-    Args:
-        recording: the recording.
-        notes_calls: whether to note each module call as well.
-    """
+    """A context that notes the innermost module of each op in a recording, for modules that this thread runs."""
 
     def __init__(self, recording: Recording, *, notes_calls: bool = False) -> None:
         self._recording = recording
@@ -536,17 +440,12 @@ class ModuleTrail:
         return len(self._hooks) > 0
 
     def pause(self) -> None:
-        """Remove the hooks for a while, if they are on."""
         if self.is_on:
             self._is_paused = True
             self._hooks.remove()
 
     def go_on(self, ended: nn.Module | None = None) -> None:
-        """Set the hooks again, if they were on.
-
-        Args:
-            ended: a module that began before the pause and whose end the hooks didn't see.
-        """
+        """Set the hooks again, if they were on."""
         if self._is_paused:
             self._is_paused = False
             if ended is not None:
@@ -559,7 +458,6 @@ class ModuleTrail:
             self._before(module)
 
     def note_end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note the end of such a call."""
         if self.is_on or self._is_paused:
             self._after(module, args, kwargs, output)
 

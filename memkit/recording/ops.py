@@ -53,6 +53,7 @@ _HIDING_STATE = """
 """
 """Those of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
 
+_VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
 
 _OVERWRITERS = frozenset(
@@ -73,12 +74,6 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
 
 
 class OpKinds:
-    """What is known of each op.
-
-    Args:
-        pure_ops: the ops that the user declares pure, as returned by `names_of_ops`.
-    """
-
     def __init__(self, pure_ops: frozenset[str]) -> None:
         self._pure_ops = pure_ops
         self._kinds: dict[Any, OpTraits] = {}
@@ -87,7 +82,6 @@ class OpKinds:
         return op_kinds, (self._pure_ops,)
 
     def of(self, func: Any) -> OpTraits:
-        """Return what is known of an op: an `OpOverload` or a `HigherOrderOperator`."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._classify(func)
@@ -115,9 +109,8 @@ class OpKinds:
         why_kept = self._why_kept(func)
         if why_kept:
             return OpTraits(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
-        if _cannot_run_again(func):
-            hides_state = torch_private.schema_of(func).name in _HIDING
-            return OpTraits(OpClass.OPAQUE, tuple(written), hides_state=hides_state)
+        if schema.name in _NOT_REPLAYED or not _VALUE_TAGS.isdisjoint(func.tags):
+            return OpTraits(OpClass.OPAQUE, tuple(written), hides_state=schema.name in _HIDING)
         # Who writes an op seldom says that it draws random numbers.
         is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN_NAMESPACES
         may_cross = schema.name in _CROSSING
@@ -139,14 +132,7 @@ class OpKinds:
 
 @functools.lru_cache(maxsize=64)
 def op_kinds(pure_ops: frozenset[str] = frozenset()) -> OpKinds:
-    """Return what is known of ops if these are pure."""
     return OpKinds(pure_ops)
-
-
-def _cannot_run_again(func: OpOverload) -> bool:
-    if torch_private.schema_of(func).name in _NOT_REPLAYED:
-        return True
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _has_effect(func: OpOverload) -> bool:

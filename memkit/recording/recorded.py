@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.core import torch_private
-from memkit.core.tensors import PLAIN_TYPES, Geometry, is_range_of_bytes, tensor_over
+from memkit.core.tensors import PLAIN_TYPES, Geometry, is_dense, is_range_of_bytes, tensor_over
 from memkit.core.torch_state import has_own_dispatch
 
 if TYPE_CHECKING:
@@ -25,19 +25,15 @@ Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.
 
 
 def source_of(key: Any, value: int, tensor: Tensor) -> Source:
-    """Return the `Source` of a tensor among the arguments of a call."""
     return (key, value, *Geometry.of(tensor))
 
 
 def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
-    """Return the tensor argument for a `Source`, over the storage that has its value now."""
     _, _, size, stride, offset, dtype, is_conj, is_neg = source
     return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
 
 class OpClass(Enum):
-    """How the recorder treats an op."""
-
     VIEW = auto()
     """Returns a view: makes no value, and is never run again."""
     REPLAYED = auto()
@@ -53,8 +49,6 @@ class OpClass(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What is known of one overload."""
-
     op_class: OpClass
     written: tuple[int | str, ...] = ()
     """The arguments that it writes to, by position or, if keyword-only, by name."""
@@ -94,8 +88,7 @@ CostKey = tuple[Any, int, int]
 
 
 def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
-    """Return what ops with about the same duration have in common: the op, and the bytes of its first argument and first
-    result."""
+    """Return what ops of about the same duration share: the op, and the bytes of its first argument and first result."""
     first = args[0] if args else None
     result = results[0] if type(results) is tuple and results else results
     return (
@@ -159,7 +152,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def has_tensors(kwargs: dict[str, Any]) -> bool:
-    """Tell whether there may be a tensor among the keyword arguments."""
     return any(isinstance(argument, Tensor | list | tuple) for argument in kwargs.values())
 
 
@@ -186,17 +178,9 @@ def has_odd(arguments: Iterable[Any]) -> bool:
 
 def covers(tensor: Tensor) -> bool:
     """Tell whether a tensor has each byte of its storage, once."""
-    if tensor.numel() * tensor.itemsize != Tensor.untyped_storage(tensor).nbytes():
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    is_whole = tensor.numel() * tensor.itemsize == Tensor.untyped_storage(tensor).nbytes()
+    return is_whole and is_dense(tensor.size(), tensor.stride())
 
 
 def crosses(one: Any, other: Any) -> bool:
-    """Tell whether an argument and a result of an op are on different devices."""
     return len({tensor.device for tensor in (*tensors_in(one), *tensors_in(other))}) > 1

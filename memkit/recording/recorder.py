@@ -19,15 +19,6 @@ from memkit.core.modes import Mode
 from memkit.core.tensors import byte_view
 from memkit.core.torch_state import hide_mode, in_dual_level, in_higher_order_op, leave_untraced
 from memkit.recording.borders import run_border
-from memkit.recording.effects import (
-    record_batch_norm,
-    record_in_place,
-    run_and_write,
-    run_in_backward,
-    run_on_strangers,
-    run_unknown,
-    run_writer,
-)
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
     CallNotes,
@@ -36,6 +27,7 @@ from memkit.recording.recorded import (
     OpTraits,
     Source,
     cost_key,
+    covers,
     crosses,
     has_odd,
     has_tensors,
@@ -95,7 +87,7 @@ class QuietMode(Mode):
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
-_address_of = torch_private.storage_address
+_address_of, _version_of = torch_private.storage_address, torch_private.version_of
 _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
@@ -103,16 +95,16 @@ _ALIAS = torch.ops.aten.alias.default
 """With which `torch.autograd.forward_ad.make_dual` begins."""
 
 
-class Recorder(QuietMode):
-    """The dispatch mode that writes a recording. It does nothing during a backward.
+_COLLECTIVES = "c10d"
+"""The namespace of ops whose schemas don't say what they write to, and whose writes raise no version counter: they may write to
+any of their tensors."""
+_GATHERS = "fsdp"
+"""The namespace of FSDP2's ops. When they write to a parameter's storage, they restore its freed contents: shards are not
+written to within a step, or else the tensors that autograd saved of the parameter would be wrong as well."""
 
-    Args:
-        recording: the recording that it writes.
-        kinds: what is known of ops.
-        generator_of: returns the default random number generator of a device.
-        estimate_s: returns the estimated seconds of an op, from the op, its arguments and its results; called if they are
-            unknown.
-    """
+
+class Recorder(QuietMode):
+    """The dispatch mode that writes a recording. It does nothing during a backward."""
 
     def __init__(
         self,
@@ -133,7 +125,6 @@ class Recorder(QuietMode):
         object alive."""
 
     def follow(self, recording: Recording) -> None:
-        """Write to another recording from now on."""
         self.recording = recording
         self._paths.clear()
 
@@ -141,7 +132,7 @@ class Recorder(QuietMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _is_in_backward() != -1:
-            return run_in_backward(self, func, args, kwargs)
+            return self._run_in_backward(func, args, kwargs)
         recording = self.recording
         if recording.is_gathering:
             if self.kind_of(func).op_class is OpClass.BORDER:
@@ -248,24 +239,23 @@ class Recorder(QuietMode):
         if kind.op_class is OpClass.VIEW:
             return _VIEW
         if kind.op_class is OpClass.UNKNOWN:
-            return run_unknown
+            return Recorder._run_unknown
         if kind.op_class is OpClass.BORDER:
             return run_border
         if kind.op_class is OpClass.OPAQUE:
             return Recorder.run_opaque
         if kind.statistics:
-            return record_batch_norm
+            return Recorder._record_batch_norm
         if self.recording.is_timed or self.recording.originals is not None:
             return Recorder.record
         if kind.is_plain:
             return _COPY if kind.may_cross else _PLAIN
-        return record_in_place if kind.is_in_place else Recorder.record
+        return Recorder._record_in_place if kind.is_in_place else Recorder.record
 
     # What is not plain
 
     def record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record any op."""
-        kind = self.kind_of(func)
+        kind, recording = self.kind_of(func), self.recording
         if kind.op_class is OpClass.VIEW:
             if _is_of_number(args):
                 return _view_of_number(func, args, kwargs)
@@ -273,27 +263,49 @@ class Recorder(QuietMode):
         if types or kind.op_class is not OpClass.REPLAYED or has_odd((*args, *(kwargs or {}).values())):
             return self.run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
-            return record_batch_norm(self, func, types, args, kwargs)
+            return self._record_batch_norm(func, types, args, kwargs)
         for position in kind.statistics:  # another forward may update them, and leave no trace
             if args[position] is not None:
-                self.recording.note_hidden(args[position])
+                recording.note_hidden(args[position])
         targets = written_by(kind, args, kwargs) if kind.written else []
-        if targets and not any(self.recording.is_known(target) for target in targets):
-            return run_on_strangers(self, func, args, kwargs, targets)
+        if targets and not any(map(recording.is_known, targets)):
+            return self._run_on_strangers(func, args, kwargs, targets)
         kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
             if generator is not self._generator_of(generator.device):
-                self.recording.note_effect()  # a region puts back the state of the default one
+                recording.note_effect()  # a region puts back the state of the default one
             state = generator.get_state()
-        if kind.written:
-            return run_writer(self, func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
+        if not kind.written:
+            results = self.run(func, args, kwargs)
+            if kind.may_cross and crosses(args[0], results):
+                recording.add_roots(results)
+            else:
+                self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+            return results
+        written = {recording.value_of(target): target for target in targets}
+        are_inside = [recording.before_write_to(target) for target in targets]
+        sizes_bytes = [_get_storage(target).nbytes() for target in targets]
         results = self.run(func, args, kwargs)
-        if kind.may_cross and crosses(args[0], results):
-            self.recording.add_roots(results)
+        num_reads = sum(source[1] in written for source in sources) - len(targets)
+        is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
+        can_follow = all(
+            value not in recording.roots or (is_inside and is_whole)
+            for value, is_inside in zip(written, are_inside, strict=True)
+        ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
+        if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
+            self.note(
+                *(func, kept, kept_kwargs, sources, args, results),
+                kind=kind,
+                written=written,
+                is_whole=is_whole,
+                generator=generator,
+                state=state,
+            )
         else:
-            self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+            recording.add_written(targets, are_inside)
+            recording.add_roots(results)
         return results
 
     def _take_arguments(
@@ -357,8 +369,7 @@ class Recorder(QuietMode):
         generator: torch.Generator | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Note the values that an op has made: its results, unless they existed before, and the new contents of written
-        tensors."""
+        """Note the values that an op has made: its new results, and the new contents of written tensors."""
         recording = self.recording
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
@@ -394,10 +405,9 @@ class Recorder(QuietMode):
                     recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
     def run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op that is not run again."""
         kind = self.kind_of(func)
         if kind.op_class is OpClass.UNKNOWN:
-            return run_unknown(self, func, types, args, kwargs)
+            return self._run_unknown(func, types, args, kwargs)
         if kind.op_class is OpClass.BORDER:
             return run_border(self, func, types, args, kwargs)
         if types or kind.hides_state:
@@ -406,8 +416,141 @@ class Recorder(QuietMode):
             results = func(*args, **kwargs) if kwargs else func(*args)
             self.recording.add_roots(results)
             return results
-        results = run_and_write(self.recording, func, args, kwargs, written_by(kind, args, kwargs))
+        results = self._run_and_write(func, args, kwargs, written_by(kind, args, kwargs))
         self.recording.add_roots(results)
+        return results
+
+    # What does more than make new values
+
+    def _run_gather(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op of FSDP2. Its parameters are the caller's, with the same values as when they were gathered last."""
+        recording = self.recording
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        for target in written_by(self.kind_of(func), args, kwargs):
+            storage = _get_storage(target)
+            value = recording.find(storage)
+            if value is None or (value in recording.roots and recording.roots[value].is_inside):  # just allocated, or seen so
+                value = recording.add_root(target, storage, is_inside=False)
+            recording.hidden.discard(value)  # no statistics, though they may be as small
+        recording.add_roots(results, self.kind_of(func).why_kept)
+        return results
+
+    def _run_in_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op of a backward within the forward: nothing is recorded but that it writes to tensors."""
+        kind, recording = self.kind_of(func), self.recording
+        recording.see_versions()
+        recording.note_effect()
+        targets = [] if kind.op_class is OpClass.UNKNOWN else written_by(kind, args, kwargs)  # FSDP2 gathers parameters again
+        if kind.statistics and args[kind.training_at]:
+            targets += [args[position] for position in kind.statistics if args[position] is not None]
+        return self._run_and_write(func, args, kwargs, [target for target in targets if recording.is_known(target)])
+
+    def _run_and_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
+        recording = self.recording
+        are_inside = [recording.before_write_to(target) for target in targets]
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        recording.add_written(targets, are_inside)
+        return results
+
+    def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op of which only the schema says what it does. A higher-order op has none: that it writes shows by the version
+        counter, too late to copy the old contents. If an op returns a tensor that is neither new nor an argument, such as its
+        own state, the contents may have changed."""
+        kind, recording = self.kind_of(func), self.recording
+        recording.note_effect()
+        has_schema = isinstance(func, torch_private.OpOverload)
+        if has_schema and func.namespace == _GATHERS:
+            return self._run_gather(func, args, kwargs)
+        given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
+        is_collective = has_schema and func.namespace == _COLLECTIVES
+        targets = list(given.values()) if is_collective else written_by(kind, args, kwargs)
+        are_inside = [recording.before_write_to(target) for target in targets]
+        versions = {} if has_schema else {key: _version_of(each) for key, each in given.items() if not each.is_inference()}
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        recording.add_written(targets, are_inside, kind.why_kept)
+        changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
+        changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
+        for tensor in changed:
+            value = recording.find(_get_storage(tensor))
+            if value is not None:
+                root = recording.roots.get(value)
+                recording.lose(value)
+                recording.add_written([tensor], [root is None or root.is_inside], kind.why_kept)
+        recording.add_roots(results, kind.why_kept)
+        return results
+
+    def _record_in_place(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run and record an op that writes to its first argument, reads that and others, and does nothing else."""
+        recording, target = self.recording, args[0]
+        if types or kwargs or not isinstance(target, Tensor):
+            return self.record(func, types, args, kwargs)
+        sources: list[Source] = []
+        try:
+            storage = _get_storage(target)
+            value = recording.find(storage)
+            if value is None:
+                recording.note_effect(target)
+                return func(*args)  # nothing here was made from it: a counter, a buffer
+            kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
+        except RuntimeError:  # an argument is no range of bytes
+            return self.run_opaque(func, types, args, kwargs)
+        num_bytes, is_root, is_inside = storage.nbytes(), value in recording.roots, recording.before_write_to(target)
+        results = func(*args)
+        if is_root or storage.nbytes() != num_bytes:
+            recording.add_root(target, storage, is_inside=is_inside, is_written=True)
+            return results
+        op, made = len(recording.calls), recording.num_values
+        if op >= len(recording.known_s):
+            recording.seconds[op] = self.estimate_s(func, args, results)
+        notes = CallNotes(self.kind_of(func), (), (value,))
+        recording.add_call(OpCall(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+        if made in recording.retained:
+            recording.hold_made(made, target, is_written=True)
+        return results
+
+    def _run_on_strangers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
+        """Run an op that writes to tensors that nothing in the forward was made from: counters, buffers."""
+        for target in targets:
+            self.recording.note_effect(target)
+        results = self.run(func, args, kwargs)
+        if results is not args[0]:
+            written = {_address_of(_get_storage(target)) for target in targets}
+            for tensor in tensors_in(results):
+                if _address_of(_get_storage(tensor)) not in written:
+                    self.recording.add_roots(tensor)
+        return results
+
+    def _record_batch_norm(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run and record a batch norm that updates its statistics. Its replays don't."""
+        kind, recording = self.kind_of(func), self.recording
+        if types or not args[kind.training_at]:
+            return self.record(func, types, args, kwargs)
+        sources: list[Source] = []
+        kept: list[Any] = []
+        known: list[Tensor] = []
+        statistics: list[Tensor] = []
+        try:
+            for position, argument in enumerate(args):
+                if position not in kind.statistics:
+                    kept.append(self.take(position, argument, sources) if isinstance(argument, Tensor) else argument)
+                elif argument is not None:
+                    recording.note_effect(argument)
+                    statistics.append(argument)
+                    if recording.is_known(argument):
+                        known.append(argument)
+        except RuntimeError:  # an argument is no range of bytes
+            return self.run_opaque(func, types, args, kwargs)
+        if kind.replayed_by is None:
+            for position in kind.statistics:
+                kept.insert(position, None)
+        are_inside = [recording.before_write_to(tensor) for tensor in known]
+        results = self.run(func, args, None)
+        recording.add_written(known, are_inside)
+        self.note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
+        for (
+            argument
+        ) in statistics:  # as in `Recorder.record`: what reads them later is not to see the updates of another forward
+            recording.note_hidden(argument)
         return results
 
 
@@ -430,8 +573,7 @@ def _is_of_number(args: tuple[Any, ...]) -> bool:
 
 
 def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a view of a tensor that torch has made from a Python number, such as one that adds dimensions of stride 0: a mode
-    gets the number back."""
+    """Run a view of a tensor that torch has made from a Python number, of which a mode gets the number."""
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))

@@ -38,33 +38,28 @@ def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
     return partial(torch_private.fp32_precision_of, backend, op), partial(setattr, place, "fp32_precision")
 
 
+def _reduced_precision(dtype: str) -> Setting:
+    name, matmul = f"allow_{dtype}_reduced_precision_reduction", torch.backends.cuda.matmul
+    return getattr(torch_private, f"get_cublas_{name}"), partial(setattr, matmul, name)
+
+
 @functools.cache
 def _settings() -> tuple[Setting, ...]:
-    matmul: Any = torch.backends.cuda.matmul
+    cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        (torch_private.get_mkldnn_enabled, torch_private.set_mkldnn_enabled),
-        (torch_private.get_cudnn_enabled, torch_private.set_cudnn_enabled),
-        (torch_private.get_cudnn_benchmark, torch_private.set_cudnn_benchmark),
-        (torch_private.get_cudnn_deterministic, torch_private.set_cudnn_deterministic),
-        (
-            torch_private.get_cublas_allow_fp16_reduced_precision_reduction,
-            partial(setattr, matmul, "allow_fp16_reduced_precision_reduction"),
-        ),
-        (
-            torch_private.get_cublas_allow_bf16_reduced_precision_reduction,
-            partial(setattr, matmul, "allow_bf16_reduced_precision_reduction"),
-        ),
-        _fp32_precision("cuda", "matmul", matmul),
+        *((getattr(torch_private, f"get_{name}"), getattr(torch_private, f"set_{name}")) for name in torch_private.SWITCHES),
+        *map(_reduced_precision, ("fp16", "bf16")),
+        _fp32_precision("cuda", "matmul", cuda.matmul),
         *(_fp32_precision("cuda", op, getattr(cudnn, op)) for op in ("conv", "rnn")),
         *(_fp32_precision("mkldnn", op, getattr(mkldnn, op)) for op in ("matmul", "conv")),
-        (torch_private.get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-        (torch_private.get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-        (torch_private.get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-        (torch_private.get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+        *(
+            (getattr(torch_private, f"get_{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
+            for name in torch_private.ATTENTIONS
+        ),
     )
 
 
@@ -73,18 +68,15 @@ Settings = tuple[Any, ...]
 
 @functools.cache
 def setting_getters() -> tuple[partial[Any], ...]:
-    """Return the functions that read the settings."""
     return tuple(partial(get) for get, _ in _settings())
 
 
 def current_settings() -> Settings:
-    """Return the current settings."""
     return tuple(map(partial.__call__, setting_getters()))
 
 
 @contextmanager
 def with_settings(wanted: Settings) -> Iterator[None]:
-    """Return a context with these settings."""
     found = current_settings()
     try:
         try:
@@ -150,11 +142,6 @@ class Root:
         return torch_private.version_of(tensor) != version
 
     def held_storage(self) -> torch.UntypedStorage:
-        """Return the storage of a root that is held, after checking that it is unchanged.
-
-        Raises:
-            RuntimeError: it was written to, or resized, without the recorder seeing it.
-        """
         if self.lent is not None:
             return self.lent().untyped_storage()
         alias = self.alias
@@ -184,8 +171,6 @@ class Root:
 
 
 class Held(Protocol):
-    """A value that is held so that others can be recomputed from it."""
-
     version: Any
     """The version when it was held, None while an op is writing to it."""
 
@@ -208,15 +193,12 @@ class RootHolder(Protocol):
 
 
 def alias_in_dispatch(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor that shares its version counter, although autograd's layers are off inside a dispatch
-    mode."""
+    """Return an alias that shares its tensor's version counter, although autograd's layers are off inside a mode."""
     with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
         return tensor.detach()
 
 
 def written_error() -> RuntimeError:
-    """Return the error to raise if a saved tensor was written to that others are recomputed from and that can't be
-    recomputed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
         "which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
@@ -224,10 +206,8 @@ def written_error() -> RuntimeError:
 
 
 def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
-    """Return the bytes of the roots that are gone unless they are held.
-
-    These are roots made here, overwritten, or gone by now. If the storage is the caller's, holding them takes no bytes.
-    """
+    """Return the bytes of the roots that are gone unless they are held: those made here, overwritten, or gone by now. If the
+    storage is the caller's, holding them takes no bytes."""
     found = {}
     for value, root in roots.items():
         if root.is_inside or root.is_lost:
@@ -327,7 +307,6 @@ class Recording:
         """The module in which each op ran, if that was noted."""
 
     def sync(self) -> None:
-        """Bring the lineage up to date."""
         lineage, calls, known_s = self.lineage, self.calls, self.known_s
         for op in range(len(lineage.ins), len(calls)):
             call = calls[op]
@@ -351,7 +330,6 @@ class Recording:
     # Values
 
     def find(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the value that is in a storage now, None if the storage was never seen."""
         found = self.current.get(torch_private.storage_address(storage))
         return found[1] if found is not None and found[0]() is storage else None
 
@@ -362,7 +340,6 @@ class Recording:
         return found is not None and found[0]() is storage
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor's storage was seen."""
         return self.find(tensor.untyped_storage()) is not None
 
     def value_of(self, tensor: Tensor) -> int:
@@ -445,12 +422,7 @@ class Recording:
     # Roots
 
     def hold(self, value: int, *, counts: bool = True, is_in_dispatch: bool = False) -> bool:
-        """Hold a root because something is to be recomputed from it; tell whether it is still there.
-
-        Args:
-            counts: whether its bytes are to be counted in `held_bytes`.
-            is_in_dispatch: whether an op is just being recorded.
-        """
+        """Hold a root because something is to be recomputed from it; tell whether it is still there."""
         root = self.roots[value]
         if root.lent is not None:
             return not root.is_lost
@@ -561,7 +533,6 @@ class Recording:
             root.is_lost = True
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
-        """Return the storage of a root that is held: see `Root.held_storage`."""
         if value not in self.roots:
             raise written_error()
         return self.roots[value].held_storage()
@@ -570,15 +541,12 @@ class Recording:
 
     @property
     def largest_bytes(self) -> int:
-        """The most bytes that one op has made."""
         made = (sum(call.outs_bytes) for call in self.calls)
         return max((*made, *(root.num_bytes for root in self.roots.values() if root.is_inside)), default=0)
 
     def read_times(self) -> dict[CostKey, float]:
-        """Store the seconds of timed ops, and return them by `cost_key`. Makes the host wait for the ops.
-
-        For ops with the same key it is the median: now and then one waits for something else.
-        """
+        """Store the seconds of timed ops, and return them by `cost_key`: the median, since now and then an op waits for
+        something else. Makes the host wait for the ops."""
         found: dict[CostKey, float] = {}
         if self.times:
             self.device.synchronize()
@@ -622,14 +590,7 @@ class Recording:
 def step_of(
     recording: Recording, saves: Sequence[int], nodes: Sequence[int], marks: Mapping[int, Action | None] | None = None
 ) -> Step:
-    """Return the step of a finished forward. Until a backward was seen, requests are assumed to come in reverse order.
-
-    Args:
-        recording: the recording of its ops.
-        saves: the value of each save that counts, in order.
-        nodes: the sequence number of the graph node of each save.
-        marks: the user's mark on each marked value.
-    """
+    """Return the step of a finished forward. Until a backward was seen, requests are assumed to come in reverse order."""
     recording.sync()
     lineage = recording.lineage.frozen()
     asked = {} if marks is None else marks

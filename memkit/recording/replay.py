@@ -33,12 +33,6 @@ def _vmap_mode() -> Any:
 
 
 class Replay:
-    """Runs the ops of a recording again, and keeps what they make until the caller takes it.
-
-    Args:
-        recording: the recording of the forward.
-    """
-
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.made: dict[int, torch.UntypedStorage] = {}
@@ -66,12 +60,7 @@ class Replay:
             work(value)
 
     def run(self, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
-        """Run an op; it may write over the made values `in_place`.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory.
-            ReplayMismatchError: with verification, it has made something else than in the forward.
-        """
+        """Run an op; it may write over the made values `in_place`."""
         call = self.recording.calls[op]
         self._repeat(call, op, in_place, storage_of)
         if self.recording.originals is not None:
@@ -140,7 +129,6 @@ class Replay:
                 )
 
     def name_of(self, value: int) -> str:
-        """Return a readable name for a value."""
         maker = self.recording.lineage.maker[value]
         if maker == NO_OP:
             return "a root"
@@ -150,15 +138,13 @@ class Replay:
 
 
 def _copied(argument: Any) -> Any:
-    """Return an argument, copied if tensors may be put into it."""
     return list(argument) if type(argument) is list else argument
 
 
 def _draw(call: OpCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a random op with the generator's state of the forward, and restore its current state."""
-    notes = call.notes
-    assert notes is not None
-    generator, state = notes.generator, notes.state
+    assert call.notes is not None
+    generator, state = call.notes.generator, call.notes.state
     assert generator is not None
     assert state is not None
     now, is_as_before = generator.get_state(), False

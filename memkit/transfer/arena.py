@@ -77,7 +77,7 @@ class Arena:
     def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:
         self.limit_bytes = limit_bytes
         self.refusal: str | None = None
-        """What the system did not pin, what that costs, and what to do."""
+        """Says what the system did not pin, what that costs, and what to do."""
         self.peak_in_use_bytes = 0
         self._device = device
         self._lock = threading.RLock()  # the threads that pin never take it: its holder may wait for them
@@ -129,12 +129,8 @@ class Arena:
 
     @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Allocate spans that are each pinned as one range, so that a single copy may cover any part; all are pinned side by
-        side.
-
-        They are always new memory, in whole pages: for what is kept long. Where this arena goes on with memory that is not
-        pinned, they are one range each as well.
-        """
+        """Allocate spans that are each pinned as one range (or are one, where this arena goes on without pins), so that a
+        single copy may cover any part; all side by side. They are always new memory, in whole pages: for what is kept long."""
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
@@ -148,10 +144,8 @@ class Arena:
         return spans
 
     def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
-        """Return what `take` allocates, so many bytes in all; where the system does not pin them, of memory that is not pinned.
-
-        The memory comes before staging buffers: without room for both, there are no buffers.
-        """
+        """Return what `take` allocates, so many bytes in all; where the system does not pin them, of memory that is not pinned,
+        and then staging buffers, if there is room for both."""
         try:
             return take()
         except PinError as error:
@@ -191,20 +185,13 @@ class Arena:
         return span
 
     def has(self, span: Span) -> bool:
-        """Tell whether a span is taken, and not given back."""
         return self._spans.get(span.offset) is span
 
     @_mended
     def give(self, span: Span, last_use: Event | None = None) -> None:
-        """Free a span. Its bytes mean nothing any more, once `last_use` is reached.
-
-        `Device.note_host_free` hears of it now, or when the bytes are taken again after that. It never hears of bytes that a
-        copy may still read: who takes those is told by `Span.free_events`.
-
-        Args:
-            span: one that `take` returned, not given back before.
-            last_use: the event behind the last work that uses the span; None if there is none under way.
-        """
+        """Free a span. Its bytes mean nothing any more, once `last_use` is reached. `Device.note_host_free` hears of it now, or
+        when the bytes are taken again after that, but never of bytes that a copy may still read: `Span.free_events` tells who
+        takes those."""
         assert self.has(span), "a span was given back twice, or to another arena"
         if last_use is not None:
             self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
@@ -217,9 +204,8 @@ class Arena:
 
     @_mended
     def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
-        """Free all spans. The host must have waited for all copies. Also frees spans that were allocated and whose owner never
-        got them because of an interrupt.
-        """
+        """Free all spans, also those that their owners never got because of an interrupt. The host must have waited for all
+        copies."""
         needed = {*but_for, *self._buffer_spans}
         for span in [span for span in self._spans.values() if span not in needed]:
             self._note_free(span)
@@ -228,10 +214,8 @@ class Arena:
 
     @_mended
     def reserve(self, num_bytes: int) -> None:
-        """Begin to commit memory in the background, so that so many bytes are held in all, or what `limit_bytes` allows.
-
-        Does not wait, and raises nothing: `take` raises when it meets what failed.
-        """
+        """Begin to commit memory in the background, so that so many bytes are held in all, or as many as `limit_bytes` allows.
+        Raises nothing: `take` does when it meets what failed."""
         with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
@@ -239,32 +223,26 @@ class Arena:
 
     @_mended
     def trim(self, num_bytes: int = 0) -> None:
-        """Give free memory back to the system: whole segments, from the high end down to `num_bytes`.
-
-        Stops at the first one that is in use, or that a copy may still read.
-        """
+        """Give free memory back to the system: whole segments, from the high end down to `num_bytes`, or to the first one that
+        is in use, or that a copy may still read."""
         while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
             self._drop(last)
 
     @_mended
     def trim_gaps(self) -> None:
-        """Give all free memory back to the system, also what lies between spans in use: for what is not needed again."""
+        """Give all free memory back to the system, also between spans in use."""
         for segment in self._segments[::-1]:
             if self._is_free(segment):
                 self._drop(segment)
 
     def _is_free(self, segment: Segment) -> bool:
-        """Tell whether a segment is not in use, and no copy may still read it."""
         is_gap = any(start <= segment.start and segment.end <= end for start, end in self._gaps.ranges)
         return is_gap and not self._pending_on([(segment.start, segment.end)])
 
     @_mended
     def close(self) -> None:
-        """Give all memory back. No span may be in use.
-
-        Does not wait: what a copy may still read goes back with the next call, or with the arena itself. Only copies from and
-        to memory that is not pinned are waited for.
-        """
+        """Give all memory back; no span may be in use. What a copy may still read goes back with the next call, or with the
+        arena itself. Only copies from and to memory that is not pinned are waited for."""
         assert set(self._spans.values()) <= set(self._buffer_spans), "an arena was closed while spans of it were in use"
         if self._staging is not None:
             self._staging.close()
@@ -302,7 +280,6 @@ class Arena:
     # Free memory
 
     def _find(self, size: int) -> tuple[Range, ...]:
-        """Take free ranges for so many bytes; grow if there are none."""
         ranges = self._gaps.take(size)
         if ranges:
             return ranges
@@ -336,11 +313,7 @@ class Arena:
     # Committed memory
 
     def _commit(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Segment]:
-        """Begin to commit memory in segments of these sizes. It is a gap at once: who takes it waits for the pins.
-
-        Args:
-            is_buffer: pin it also where everything else is not pinned any more.
-        """
+        """Begin to commit memory in segments of these sizes. It is a gap at once: who takes it waits for the pins."""
         is_pinned = is_buffer or self._staging is None
         added = self._committed.add(sizes_bytes, limit_bytes=self.limit_bytes, is_pinned=is_pinned)
         if added:

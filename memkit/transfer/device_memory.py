@@ -25,22 +25,17 @@ class MemoryHolder(Protocol):
 
 
 class DeviceMemory:
-    """The holders of a device's memory, and how much each has.
-
-    Weights, activations and states of the model are not counted, only buffers that they pass through. A `MemoryBudget` can move
-    none of these, and says how much they are when a budget can't be kept to.
-    """
+    """The holders of a device's memory, and how much each has: only buffers that weights, activations and states pass through.
+    A `MemoryBudget` can move none of these, and says how much they are when a budget can't be kept to."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._holders = weakref.WeakSet[MemoryHolder]()
 
     def join(self, holder: MemoryHolder) -> None:
-        """Count what a holder has from now on, for as long as it lives."""
         self._holders.add(holder)
 
     def allocate(self, holder: MemoryHolder, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a holder, which counts it from now on."""
         try:
             with torch.inference_mode(False):
                 return self._device.allocate(num_bytes)
@@ -58,15 +53,12 @@ class DeviceMemory:
         return {name: num_bytes for name, num_bytes in counted.most_common() if num_bytes}
 
     def describe(self) -> str:
-        held = self.held()
-        if not held:
-            return ""
-        return f"memkit itself holds {', '.join(f'{format_bytes(num_bytes)} for {name}' for name, num_bytes in held.items())}"
+        held = ", ".join(f"{format_bytes(num_bytes)} for {name}" for name, num_bytes in self.held().items())
+        return f"memkit itself holds {held}" if held else ""
 
 
 _memories: dict[Device, DeviceMemory] = {}
 
 
 def device_memory_of(device: Device) -> DeviceMemory:
-    """Return the account of a device: always the same one."""
     return _memories.get(device) or _memories.setdefault(device, DeviceMemory(device))

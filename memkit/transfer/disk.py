@@ -23,16 +23,6 @@ from memkit.transfer.host_memory import Gaps, Range, Span
 
 
 class DiskTransfer:
-    """All bytes of one chunk on their way from or to a file.
-
-    Args:
-        what: says what is done with which chunk, for errors.
-        begin: what to wait for before the first, in one of the threads that move them.
-        is_read: whether memory is written to.
-    """
-
-    __slots__ = ("_begin", "_is_beginning", "_next", "_num_moving", "blocks", "error", "is_read", "is_told", "move", "what")
-
     def __init__(
         self,
         what: str,
@@ -48,12 +38,13 @@ class DiskTransfer:
         self.is_told = False
         """Whether the caller knows of the error."""
         self._begin = begin
-        self._is_beginning = False
+        """Waits for what comes ahead of the first block."""
+        self.is_beginning = False
+        """Whether a thread does so, and there is nothing to do for others yet."""
         self._next = self._num_moving = 0
 
     @property
     def has_begun_all(self) -> bool:
-        """Whether no block is left to begin."""
         return self._next == len(self.blocks) or self.error is not None
 
     @property
@@ -62,27 +53,22 @@ class DiskTransfer:
         return self.has_begun_all and not self._num_moving
 
     @property
-    def is_beginning(self) -> bool:
-        """Whether a thread waits for what the first block waits for, so that there is nothing to do for others yet."""
-        return self._is_beginning
-
-    @property
     def may_move(self) -> bool:
         """Whether nothing has to be waited for ahead of the first block, or not any more."""
-        return self._begin is None and not self._is_beginning
+        return self._begin is None and not self.is_beginning
 
     def take_step(self) -> Callable[[], None]:
         """Return the next piece of work, under the queue's lock. Call it without, and then `end_step`."""
         self._num_moving += 1
         if self._begin is not None:
-            begin, self._begin, self._is_beginning = self._begin, None, True
+            begin, self._begin, self.is_beginning = self._begin, None, True
             return begin
         self._next += 1
         return partial(self.move, self.blocks[self._next - 1])
 
     def end_step(self, error: BaseException | None) -> None:
         """Note the end of a piece of work, or its error, under the queue's lock."""
-        self._is_beginning = False
+        self.is_beginning = False
         self._num_moving -= 1
         self.error = self.error or error
 
@@ -109,8 +95,7 @@ class DiskThreads(DiskQueue):
     """A queue that a few threads work off side by side, several on one transfer."""
 
     def __init__(self, num_threads: int) -> None:
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[DiskTransfer] = deque()
         """Those with blocks that no thread has begun."""
         self._is_closed = False
@@ -121,36 +106,33 @@ class DiskThreads(DiskQueue):
         for thread in self._threads:
             thread.start()
 
-    def put(self, transfer: DiskTransfer) -> None:
-        assert not self._is_closed
+    def _of_this_process(self) -> threading.Condition:
         if os.getpid() != self._process:
             raise forked("a feature of memkit")
-        with self._lock:
+        return self._changed
+
+    def put(self, transfer: DiskTransfer) -> None:
+        assert not self._is_closed
+        with self._of_this_process():
             self._waiting.append(transfer)
             self._changed.notify_all()
 
     def wait(self, transfer: DiskTransfer) -> None:
-        if os.getpid() != self._process:
-            raise forked("a feature of memkit")
-        with self._lock:
+        with self._of_this_process():
             self._changed.notify_all()  # an interrupt may have kept `put` from it
-            while not transfer.is_over:
-                self._changed.wait()
+            self._changed.wait_for(lambda: transfer.is_over)
 
     def cancel(self, transfer: DiskTransfer) -> None:
-        if os.getpid() != self._process:
-            raise forked("a feature of memkit")
-        with self._lock:
+        with self._of_this_process():
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:
                 self._waiting.remove(transfer)
-            while not transfer.is_over:
-                self._changed.wait()
+            self._changed.wait_for(lambda: transfer.is_over)
 
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a fork has no threads, and perhaps a lock that one of them held
-        with self._lock:
+        with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -158,8 +140,8 @@ class DiskThreads(DiskQueue):
 
     def _work(self) -> None:
         while True:
-            with self._lock:
-                while (transfer := self._ready()) is None:
+            with self._changed:
+                while (transfer := next((found for found in self._waiting if not found.is_beginning), None)) is None:
                     if self._is_closed and not self._waiting:
                         return
                     self._changed.wait()
@@ -172,34 +154,24 @@ class DiskThreads(DiskQueue):
             except BaseException as raised:  # it is told at the next call
                 error = raised
             del step
-            with self._lock:
+            with self._changed:
                 transfer.end_step(error)
                 if transfer.error is not None and transfer in self._waiting:
                     self._waiting.remove(transfer)
                 self._changed.notify_all()
             del transfer, error
 
-    def _ready(self) -> DiskTransfer | None:
-        return next((transfer for transfer in self._waiting if not transfer.is_beginning), None)
-
 
 class DiskCopy:
     """The copy of a chunk on disk. `DiskStore.add` makes it."""
 
-    __slots__ = ("name", "num_bytes", "places", "transfer")
-
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
         self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
-        """Where its bytes are in the file, those of the last write that has ended well; and where those go that are being
-        written. Empty for none."""
+        """Where the bytes of the last write that has ended well are in the file; and where those being written go. Empty for
+        none."""
         self.transfer: DiskTransfer | None = None
         """The transfer under way, or not yet settled, or the last one if it has failed."""
-
-    @property
-    def is_written(self) -> bool:
-        """Whether there is something to read, as far as was noted."""
-        return bool(self.places[0])
 
     @property
     def is_at_rest(self) -> bool:
@@ -262,7 +234,6 @@ class DiskStore:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each chunk."""
         return [copy.num_bytes for copy in self._copies.values()]
 
     def has(self, copy: DiskCopy) -> bool:
@@ -287,10 +258,9 @@ class DiskStore:
 
     @mended
     def map(self, copy: DiskCopy) -> memoryview:
-        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory. What is written to that is
-        found by `read`; whoever holds it holds the room on the disk, also once this is closed.
-        """
-        assert not copy.is_written
+        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory: `read` finds what is written
+        to it, and who holds it holds the room on the disk, also once this is closed."""
+        assert not copy.places[0]
         self._raise_untold()
         ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
         if not ranges:
@@ -313,20 +283,14 @@ class DiskStore:
 
     @mended
     def keep_only(self, copies: Iterable[DiskCopy]) -> None:
-        """Forget all chunks but these."""
         kept = {*map(id, copies)}
         for copy in [copy for key, copy in self._copies.items() if key not in kept]:
             self.remove(copy)
 
     @mended
     def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to write a chunk to a new place. Waits for its transfer before, if that is still under way.
-
-        Args:
-            copy: whose bytes these become when the write has ended.
-            span: its bytes. They stay as they are until `wait` has returned.
-            after: what makes them; waited for by the thread that writes.
-        """
+        """Begin to write a chunk to a new place, once `after` is reached. Waits for its transfer before, if that is still
+        under way. The span stays as it is until `wait` has returned."""
         self._prepare(copy, span)
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
         if self._gaps.num_bytes < size:
@@ -345,14 +309,10 @@ class DiskStore:
 
     @mended
     def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to read a chunk. Waits for its transfer before, if that is still under way.
-
-        Args:
-            span: where to. Until `wait` has returned, its bytes mean nothing.
-            after: what may still use the span, beside its `free_events`; waited for by the thread that reads.
-        """
+        """Begin to read a chunk, once `after` is reached. Waits for its transfer before, if that is still under way. Until
+        `wait` has returned, the span's bytes mean nothing."""
         self._prepare(copy, span)
-        assert copy.is_written, f'"{copy.name}" is read, and was never written'
+        assert copy.places[0], f'"{copy.name}" is read, and was never written'
         self.read_bytes += copy.num_bytes
         self._put(copy, span, copy.places[0], (*span.free_events, *after), is_read=True)
 
@@ -383,7 +343,6 @@ class DiskStore:
     # Transfers
 
     def _prepare(self, copy: DiskCopy, span: Span) -> None:
-        """Check a request, and settle transfers that have ended."""
         assert not self._is_closed, "the disk store is closed"
         assert span.num_bytes == copy.num_bytes
         self._settle_all(must_wait=False)
@@ -408,7 +367,6 @@ class DiskStore:
         self._beginning = None
 
     def _settle_all(self, *, must_wait: bool) -> None:
-        """Settle all transfers, or those that are over."""
         for copy in tuple(self._moving.values()):
             assert copy.transfer is not None
             if must_wait:
@@ -459,7 +417,6 @@ class DiskStore:
     # Errors
 
     def _raise_untold(self) -> None:
-        """Raise errors of transfers that no caller has heard of."""
         if self._waits_for_all:
             return
         for copy in self._moving.values():
@@ -483,7 +440,6 @@ class DiskStore:
 
 
 def _await(device: Device, events: Sequence[Event]) -> None:
-    """Wait in a thread of the queue."""
     device.enter_thread()
     for event in events:
         device.synchronize(event)

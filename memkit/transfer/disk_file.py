@@ -27,8 +27,6 @@ _MOST_BUFFERS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DiskBlock:
-    """Bytes that one thread reads or writes."""
-
     offset: int
     """In the file; a multiple of a page."""
     buffers: tuple[memoryview, ...]
@@ -39,57 +37,34 @@ class DiskBlock:
 
 
 def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
-    """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file.
-
-    What is left at the end that fills no page is a block of its own, so that all others may be aligned.
-
-    Args:
-        ranges: of whole pages; at least as many bytes as the pieces have.
-
-    Example:
-        >>> import torch
-        >>> [block.num_bytes for block in cut_in_blocks([(0, 12288)], [torch.zeros(9000, dtype=torch.uint8)])]
-        [8192, 808]
-    """
-    memory = _MemoryCursor(pieces)
-    whole = memory.num_bytes // DISK_PAGE_BYTES * DISK_PAGE_BYTES
+    """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file. The rest at the end
+    that fills no page is a block of its own, so that all others may be aligned."""
+    memories = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
+    total = sum(len(memory) for _, memory in memories)
+    whole = total // DISK_PAGE_BYTES * DISK_PAGE_BYTES
     blocks, done = [], 0
     for start, end in ranges:
-        while start < end and done < memory.num_bytes:
-            num_bytes = min(block_bytes, end - start, (whole if done < whole else memory.num_bytes) - done)
-            buffers, is_aligned = memory.take(num_bytes)
-            blocks.append(DiskBlock(offset=start, buffers=buffers, num_bytes=num_bytes, is_aligned=is_aligned))
-            start += rounded(num_bytes, DISK_PAGE_BYTES)
-            done += num_bytes
-    assert done == memory.num_bytes, "more bytes than the file has room for"
+        while start < end and done < total:
+            blocks.append(_block(start, memories, min(block_bytes, end - start, (whole if done < whole else total) - done)))
+            start += rounded(blocks[-1].num_bytes, DISK_PAGE_BYTES)
+            done += blocks[-1].num_bytes
+    assert done == total, "more bytes than the file has room for"
     return blocks
 
 
-class _MemoryCursor:
-    """Bytes of some tensors, taken from the first to the last."""
-
-    def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self._pieces = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
-        self.num_bytes = sum(len(memory) for _, memory in self._pieces)
-        self._at = self._offset = 0
-
-    def take(self, num_bytes: int) -> tuple[tuple[memoryview, ...], bool]:
-        """Return the next bytes, and whether a disk may fill them itself."""
-        taken = list(self._take(num_bytes))
-        is_aligned = len(taken) <= _MOST_BUFFERS and all(
-            address % DISK_PAGE_BYTES == 0 == len(memory) % DISK_PAGE_BYTES for address, memory in taken
-        )
-        return tuple(memory for _, memory in taken), is_aligned
-
-    def _take(self, num_bytes: int) -> Iterator[tuple[int, memoryview]]:
-        while num_bytes:
-            address, memory = self._pieces[self._at]
-            part = memory[self._offset : self._offset + num_bytes]
-            yield address + self._offset, part
-            num_bytes -= len(part)
-            self._offset += len(part)
-            if self._offset == len(memory):
-                self._at, self._offset = self._at + 1, 0
+def _block(offset: int, memories: list[tuple[int, memoryview]], num_bytes: int) -> DiskBlock:
+    """Take the first bytes of some memories, each with its address, as a block."""
+    taken, left = [], num_bytes
+    while left:
+        address, memory = memories[0]
+        part = memory[:left]
+        taken.append((address, part))
+        left -= len(part)
+        memories[:1] = [(address + len(part), memory[len(part) :])] if len(part) < len(memory) else []
+    is_aligned = len(taken) <= _MOST_BUFFERS and all(
+        address % DISK_PAGE_BYTES == 0 == len(part) % DISK_PAGE_BYTES for address, part in taken
+    )
+    return DiskBlock(offset=offset, buffers=tuple(part for _, part in taken), num_bytes=num_bytes, is_aligned=is_aligned)
 
 
 _MOST_TRIES = 8
@@ -98,7 +73,7 @@ _MODE = 0o600
 
 
 class DiskFile(ABC):
-    """A file that blocks are read from and written to, by several threads. What the system calls are is up to subclasses."""
+    """A file that blocks are read from and written to, by several threads. Subclasses make the system's calls."""
 
     directory: Path
     num_bytes: int
@@ -141,28 +116,22 @@ class DiskFile(ABC):
         """Give the room on the disk back. Calling it again does nothing."""
 
     def read(self, block: DiskBlock) -> None:
-        """Read a block."""
-        if block.is_aligned or not self.is_direct:
-            self._move_all(self._read_some, block.buffers, block.offset)
-        else:
-            buffer = self._buffer(block.num_bytes)
-            self._move_all(self._read_some, (buffer,), block.offset)
-            for memory in block.buffers:
-                memory[:] = buffer[: len(memory)]
-                buffer = buffer[len(memory) :]
+        is_straight = block.is_aligned or not self.is_direct
+        buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
+        self._move_all(self._read_some, buffers, block.offset)
+        if not is_straight:
+            for memory, part in _paired(block.buffers, buffers[0]):
+                memory[:] = part
         if not self.is_direct:
             self._forget_cached(block.offset, block.num_bytes)
 
     def write(self, block: DiskBlock) -> None:
-        """Write a block."""
-        if block.is_aligned or not self.is_direct:
-            self._move_all(self._write_some, block.buffers, block.offset)
-        else:
-            whole = buffer = self._buffer(block.num_bytes)
-            for memory in block.buffers:
-                buffer[: len(memory)] = memory
-                buffer = buffer[len(memory) :]
-            self._move_all(self._write_some, (whole,), block.offset)
+        is_straight = block.is_aligned or not self.is_direct
+        buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
+        if not is_straight:
+            for memory, part in _paired(block.buffers, buffers[0]):
+                part[:] = memory
+        self._move_all(self._write_some, buffers, block.offset)
         if not self.is_direct:
             self._forget_cached(block.offset, block.num_bytes)
 
@@ -175,7 +144,6 @@ class DiskFile(ABC):
         return memoryview(found)[:num_bytes]
 
     def _move_all(self, move: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview], offset: int) -> None:
-        """Move all bytes, however few the system moves at once."""
         num_bytes, done, num_tries = sum(map(len, buffers)), 0, 0
         while done < num_bytes:
             try:
@@ -190,8 +158,14 @@ class DiskFile(ABC):
             done += moved
 
 
+def _paired(memories: Sequence[memoryview], buffer: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield each memory with its part of a buffer."""
+    for memory in memories:
+        yield memory, buffer[: len(memory)]
+        buffer = buffer[len(memory) :]
+
+
 def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of buffers behind so many bytes."""
     left = []
     for memory in buffers:
         if num_bytes < len(memory):
@@ -201,9 +175,8 @@ def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 class ScratchFile(DiskFile):
-    """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends in
-    whatever way. All its room on the disk is reserved when it is made.
-    """
+    """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends.
+    All its room on the disk is reserved when it is made."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
         super().__init__()

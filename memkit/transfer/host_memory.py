@@ -68,7 +68,6 @@ class Addresses:
         self._has_touched = threading.Condition()
 
     def commit(self, device: Device, start: int, end: int) -> None:
-        """Touch and pin memory; many threads do so side by side."""
         self.touch(start, end)
         try:
             device.pin(self.bytes[start:end])
@@ -79,7 +78,6 @@ class Addresses:
             raise
 
     def touch(self, start: int, end: int) -> None:
-        """Have memory behind some addresses; many threads do so side by side."""
         num_bytes = end - start
         with self._has_touched:
             # Memory that other threads are touching only partly counts as used yet: without room beside it, look again later.
@@ -96,13 +94,11 @@ class Addresses:
                 self._has_touched.notify_all()
 
     def forget(self, start: int, end: int) -> None:
-        """Give the memory behind some addresses back to the system."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, self._skipped + start, end - start)
 
 
 def no_room(num_bytes: int, room_bytes: int, limit: str) -> HostMemoryError:
-    """Return what to raise where a limit leaves less room than is needed."""
     return HostMemoryError(
         f"{format_mib(num_bytes)} more of host memory is needed; {limit} leaves {format_mib(max(room_bytes, 0))}. "
         "Offload less, or raise the limit."
@@ -110,7 +106,7 @@ def no_room(num_bytes: int, room_bytes: int, limit: str) -> HostMemoryError:
 
 
 def refusal_of(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
-    """Return what to raise if the machine or the container has no room for more bytes beside those promised to others."""
+    """Return the error if the machine or the container has no room for more bytes beside those promised to others."""
     limits = {"the container's memory limit": container_room_bytes(), "the machine's available memory": available_bytes()}
     for limit, room_bytes in limits.items():
         if room_bytes is not None and num_bytes + promised_bytes > room_bytes:
@@ -119,10 +115,8 @@ def refusal_of(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
 
 
 def container_room_bytes() -> int | None:
-    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None if they set no limit.
-
-    Files that are cached and not in use count as room: the kernel drops them first.
-    """
+    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None without limits. Cached files
+    that are not in use count as room: the kernel drops them first."""
     rooms = []
     for line in _lines(OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
@@ -162,11 +156,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first.
-
-    `pieces` are its bytes, in order: tensors of dtype uint8, cut where pinned segments meet, since one copy must not cross such
-    an edge. Work that writes to the span waits for `free_events` first: copies that may still read what was there before.
-    """
+    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first. `pieces`
+    are its bytes in order, of dtype uint8, cut where pinned segments meet: one copy must not cross such an edge. Work that
+    writes to the span waits for `free_events` first: copies that may still read what was there before."""
 
     offset: int
     num_bytes: int
@@ -196,11 +188,8 @@ class Gaps:
         return sum(end - start for start, end in self.ranges)
 
     def take(self, size: int, *, scatters: bool = False) -> tuple[Range, ...]:
-        """Take so many bytes of the lowest range that has as many; return none where no range has.
-
-        Args:
-            scatters: take them of several ranges then, the largest first.
-        """
+        """Take so many bytes of the lowest range that has as many; else none, or with `scatters` of several, the largest
+        first."""
         for at, (start, end) in enumerate(self.ranges):
             if end - start >= size:
                 self.ranges[at : at + 1] = [(start + size, end)] if end - start > size else []
@@ -249,11 +238,8 @@ class Segment:
 
 
 class PinnedSegments:
-    """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it.
-
-    As [Note: interrupted arena] in `memkit.transfer.arena` has it, a segment is noted before it is pinned and until it is
-    unpinned. After a call that was broken off, `mend` does the rest.
-    """
+    """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it. A segment
+    is noted before it is pinned and until it is unpinned: see [Note: interrupted arena] in `memkit.transfer.arena`."""
 
     def __init__(self, device: Device) -> None:
         self.all: list[Segment] = []
@@ -307,7 +293,6 @@ class PinnedSegments:
         self._dropping.pop()
 
     def mend(self) -> None:
-        """Repair the state after a call that was broken off."""
         while self._dropping:
             self._finish_drop()
         for segment in [segment for segment in self.all if segment.pinned.cancel()]:
@@ -315,14 +300,12 @@ class PinnedSegments:
 
 
 def _unpin(device: Device, segments: list[Segment]) -> None:
-    """Unpin segments, and cancel pins that have not begun."""
     for segment in segments:
         if not segment.pinned.cancel() and segment.pinned.exception() is None and segment.is_pinned:
             device.unpin(segment.bytes)
 
 
 def _resolve(promise: Future[None], commit: Callable[[], None]) -> None:
-    """Commit memory, and tell those who wait for it, unless none does any more."""
     if not promise.set_running_or_notify_cancel():
         return
     try:

@@ -23,13 +23,7 @@ TURN_BYTES = 16 * 2**20
 
 
 class CopiesByTurns(CopyBatch):
-    """A `CopyBatch` whose pieces are copied one after the other, on two streams by turns.
-
-    Args:
-        streams: both streams; the first copy is on the first one.
-        pieces: all that is copied, those of each turn together.
-        is_out: whether to the host.
-    """
+    """A `CopyBatch` whose pieces are copied one after the other, on two streams by turns."""
 
     def __init__(
         self,
@@ -62,11 +56,7 @@ class CopiesByTurns(CopyBatch):
 def copy_by_turns(
     device: Device, streams: tuple[Stream, Stream], pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None
 ) -> CopyBatch:
-    """Return copies like those of `Device.copy_batch`, whose turns are not those of the batch ahead, which they wait for.
-
-    Args:
-        ahead: what was returned for the batch that is put on them just before; None for the first.
-    """
+    """Return copies like those of `Device.copy_batch`, whose turns are not those of the batch ahead, which they wait for."""
     before = ahead.turns[-1] if isinstance(ahead, CopiesByTurns) else ahead
     if before is not None and before.stream == streams[0]:
         streams = streams[1], streams[0]
@@ -113,11 +103,8 @@ class Prefetcher(Protocol):
         """Whether it may have something to fetch."""
 
     def bring_until(self, use_order: int) -> bool:
-        """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`.
-
-        Returns:
-            Whether all of that is on the lane or on the device; False where there is no room for some of it yet.
-        """
+        """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`; tell whether all of
+        that is on the lane or on the device: there may be no room for some of it yet."""
 
 
 class Lanes:
@@ -158,7 +145,6 @@ class Lanes:
         self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:
-        """Tell whether another prefetcher may have something to bring."""
         return any(other is not prefetcher and other.is_active for other in tuple(self.prefetchers))
 
     def bring_sooner(self, prefetcher: Prefetcher, use_order: int) -> bool:
@@ -166,10 +152,7 @@ class Lanes:
         return all(other.bring_until(use_order) for other in tuple(self.prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
-        """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
-
-        The storage may be larger than the span: its first bytes are copied.
-        """
+        """Copy the first bytes of a storage into a span, once `after` is reached and the span's last users are done with it."""
         return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event], start: int = 0) -> Transfer:
@@ -201,12 +184,7 @@ class Lanes:
         parts: Sequence[Tensor] | None = None,
         start: int = 0,
     ) -> Transfer:
-        """Put a copy on one of the lanes, to the host or back, with more options than `copy_out` and `copy_back`.
-
-        Args:
-            start: at which byte of the storage what is copied begins.
-            parts: the bytes of the storage that are copied, cut as the span's pieces are, where that was done ahead.
-        """
+        """Put a copy on one of the lanes, to the host or back, with more options than `copy_out` and `copy_back`."""
         device = self._device
         with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
             if span.staging is not None:
@@ -223,11 +201,8 @@ class Lanes:
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
     def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
-        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`. Return an event that is reached
-        then.
-
-        It costs the host less than `copy`, since it cannot be timed.
-        """
+        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return an event that is reached
+        then. It costs the host less than `copy`, since it cannot be timed."""
         device, lane = self._device, self.out if is_out else self.back
         for event in after:
             device.wait_event(lane, event)
@@ -240,15 +215,7 @@ class Lanes:
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
         """Copy pieces of pinned host memory to parts of a storage on two streams by turns: see [Note: copies by turns].
-
-        Args:
-            pieces: one or more, which are copied one after the other.
-            parts: one for each piece, of the same length.
-            after: the first piece is copied once these are reached.
-
-        Returns:
-            An event on `back`, which has the last piece: it is reached when all are copied.
-        """
+        Return an event on `back` that is reached when all are copied."""
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]

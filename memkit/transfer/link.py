@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from memkit.device.base import Device
 from memkit.plan.gpu import Link
 from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
 
 _SMALL_BYTES = 4096
@@ -30,13 +34,8 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
     """
     if num_bytes <= 0 or repeats <= 0:
         raise ValueError(f"num_bytes and repeats must be positive; found {num_bytes} and {repeats}")
-    arena = Arena(device)
-    try:
-        big_out_s, big_back_s = _seconds(device, arena, num_bytes, repeats, num_copies=1)
-        small_out_s, small_back_s = _seconds(device, arena, _SMALL_BYTES, repeats, num_copies=_NUM_SMALL)
-    finally:
-        arena.give_all()  # perhaps of what an interrupt has kept `_seconds` from hearing
-        arena.close()
+    big_out_s, big_back_s = _seconds(device, num_bytes, repeats, num_copies=1)
+    small_out_s, small_back_s = _seconds(device, _SMALL_BYTES, repeats, num_copies=_NUM_SMALL)
     return Link(
         d2h_bytes_per_s=num_bytes / max(big_out_s, 1e-9),
         h2d_bytes_per_s=num_bytes / max(big_back_s, 1e-9),
@@ -45,32 +44,27 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
 
 
 def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
-    """Return the bytes per second that go each way while copies go both ways at once: the median of several.
-
-    Args:
-        repeats: how often a copy out and one back are timed, after once that is not.
-    """
-    arena = Arena(device)
-    try:
-        return num_bytes / max(_seconds_of_both(device, arena, num_bytes, repeats), 1e-9)
-    finally:
-        arena.give_all()
-        arena.close()
+    """Return the bytes per second that go each way while copies go both ways at once: the median of several."""
+    lanes, both_s = Lanes(device), []
+    with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
+        lanes.copy_out(storages[1], spans[1], after=device.record_event())
+        device.synchronize()
+        for _ in range(1 + repeats):
+            ready = device.record_event()
+            out = lanes.copy_out(storages[0], spans[0], after=ready)
+            back = lanes.copy_back(spans[1], storages[1], after=(ready,))
+            device.synchronize()
+            both_s.append(max(ready.elapsed_s(out.done), ready.elapsed_s(back.done)))
+    return num_bytes / max(statistics.median(both_s[1:]), 1e-9)
 
 
 def measure_beside_copies(
     device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
 ) -> tuple[float, float]:
     """Return how many times per second something is done on the host while copies go both ways, and the bytes per second of
-    these, each way.
-
-    Args:
-        most_acts: how often it is done at most, where copies are not over by themselves; by default 10,000 times.
-    """
-    arena, lanes = Arena(device), Lanes(device)
-    storages = device.allocate(num_bytes), device.allocate(num_bytes)
-    try:
-        spans = arena.take(num_bytes), arena.take(num_bytes)
+    these, each way."""
+    lanes = Lanes(device)
+    with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         out = lanes.copy_out(storages[1], spans[1], after=device.record_event())
         device.synchronize()
         ready = device.record_event()
@@ -86,38 +80,25 @@ def measure_beside_copies(
         acted_s = max(time.perf_counter() - begin, 1e-9)
         device.synchronize()
         copied_s = max(ready.elapsed_s(out.done), ready.elapsed_s(back.done), 1e-9)
-    finally:
-        device.synchronize()
-        arena.give_all()
-        arena.close()
     return num_done / acted_s, num_copies * num_bytes / copied_s
 
 
-def _seconds_of_both(device: Device, arena: Arena, num_bytes: int, repeats: int) -> float:
-    lanes, both_s = Lanes(device), []
-    storages = device.allocate(num_bytes), device.allocate(num_bytes)
-    out_span, back_span = arena.take(num_bytes), arena.take(num_bytes)
+@contextmanager
+def _memory(device: Device, num_bytes: int, *, num_pairs: int = 1) -> Iterator[tuple[list[torch.UntypedStorage], list[Span]]]:
+    """Give storages on the device and pinned host memory of the same sizes, until all copies are over."""
+    arena, storages = Arena(device), [device.allocate(num_bytes) for _ in range(num_pairs)]
     try:
-        lanes.copy_out(storages[1], back_span, after=device.record_event())
-        device.synchronize()
-        for _ in range(1 + repeats):
-            ready = device.record_event()
-            out = lanes.copy_out(storages[0], out_span, after=ready)
-            back = lanes.copy_back(back_span, storages[1], after=(ready,))
-            device.synchronize()
-            both_s.append(max(ready.elapsed_s(out.done), ready.elapsed_s(back.done)))
+        yield storages, [arena.take(num_bytes) for _ in range(num_pairs)]
     finally:
-        device.synchronize()
-        arena.give(out_span)
-        arena.give(back_span)
-    return statistics.median(both_s[1:])
+        device.synchronize()  # also after an interrupt nothing is under way when the storages go
+        arena.give_all()
+        arena.close()
 
 
-def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
+def _seconds(device: Device, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
     """Return the median seconds of a copy out and of a copy back, of several that stand in line behind a first one."""
-    lanes, storage, span = Lanes(device), device.allocate(num_bytes), arena.take(num_bytes)
-    out_s, back_s = [], []
-    try:
+    lanes, out_s, back_s = Lanes(device), [], []
+    with _memory(device, num_bytes) as ((storage,), (span,)):
         for _ in range(1 + repeats):  # the first is to warm up
             ready = device.record_event()
             out = [lanes.copy_out(storage, span, after=ready) for _ in range(num_copies)]
@@ -126,7 +107,4 @@ def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int, *, num_
             device.synchronize()
             out_s.append(out[0].started.elapsed_s(out[-1].done) / num_copies)
             back_s.append(back[0].started.elapsed_s(back[-1].done) / num_copies)
-    finally:
-        device.synchronize()  # also after an interrupt nothing is under way when the storage goes
-        arena.give(span)
     return statistics.median(out_s[1:]), statistics.median(back_s[1:])

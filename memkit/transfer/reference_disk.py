@@ -91,20 +91,18 @@ class _ReferenceFile(DiskFile):
             self.num_bytes = num_bytes
 
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
-        num_bytes = self._fault("read", offset, sum(map(len, buffers)))
-        return self._walk(buffers, offset, num_bytes, is_read=True)
+        return self._move("read", buffers, offset)
 
     def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
-        num_bytes = self._fault("write", offset, sum(map(len, buffers)))
-        return self._walk(buffers, offset, num_bytes, is_read=False)
+        return self._move("write", buffers, offset)
 
-    def _walk(self, buffers: Sequence[memoryview], offset: int, num_bytes: int, *, is_read: bool) -> int:
-        left = num_bytes
+    def _move(self, what: str, buffers: Sequence[memoryview], offset: int) -> int:
+        left = num_bytes = self._fault(what, offset, sum(map(len, buffers)))
         with self._lock:
             for memory in buffers:
                 memory = memory[:left]
                 place = self._content[offset : offset + len(memory)]
-                if is_read:
+                if what == "read":
                     memory[:] = place
                 else:
                     place[:] = memory

@@ -35,9 +35,7 @@ class PromisedEvent(Event):
     __slots__ = ("_recording", "_thread", "_which")
 
     def __init__(self, recording: Future[tuple[Event, Event]], which: int, thread: OwnThreads) -> None:
-        self._recording = recording
-        self._thread = thread
-        self._which = which
+        self._recording, self._which, self._thread = recording, which, thread
 
     def recorded(self) -> Event:
         if not (self._thread.are_here or self._recording.done()):
@@ -53,24 +51,16 @@ class PromisedEvent(Event):
 
 
 class Staging:
-    """Copies from and to host memory that is not pinned, beside the work of the host.
-
-    A copy to the device: a thread fills one buffer after the other, and puts the copy of each on the lane. The host memory was
-    read when the event is recorded. A copy to the host: the thread also waits for each buffer to be full, and empties it. The
-    host memory was written when the event is recorded, not only when it is reached.
-
-    Until `add_buffers`, copies go straight between the device and such memory, and the threads wait for each of them.
-    """
+    """Copies from and to host memory that is not pinned, beside the work of the host. To the device, a thread fills one buffer
+    after the other and puts the copy of each on the lane; when the event is recorded, the host memory was read. To the host,
+    the thread also waits for each buffer to be full, and empties it; when the event is recorded, not only when it is reached,
+    the host memory was written. Until `add_buffers`, copies go straight, and the threads wait for each of them."""
 
     def __init__(self, device: Device) -> None:
         self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}
 
     def add_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Have copies go through buffers from now on, half of them in each direction; none may have been asked for yet.
-
-        Args:
-            buffers: pinned memory, of dtype uint8, all of one size.
-        """
+        """Have copies go through buffers from now on, half of them in each direction; none may have been asked for yet."""
         for is_out, side in self._sides.items():
             side.buffers.extend((buffer, None) for buffer in buffers[is_out::2])
 
@@ -84,15 +74,11 @@ class Staging:
         after: Iterable[Event],
         start: int = 0,
     ) -> tuple[Event, Event]:
-        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory; wait for nothing.
-
-        Returns:
-            What is reached when it begins, and when it is done.
-        The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
-        is the storage held here.
-        """
+        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory. Return its begin
+        and its end. The caller keeps both sides alive until the end was waited for."""
         side = self._sides[is_out]
-        recording = side.ask(lane, storage, pieces, after, start)
+        # A weak reference, since a slot counts who holds its storage.
+        recording = side.thread.submit(side.copy, lane, weakref.ref(storage), pieces, tuple(after), start)
         return PromisedEvent(recording, 0, side.thread), PromisedEvent(recording, 1, side.thread)
 
     def drain(self) -> None:
@@ -108,18 +94,11 @@ class Staging:
 
 class _Side:
     def __init__(self, device: Device, *, is_out: bool) -> None:
-        self._device = device
-        self._is_out = is_out
+        self._device, self._is_out = device, is_out
         self.thread = OwnThreads(1, "memkit-staging", device.enter_thread)
         self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
-
-    def ask(
-        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event], start: int
-    ) -> Future[tuple[Event, Event]]:
-        # A weak reference, since a slot counts who holds its storage.
-        return self.thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after), start)
 
     def drain(self) -> None:
         if not self._is_closed:
@@ -133,7 +112,7 @@ class _Side:
                 self._device.synchronize(last_use)
         self.buffers.clear()
 
-    def _copy(
+    def copy(
         self,
         lane: Stream,
         held: weakref.ref[torch.UntypedStorage],

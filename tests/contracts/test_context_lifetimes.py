@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import memkit
-from memkit.activations.budgeting.learned import Planned, PlannedMoments
+from memkit.activations.budgeting.learning import Planned, PlannedMoments
 from memkit.activations.offloading.schedule import PlacedCopies
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.chains import chain, leaf_on, step

@@ -55,7 +55,7 @@ class Event:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
     monkeypatch.setattr(cuda, "_bindings", lambda: made)
-    monkeypatch.setattr(cuda, "_is_alone", lambda: True)
+    monkeypatch.setattr(cuda, "_num_devices", lambda: 1)
     monkeypatch.setattr(cuda, "_batch_attributes", SimpleNamespace)
     monkeypatch.setattr(cuda, "_unsupported", lambda: (801,))
     monkeypatch.setattr(cuda, "CudaEvent", Event)
@@ -143,7 +143,7 @@ def test_single_copy_goes_through_torch(runtime: Runtime, why: str, monkeypatch:
         with Mode():
             destination = copy_once()
     else:
-        monkeypatch.setattr(cuda, "_is_alone", lambda: False)
+        monkeypatch.setattr(cuda, "_num_devices", lambda: 2)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         destination = copy_once()
 

@@ -40,16 +40,11 @@ class Full(ReferenceDevice):
         return super().allocate(num_bytes)
 
 
-def test_each_device_has_one_account() -> None:
-    one, other = ReferenceDevice(), ReferenceDevice()
-    assert device_memory_of(one) is device_memory_of(one)
-    assert device_memory_of(one) is not device_memory_of(other)
-
-
 def test_holders_are_counted_by_what_they_are_while_they_live() -> None:
     device = ReferenceDevice()
     first, second, third = Room(device, "slots"), Room(device, "slots"), Room(device, "undo")
     memory = device_memory_of(device)
+    assert memory is device_memory_of(device) is not device_memory_of(ReferenceDevice())
     assert memory.held() == {}
     assert memory.describe() == ""
 

@@ -57,14 +57,8 @@ def test_measures_each_direction_without_the_first_copy() -> None:
     assert measured.d2h_bytes_per_s == pytest.approx(1000 * KIB / 2e-3)
     assert measured.h2d_bytes_per_s == pytest.approx(1000 * KIB / 4e-3)
     assert measured.latency_s == pytest.approx(1e-3 + 4 * 3e-6)
-
-
-def test_gives_all_memory_back() -> None:
-    device = ClockedDevice()
-
-    measure_link(device, num_bytes=1000 * KIB)
-
     assert device.pinned == set()
+    assert measure_link(CpuDevice(), num_bytes=KIB).d2h_bytes_per_s > 0
 
 
 def test_copies_are_in_order_on_the_reference_device() -> None:
@@ -75,10 +69,6 @@ def test_copies_are_in_order_on_the_reference_device() -> None:
     assert measured.d2h_bytes_per_s > 0
     assert measured.h2d_bytes_per_s > 0
     assert (device.races, device.memory_counter().allocated_bytes(), device._pinned) == ([], 0, [])
-
-
-def test_runs_on_the_cpu() -> None:
-    assert measure_link(CpuDevice(), num_bytes=KIB * KIB).d2h_bytes_per_s > 0
 
 
 def test_failing_copy_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,18 +194,6 @@ def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyP
     case.close()
 
 
-@pytest.mark.usefixtures("limit")
-def test_parts_of_a_span_are_copied_alike(device: Device) -> None:
-    case = Case(device)
-    part = case.spans[0].part(512, 512 + 2 * CHUNK)
-    storage = case.new_storage(1)
-
-    device.synchronize(case.copy_out(storage, part).done)
-
-    assert torch.equal(case.spans[0].whole[512 : 512 + 2 * CHUNK], content(part, 1))
-    case.close()
-
-
 # Events that a thread is yet to record
 
 

@@ -1,5 +1,8 @@
-"""`BudgetStage`: what `MemoryBudget` does with each saved tensor: the forward is recorded, and each tensor stays, moves or is
-dropped."""
+"""`BudgetStage`: what `MemoryBudget` does with each saved tensor: it stays, moves or is dropped.
+
+A forward is recorded until its steps are known. Then it follows what is known of the step as long as it saves what is expected:
+see [Note: what a steady step leaves out] in `steady_step`.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,43 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.budgeting.inside import Room
-from memkit.activations.budgeting.learned import PlannedDecider
+from memkit.activations.budgeting.learning import PlannedDecider
 from memkit.activations.budgeting.limits import ComingStates, StepPeak
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
-from memkit.activations.budgeting.steady_step import StepNotes
+from memkit.activations.budgeting.steady_step import SteadySaves, StepNotes
+from memkit.activations.offloading.moving_stage import is_free, is_from_leaf, open_scheduled
+from memkit.activations.offloading.scheduled import ScheduledSaves
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.settled import Settled
 from memkit.core import torch_private
+from memkit.core.kept import KeptHandle
 from memkit.core.sizes import format_bytes
-from memkit.core.torch_state import is_traced
+from memkit.core.tensors import is_range_of_bytes
+from memkit.core.torch_state import dynamo_is_loaded, is_traced
 from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
+from memkit.plan import Action
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
-from memkit.recording.functions import FunctionNotes, may_be_quiet
+from memkit.recording.expected import Expected, num_writes
+from memkit.recording.functions import FunctionNotes, QuietFunctions, may_be_quiet
 from memkit.recording.recorder import Recorder
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learned import Planned
+    from collections.abc import Callable
+
+    from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.limits import Limits
-    from memkit.activations.budgeting.observed import Foresight
+    from memkit.activations.budgeting.meter import Foresight
     from memkit.activations.budgeting.state import BudgetState
+    from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
+    from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.decider import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
     from memkit.activations.saved.traces import Trace
-    from memkit.core.kept import KeptHandle
-    from memkit.plan import Action
-    from memkit.recording.functions import QuietFunctions
     from memkit.recording.recording import Recording
 
 
@@ -75,7 +85,7 @@ logits has these in both, their log-softmax, and the gradients of all of them.""
 
 
 class BudgetStage(RecordingStage):
-    """Records the ops of a forward, and keeps its saved values to a budget for the device."""
+    """Keeps the saved values of a forward to a budget for the device."""
 
     _state: BudgetState
 
@@ -90,6 +100,16 @@ class BudgetStage(RecordingStage):
         self._functions: FunctionNotes | QuietFunctions | None = None
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
+        self._step: SteadyStep | None = None
+        """What is expected, as long as the step does not deviate."""
+        self._steady: SteadySaves | None = None
+        self._scheduled: ScheduledForward | None = None
+        self._quiet: QuietFunctions | None = None
+        self._due: SteadySave | None = None
+        """What is expected of the tensor that is being taken."""
+        self._is_noted = self.is_recording = True
+        """Whether all saves so far were noted, and whether ops are recorded."""
+        self._num_modes = torch_private.num_dispatch_modes()
         super().__init__(state, options)
 
     @property
@@ -97,10 +117,11 @@ class BudgetStage(RecordingStage):
         return self._limits.plan is None and not self._planned_decider.follows_plan
 
     def begin(self) -> None:
-        self._compiled.setting = functools.partial(self._state.inside.setting, room=self._room)
-        super().begin()
-        if self._notes is not None and self._notes.functions is not None:
-            self._functions = self._notes.functions
+        if self.is_recording:
+            self._compiled.setting = functools.partial(self._state.inside.setting, room=self._room)
+            super().begin()
+        self._functions = self._quiet or (self._notes.functions if self.is_recording and self._notes is not None else None)
+        if self._functions is not None:
             self._functions.__enter__()
 
     def take_off(self) -> None:
@@ -108,9 +129,51 @@ class BudgetStage(RecordingStage):
             self._functions.__exit__()
             self._functions = None
         super().take_off()
+        self._quiet = None  # it holds the recorder
+
+    def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return the pack hook for a step that is known."""
+        forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
+        state = self._state
+        step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
+        if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
+            return take  # what is called with other shapes saves something else, and not all of it may be seen any more
+        self._step, self._notes = step, None
+        moves = step.moves if state.inside.are_alike else None  # else it would have to be known which block compiles
+        scheduled = None if moves is None else self._open_scheduled(moves, forward)
+        if scheduled is not None:
+            self._scheduled, self.is_recording = scheduled, False
+            scheduled.on_end, forward.on_end = forward.on_end, None
+            saves = ScheduledSaves(functools.partial(self._take_other, take))
+            saves.follow(scheduled)
+            return saves.pack
+        if step.only_moves:
+            self._step = None
+            return take
+        self._steady = SteadySaves(step, forward, self._take_expected, self._leave, take)
+        forward.requests = step.requests
+        forward.walk.limit_bytes = self._planned_decider.limit_bytes
+        if step.ops:
+            forward.recording.expected = Expected(step.ops, step.num_values)
+            forward.recording.known_s = step.known_s
+        if step.calls:
+            self._quiet = self._steady.functions = QuietFunctions(step.calls, self.recorder)
+            return self._steady.pack_between
+        return self._steady.pack
+
+    def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
+        state, window = self._state, forward.window
+        with state.lock:
+            if window.is_broken:
+                window.mend()
+            try:
+                window.settle()
+                return open_scheduled(window, moves.schedule, moves.trace, self.counts) if is_free(window) else None
+            except BaseException:  # as `mended` does
+                window.is_broken = True
+                raise
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
-        """Return what compiled blocks may save on a device; None if it is not known."""
         state, device = self._state, self._device or open_device(torch_device)
         counter = device.memory_counter()
         if counter is None or state.budget_bytes is None:
@@ -183,11 +246,7 @@ class BudgetStage(RecordingStage):
         return learning.planned(trace, self._limits, device, base_bytes=self._base_bytes, coming_bytes=self._coming_bytes)
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
-        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there.
-
-        Args:
-            forward: the forward; None for the current one.
-        """
+        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there."""
         device, forward = self._device, forward or self._opened
         counter = None if device is None else device.memory_counter()
         if counter is None or forward is None:
@@ -229,9 +288,10 @@ class BudgetStage(RecordingStage):
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
             self._meter = Meter(device, counter, forward)
             forward.measure(self._meter)
-        elif decider.planned is not None and trace is not None and counter is not None and state.learning.count_followed(trace):
-            state.judged = trace, decider.planned
-            state.peak = StepPeak(counter, resets=learning.is_new(trace))
+        elif planned is not None and trace is not None and counter is not None:
+            is_judged, is_new = learning.count_followed(trace)
+            if is_judged:
+                state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
         begun, peak = device.record_event(), state.peak
 
         def note_end() -> None:
@@ -257,6 +317,7 @@ class BudgetStage(RecordingStage):
         forward = super()._turn()
         self._notes = None  # those are of a first forward alone
         self._watch(self._meter)
+        self._record()
         return forward
 
     def _watch(self, meter: Meter | None) -> None:
@@ -265,10 +326,146 @@ class BudgetStage(RecordingStage):
             recorder.meter = meter
         recorder.notes = None
 
+    # What is expected
+
+    def _take_expected(self, tensor: Tensor, save: SteadySave) -> Any:
+        with torch_private.without_python_dispatch(), self._lock:
+            forward = self._opened
+            assert forward is not None
+            try:
+                if save.ordinal >= 0:
+                    forward.num_passed = save.ordinal - len(forward.saves)
+                handle = self._take_known(tensor, save, forward) if save.has_record else self._keep(tensor, save, forward)
+                if handle is None:
+                    self._due = save
+                    handle = self._take(tensor)
+                    if self._due is not None and save.ordinal >= 0:  # it does not count
+                        self._leave()
+                return handle
+            except BaseException:  # as `mended` does, at less cost
+                self._state.is_broken = True
+                raise
+            finally:
+                self._due = None
+
+    def _take_known(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
+        """Return the handle of a tensor after doing what the plan says; None if it may be another value than expected, or has a
+        mark of the user's. Then it is taken as any other tensor."""
+        recording, expected, step, value = forward.recording, forward.recording.expected, self._step, save.value
+        if step is None or expected is None or save.ordinal < 0 or forward.marks or forward.window.is_broken:
+            return None
+        is_value = tensor.device == self._torch_device and is_range_of_bytes(tensor) and value not in recording.roots
+        if not is_value or value in forward.others:
+            return None
+        storage, version = tensor.untyped_storage(), torch_private.version_of(tensor)
+        ledger, node = forward.ledger, torch_private.node_number()
+        if ledger.deaths or ledger.orphans:
+            ledger.sweep()  # ahead: a record whose handles have died is none any more
+        record = forward.record_of(value)
+        if recording.find(storage) != value or (version and version > num_writes(recording, value)):
+            return None
+        if record is not None and record.version != version:
+            return None
+        forward.note_save(value, node)
+        if record is not None:
+            handle = ledger.add_handle(record, tensor, forward.unpacker, node)
+        else:
+            handle = ledger.open(tensor, storage, forward.unpacker, node)
+            record = handle.record
+            record.maker, record.value = forward, value
+            forward.note_record(value, record)
+            action = step.planned.schedule.actions.get(value)
+            if value not in expected.unmade and not (action is Action.RECOMPUTE and forward.drop(value)):
+                forward.walk.admit(value)
+            if action is Action.OFFLOAD:
+                forward.leave(record, tensor, storage, node)
+        if save.is_due or forward.is_waiting:
+            forward.pass_save(node, save.ordinal)
+        return handle
+
+    def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
+        """Return the handle of a tensor that stays, after doing what is due with other values; None if replays are to read it
+        and it may be another value than expected."""
+        version, device, handle = torch_private.version_of(tensor), forward.ledger.device, None
+        if save.is_read:
+            if not is_range_of_bytes(tensor):
+                return None
+            recording, storage = forward.recording, tensor.untyped_storage()
+            if recording.find(storage) != save.value or (version and version > num_writes(recording, save.value)):
+                return None
+            handle = forward.keep_source(save.value, tensor)
+        if forward.window.is_broken:
+            forward.window.mend()
+        if device.takes_notes and save.ordinal >= 0:
+            device.note_written(tensor.untyped_storage(), version)
+        if save.is_due:
+            forward.pass_save(torch_private.node_number(), save.ordinal)
+        return (tensor.detach(), version) if handle is None else handle
+
+    # What is not
+
+    def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        if self._step is not None and torch_private.backward_task() == -1:
+            if self._is_complete and self._scheduled is not None and self._scheduled.has_backward:
+                with self._lock:
+                    self._turn()
+            else:
+                self._leave()
+        return take(tensor)
+
+    @property
+    def _is_complete(self) -> bool:
+        if self._scheduled is not None:
+            return self._scheduled.is_complete
+        return self._steady is not None and self._steady.is_complete
+
+    def _leave(self) -> None:
+        steady, scheduled, forward = self._steady, self._scheduled, self._opened
+        if steady is not None:
+            steady.is_on = False
+        if self._quiet is not None:
+            self._quiet.stop()
+        if scheduled is not None:
+            scheduled.stop()
+            self._foresight = None if scheduled.num_saves else self._foresight  # it would be asked of other saves
+        if self._step is None or forward is None or (forward.task != -1 and self._is_complete):
+            return  # another forward begins
+        self._step = self._steady = forward.requests = None
+        recording = forward.recording
+        if recording.expected is not None:
+            recording.expected.end(recording)
+        num_saves = steady.num_saves if steady is not None else 0 if scheduled is None else scheduled.num_saves
+        if steady is not None and num_saves == 0 and recording.expected is None:
+            return  # nothing was left out: it may follow another plan
+        with self._lock:
+            decider, state = self._planned_decider, self._state
+            if decider.follower.trace is not None:
+                state.learning.leave_steady(decider.follower.trace, num_saves)
+            decider.leave()
+            forward.follow(None)
+            forward.walk.limit_bytes = decider.limit_bytes
+            state.num_deviations += 1
+            state.judged, self.counts.follows_plan, self._is_noted = None, False, False
+        self._record()
+
+    def _record(self) -> None:
+        """Record ops from here on, unless a dispatch mode was entered since that must be left first, or something may be
+        compiled, before which the recorder must be on."""
+        if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
+            self.is_recording = True
+            self.recorder.__enter__()
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        if self._step is not None:
+            self._leave()
+        super().mark(tensor, action)
+
     # Saving
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         notes, forward = self._notes, self._opened
+        if not self.is_recording:
+            return self._take_unrecorded(tensor)
         if notes is None or forward is None:
             return self._take_any(tensor, action)
         with torch_private.without_functions():  # what is done here is none of the forward's
@@ -285,7 +482,24 @@ class BudgetStage(RecordingStage):
         with torch_private.without_python_dispatch():
             return self._take_locked(tensor)
 
+    def _take_unrecorded(self, tensor: Tensor) -> KeptHandle:
+        forward, counter = self._opened, self._state.counter
+        is_here = type(tensor) is Tensor and tensor.device == self._torch_device and is_range_of_bytes(tensor)
+        if forward is None or counter is None or is_traced() or not is_here or is_from_leaf(tensor):
+            return KeptHandle(tensor)
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
+            return KeptHandle(tensor)
+        with torch_private.without_python_dispatch(), self._lock:
+            has_room = counter.allocated_bytes() <= self._allowed_bytes
+            return KeptHandle(tensor) if has_room else self._move(forward, tensor)
+
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
+        due, self._due = self._due, None
+        if due is not None and due.value == value and due.ordinal >= 0:
+            forward.note_save(value, node)
+            return
+        if due is not None:
+            self._leave()
         if self._meter is not None:
             self._meter.begin_save()
         super()._note_save(forward, value, num_bytes, node)
@@ -306,7 +520,7 @@ class BudgetStage(RecordingStage):
         if self._state.budget_bytes is not None:
             self._allow(_UNPLANNED)
 
-    def _end_forward(self, *, learn: bool) -> None:
+    def _end_recorded(self, *, learn: bool) -> None:
         forward, meter, state, notes = self._forward, self._meter, self._state, self._notes
         was_forward, opened = forward.is_forward, self._opened
         self._meter = self._opened = self._notes = None
@@ -326,18 +540,21 @@ class BudgetStage(RecordingStage):
                 self._leave_room_behind(opened, meter)
             meter.end_forward()
             if self._is_first:
-                state.learning.note_first(trace, meter)
+                state.learning.first = trace, meter
             else:
                 state.learning.of(trace).meter = meter
         decider = self._planned_decider
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:
             state.learning.note_steady(trace, notes, opened, self._options.kinds, state.shapes)
-        planned, budget_bytes = decider.planned, state.budget_bytes
-        if planned is not None and planned.plan.is_plain and budget_bytes is not None and not forward.marks:
-            limits = self._limits
-            if limits.plan is None and not self._coming_bytes:
-                state.settled = Settled(options=self._options, budget_bytes=limits.allocated_bytes(budget_bytes))
+        planned, budget_bytes, limits = decider.planned, state.budget_bytes, self._limits
+        if planned is not None and planned.plan.is_plain and not forward.marks:
+            most_bytes = math.inf if budget_bytes is None else limits.allocated_bytes(budget_bytes)
+            if limits.plan is not None:
+                most_bytes = max(most_bytes, limits.plan.predicted_peak_bytes)
+            elif budget_bytes is None or self._coming_bytes:
+                return
+            state.settled = Settled(options=self._options, budget_bytes=most_bytes)
 
     def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
         """After a first forward, move saved values so that there is memory for what follows, of which nothing is known."""
@@ -346,6 +563,32 @@ class BudgetStage(RecordingStage):
             room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
             with self._lock:
                 forward.move_out(lambda: counter.allocated_bytes() <= room_bytes)
+
+    def _end_forward(self, *, learn: bool) -> None:
+        step, scheduled, forward = self._step, self._scheduled, self._forward
+        if scheduled is not None:
+            scheduled.end_forward()
+        is_complete = self._is_complete
+        if self._steady is not None:
+            self._steady.is_on = False
+        self._step = self._steady = self._scheduled = None
+        if step is None or not forward.is_forward:
+            learn, self._is_noted = learn and self._is_noted, True
+            self._end_recorded(learn=learn)
+            return
+        state, trace = self._state, self._planned_decider.follower.trace
+        assert trace is not None
+        is_whole = learn and is_complete
+        judged = state.judged if is_whole else None
+        if learn and not is_complete:
+            state.learning.leave_steady(trace, len(step.saves))
+            state.num_deviations += 1
+        self._end_recorded(learn=False)
+        state.judged = judged
+        if is_whole:
+            forward.trace = trace.ops
+            for name, figure in step.figures.items():
+                setattr(self.counts, name, figure)
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)

@@ -31,8 +31,6 @@ _HIDDEN = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What the compiled blocks of a step have to work with."""
-
     num_bytes: float
     bytes_per_s: float
     flops_per_s: float
@@ -44,15 +42,10 @@ RoomOf = Callable[[torch.device, torch.dtype], "Room | None"]
 
 
 def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:
-    """Return how many blocks like `block` would save as much as all blocks of its class.
-
-    Models often double the width from one stage to the next and halve the resolution: a block then saves half as much, and has
-    four times the parameters. So a block with more parameters counts as less than one, by the square root of the ratio. A block
-    with fewer counts as one, since the block that is called first mostly belongs to an early stage.
-
-    Args:
-        others: the blocks, with `block` among them.
-    """
+    """Return how many blocks like `block` would save as much as all blocks of its class among `others`. Models often double the
+    width from stage to stage and halve the resolution: such a block saves half as much and has four times the parameters, so a
+    block with more parameters counts as the square root of the ratio. One with fewer counts as one: the block called first is
+    mostly of an early stage."""
     own_numel = _num_parameters(block)
     numels = [_num_parameters(other) for other in others if type(other) is type(block)]
     return sum(min(1.0, math.sqrt(own_numel / max(numel, 1))) for numel in numels)
@@ -63,14 +56,9 @@ def _num_parameters(block: nn.Module) -> int:
 
 
 def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Room) -> Partition:
-    """Return the partition with which a step with this many blocks takes the least time, estimated from FLOPs and bytes.
-
-    What the blocks save beyond the room moves to host memory, hidden as far as their forward takes time. For the rest, the step
-    waits for the copies, or recomputes whole blocks. A block writes what it saves, and reads it at least once in its forward.
-
-    Args:
-        partitions: in order of falling budgets. Of partitions that are equally fast, the first one is returned.
-    """
+    """Return the partition with which a step with this many blocks takes the least time, estimated from FLOPs and bytes; the
+    first of equally fast ones. What the blocks save beyond the room moves to the host, hidden behind part of their forward; for
+    the rest, the step waits for the copies, or recomputes whole blocks."""
 
     def more_s(partition: Partition) -> float:
         forward_s = partition.forward_flops / room.flops_per_s + 2 * partition.saved_bytes / room.memory_bytes_per_s
@@ -86,8 +74,6 @@ def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Roo
 
 
 class InsideBudgets:
-    """The budgets chosen under one tag, by the class of the blocks."""
-
     def __init__(self) -> None:
         self.chosen: dict[type[nn.Module], float | None] = {}
 

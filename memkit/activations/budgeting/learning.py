@@ -1,9 +1,13 @@
-"""`Learning`: what `MemoryBudget` learns under a tag: measurements of steps, plans for them, and how well these predict."""
+"""`Learning`: what `MemoryBudget` learns under a tag: measurements of steps, plans for them, and how well these predict.
+
+Also what steps do by a plan, and the decider that goes by it.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+import math
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -11,27 +15,173 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from memkit.activations.budgeting.learned import LearnedStep, Planned, schedule_of
-from memkit.activations.budgeting.observed import Foresight, is_other_link, measured_s, observed_trace
+from memkit.activations.budgeting.meter import Foresight, is_other_link, measured_s, observed_trace
 from memkit.activations.budgeting.ways import Ways, ways_within
+from memkit.activations.recomputing.decider import Decider
+from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, HostMemoryError
-from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, fit_regions, make_problem
+from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, Lineage, MemoryPlan, fit_regions, make_problem
 from memkit.transfer import Link, measure_link
 from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.budgeting.steady_step import SteadyStep, StepNotes
     from memkit.activations.context import Shapes
-    from memkit.activations.saved.traces import OpTrace, Trace
+    from memkit.activations.saved.traces import OpTrace
     from memkit.device import Device, Event
     from memkit.plan import Problem, RegionNeeds
     from memkit.recording.ops import OpKinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMoments:
+    """What a step does that follows a plan. Values are those of the step's lineage."""
+
+    actions: Mapping[int, Action]
+    retained: frozenset[int]
+    """Values that autograd does not save and that are held: anchors, and roots that would be freed."""
+    copies: Mapping[int, tuple[int, ...]]
+    """By save, the anchors whose copies to the host begin there."""
+    lets_go: Mapping[int, tuple[int, ...]]
+    """By save, the values that are freed on the device there, after waiting for their copies; the number of saves stands for
+    the first request."""
+    fetches: Mapping[int, tuple[int, ...]]
+    """By request, the values whose copies back begin there, in the order in which they are needed."""
+    releases: Mapping[int, tuple[int, ...]]
+    """By request, the values held for replays that no replay from there on reads."""
+    held_until: Mapping[int, int]
+    """For each value that replays read, the last request whose replay reads it."""
+    stays: Mapping[int, frozenset[int]]
+    """For each recomputed value, the intermediate values that are kept as well."""
+    num_saves: int
+    moving_bytes: int
+
+
+def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> PlannedMoments:
+    copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
+    anchors, held_until = set[int](), dict[int, int]()
+    for planned in plan.values:
+        value = planned.value
+        if planned.is_anchor:
+            anchors.add(value)
+        if planned.held_until >= 0:
+            held_until[value] = planned.held_until
+        if planned.action is Action.OFFLOAD:
+            if planned.is_anchor:
+                copies.setdefault(planned.copy_at, []).append(value)
+            lets_go.setdefault(planned.let_go_at, []).append(value)
+    moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
+    for planned in sorted(moved, key=lambda planned: planned.needed_at):
+        fetches.setdefault(planned.fetch_at, []).append(planned.value)
+    read: dict[int, int] = {}
+    for replay in plan.replays:
+        for op in replay.ops:
+            for source in lineage.ins[op]:
+                if source in roots and lineage.maker[source] == NO_OP:
+                    read[source] = replay.request
+    for value, request in (*held_until.items(), *((value, request) for value, request in read.items() if value in anchors)):
+        releases.setdefault(request + 1, []).append(value)
+    return PlannedMoments(
+        actions={planned.value: planned.action for planned in plan.values if not planned.is_anchor},
+        retained=frozenset(anchors | read.keys()),
+        copies=_frozen(copies),
+        lets_go=_frozen(lets_go),
+        fetches=_frozen(fetches),
+        releases=_frozen(releases),
+        held_until=held_until,
+        stays={replay.value: frozenset(replay.stays) for replay in plan.replays},
+        num_saves=len(plan.step.saves),
+        moving_bytes=sum(planned.num_bytes for planned in moved),
+    )
+
+
+def _frozen(found: Mapping[int, list[int]]) -> dict[int, tuple[int, ...]]:
+    return {ordinal: tuple(values) for ordinal, values in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    plan: MemoryPlan
+    schedule: PlannedMoments
+    allowed_bytes: int
+    """The most bytes that the step may take: the budget without the headroom."""
+    headroom_bytes: int = 0
+    """The part of the free bytes that is for what steps take beyond the prediction. It is used if there is no plan
+    otherwise."""
+
+    @property
+    def exceeds_budget(self) -> bool:
+        return self.plan.predicted_peak_bytes > self.allowed_bytes + self.headroom_bytes
+
+
+@dataclass(eq=False, slots=True)
+class LearnedStep:
+    shown: Foresight | None = None
+    meter: Meter | None = None
+    planner: JointPlanner | None = None
+    measured_s: list[float] = field(default_factory=list)
+    plans: dict[int, Planned] = field(default_factory=dict)
+    given: Planned | None = None
+    over_bytes: int = 0
+    """By how many bytes steps exceeded the prediction."""
+    num_replans: int = 0
+    num_links: int = 0
+    """How often the bandwidth turned out to differ from that in the plan."""
+    num_judged: int = 0
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    """Bandwidths in the first steps of a plan, from and to the device, in bytes per second."""
+    has_scaled: bool = False
+    """Whether the seconds of ops were scaled to the measured seconds of steps."""
+    steady: SteadyStep | None = None
+    shapes: Shapes | None = None
+    noted: Planned | None = None
+    """The plan that the last noted step followed, whether or not its notes were of use."""
+    num_left: int = 0
+    """How many steps began as steady ones and deviated."""
+    may_be_quiet: bool = True
+    """Whether functions may be followed rather than ops: not after a step that did so has deviated."""
+    has_chosen: bool = False
+    """Whether it was already decided which ways are to be timed."""
+
+
+class PlannedDecider(Decider):
+    """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for."""
+
+    def __init__(self, traces: Traces, plan_of: Callable[[Trace], Planned | None], limit_bytes: Callable[[], float]) -> None:
+        super().__init__(Follower(traces))
+        self.planned: Planned | None = None
+        self._plan_of, self._limit_bytes = plan_of, limit_bytes
+        self._change_plan()
+
+    @property
+    def follows_plan(self) -> bool:
+        return self.planned is not None
+
+    @property
+    def retained(self) -> Collection[int]:
+        return () if self.planned is None else self.planned.schedule.retained
+
+    def _change_plan(self) -> None:
+        trace = self.follower.trace
+        self.planned = None if trace is None else self._plan_of(trace)
+        self.grow()
+
+    def leave(self) -> None:
+        """Follow no plan from here on, since the step deviates from it."""
+        self.follower.give_up()
+        self._change_plan()
+
+    def action(self, value: int, held_bytes: int) -> Action | None:
+        return None if self.planned is None else self.planned.schedule.actions.get(value)
+
+    def grow(self) -> None:
+        self.limit_bytes = self._limit_bytes() if self.planned is None else math.inf
 
 
 def search(
@@ -43,17 +193,7 @@ def search(
     warn: Callable[[str], None] | None,
     reserved_bytes: int,
 ) -> MemoryPlan:
-    """Return a plan; without the headroom if there is none with it.
-
-    Args:
-        allowed_bytes: the most bytes the step may take, without the headroom.
-        headroom_bytes: bytes to leave free if possible.
-        warn: called with a message if there is no plan; then the plan with the fewest bytes is returned. None to raise.
-        reserved_bytes: how many of the bytes that are left free are for the states of an optimizer that is not known.
-
-    Raises:
-        BudgetInfeasible: there is no plan, and `warn` is None.
-    """
+    """Return a plan; without the headroom if there is none with it."""
     try:
         is_roomy = planner.least().peak_bytes <= allowed_bytes
         return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
@@ -82,8 +222,6 @@ _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 
 
 class PlannedLink:
-    """The link between one device and the host, for the steps of one tag."""
-
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self.known: GpuSpec | None = None
@@ -92,7 +230,6 @@ class PlannedLink:
         """Whether there is host memory to move to, as far as is known."""
 
     def spec(self, device: Device) -> GpuSpec:
-        """Return a spec with the bandwidths between a device and the host."""
         if self.known is None:
             link = self._link_of(device)
             counter = device.memory_counter()
@@ -154,19 +291,13 @@ _MORE_BESIDE = 0.005
 
 
 class Learning:
-    """Plans the steps of one tag from measurements.
-
-    Args:
-        warn: warns the user once for each kind: called with the kind and the message.
-    """
-
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self.link = PlannedLink(warn)
         self.last_peak_bytes: int | None = None
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
-        self._first: tuple[Trace, Meter] | None = None
+        self.first: tuple[Trace, Meter] | None = None
         """The meter of the first step. Its times are not those of later steps."""
         self._last_times: list[tuple[Event, Event]] = []
 
@@ -187,13 +318,10 @@ class Learning:
         learned = self.of(trace)
         return learned.planner is None and not _is_ready(trace, learned.meter)
 
-    def note_first(self, trace: Trace, meter: Meter) -> None:
-        self._first = trace, meter
-
     def shown(self, trace: Trace) -> Foresight | None:
-        learned, first = self.of(trace), self._first
+        learned, first = self.of(trace), self.first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
-            meter, self._first = first[1], None
+            meter, self.first = first[1], None
             step = replace(trace.ops.step, uses=meter.uses, use_ends=meter.use_ends)
             learned.shown = Foresight(observed_trace(meter, step, {}, target="", min_bytes=0))
         elif learned.shown is None and learned.planner is not None:
@@ -201,16 +329,6 @@ class Learning:
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
-        """Return the plan for a step like a trace; None if too little is known.
-
-        Args:
-            base_bytes: allocated bytes as the step begins.
-            coming_bytes: bytes that are allocated after the step, and stay.
-
-        Raises:
-            BudgetInfeasible: no plan keeps to the budget, and `limits` say to raise then.
-            ValueError: the user's plan is for another step.
-        """
         if trace.ops is None or not trace.ops.has_order:
             return None
         learned = self.of(trace)
@@ -231,7 +349,6 @@ class Learning:
         return found
 
     def budget_bytes(self, trace: Trace | None, limits: Limits) -> int | None:
-        """Return the budget in bytes; None if it is a share of a peak that is not known yet."""
         planner = None if trace is None else self.of(trace).planner
         return limits.budget_bytes(None if planner is None else planner.problem.plain_peak_bytes)
 
@@ -241,7 +358,7 @@ class Learning:
         step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
         trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
         learned.meter, learned.measured_s = None, measured_s(meter, step)
-        self._first = None
+        self.first = None
         return JointPlanner(make_problem(trace, self.link.spec(device), measured_s=learned.measured_s))
 
     def _plan(
@@ -282,7 +399,8 @@ class Learning:
 
     def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
         """Return what a step like a trace saves under a plan; None if it is not known, or not the same each time."""
-        learned, steady = self.of(trace), self.of(trace).steady
+        learned = self.of(trace)
+        steady = learned.steady
         if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
             return None
         if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
@@ -290,7 +408,6 @@ class Learning:
         return steady
 
     def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        """Tell whether a step like a trace that follows a plan is to note all its saves."""
         learned = self.of(trace)
         is_noted = learned.noted is planned and learned.shapes == shapes
         return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
@@ -298,9 +415,8 @@ class Learning:
     def note_steady(
         self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
     ) -> None:
-        """Note what a step saved that followed a plan to its end."""
-        self.of(trace).shapes = shapes
         learned = self.of(trace)
+        learned.shapes = shapes
         learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
 
     def leave_steady(self, trace: Trace, num_saves: int) -> None:
@@ -313,23 +429,20 @@ class Learning:
         learned.steady = learned.noted = None
         learned.num_left += 1
 
-    def count_followed(self, trace: Trace) -> bool:
-        """Count a step that follows a plan; return whether to check it: the first few, then one in `_JUDGED_EVERY`."""
+    def count_followed(self, trace: Trace) -> tuple[bool, bool]:
+        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few, which all
+        are: then one in `_JUDGED_EVERY` is."""
         learned = self.of(trace)
         learned.num_judged += 1
-        is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0
-        return learned.given is None and is_due
+        is_new = learned.num_judged <= _STEPS_JUDGED
+        return learned.given is None and (is_new or learned.num_judged % _JUDGED_EVERY == 0), is_new
 
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if it differs from that in the plan, as when others use the link as well."""
         learned, link = self.of(trace), self.link.known
-        if (
-            link is None
-            or not link.is_measured
-            or learned.planner is None
-            or out_bytes_per_s is None
-            or back_bytes_per_s is None
-        ):
+        if link is None or not link.is_measured or learned.planner is None:
+            return
+        if out_bytes_per_s is None or back_bytes_per_s is None:
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
         tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
@@ -347,16 +460,10 @@ class Learning:
             _plan_anew(learned, link)
             learned.num_links += 1
 
-    def is_new(self, trace: Trace) -> bool:
-        """Tell whether the step that is about to be checked is one of the first that follow their plan."""
-        return self.of(trace).num_judged <= _STEPS_JUDGED
-
     def judge(self, trace: Trace, planned: Planned, peak_bytes: int | None, limits: Limits) -> bool:
-        """Compare the peak of a step with its plan, if it is known; plan anew if it exceeded the budget. Return whether it did
-        after all plans that may be made."""
-        self._scale(self.of(trace), planned.plan)
-        learned, plan = self.of(trace), planned.plan
-        budget_bytes = self.budget_bytes(trace, limits)
+        """Plan anew if the peak of a step exceeded the budget. Return whether it did after all plans that may be made."""
+        learned, plan, budget_bytes = self.of(trace), planned.plan, self.budget_bytes(trace, limits)
+        self._scale(learned, plan)
         if peak_bytes is None:
             return False
         self.last_peak_bytes = peak_bytes
@@ -380,12 +487,8 @@ class Learning:
     def ways_of(
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
     ) -> Ways | None:
-        """Return what times the ways in which steps like a trace can keep to the budget; None if there is no choice, or nothing
-        to gain: where the host computes, the time of a plan is known.
-
-        Args:
-            choices_of: returns choices of regions, the quickest first.
-        """
+        """Return what times the ways to keep to the budget; None if there is no choice, or nothing to gain: where the host
+        computes, the time of a plan is known."""
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None
@@ -437,7 +540,6 @@ class Learning:
 
 
 def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
-    """Plan steps anew, by the seconds of their ops, and the link, as they are known now."""
     before = learned.planner
     assert before is not None
     learned.planner = JointPlanner(make_problem(before.problem.trace, gpu, measured_s=learned.measured_s))

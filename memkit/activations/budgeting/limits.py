@@ -27,8 +27,6 @@ _RESERVED_PER_ALLOCATED = 1.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The user's budget."""
-
     budget: int | float
     """Bytes, or a share of the plain step's peak."""
     is_of_reserved: bool
@@ -50,11 +48,7 @@ class StepPeak:
     """The most bytes on the device from the entry of a step to the end of its backward.
 
     It is read as the backward ends, before anyone resets the counter between two steps. The counter is the user's as well, so
-    only steps that teach something reset it. In any other step the peak is known only where it is higher than all before.
-
-    Args:
-        resets: whether to reset it now.
-    """
+    only steps that teach something reset it. In any other step the peak is known only where it is higher than all before."""
 
     def __init__(self, counter: MemoryCounter, *, resets: bool) -> None:
         if resets:
@@ -72,8 +66,8 @@ class StepPeak:
             self._held_bytes = self._counter.allocated_bytes()
 
     def foretold_bytes(self) -> int | None:
-        """Return the peak of a step whose forward has just ended, as if all in it had grown by as much as what that has left on
-        the device; None if it is not known."""
+        """Return the peak of a step whose forward has just ended, as if all had grown as what that left on the device; None if
+        not known."""
         own_bytes = self._held_bytes - self._base_bytes
         if self.num_bytes is None or own_bytes <= 0:
             return None
@@ -93,15 +87,9 @@ UNKNOWN_STATE_BYTES = 8
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
-    """Return the bytes of the states that the next step of an optimizer will make, for its parameters that have none yet.
-
-    A step of a copy tells their size (`kept_states`). If that fails, 8 bytes per element are counted. Of a sharded parameter
-    (`DTensor`), this rank's part counts. With a `StateOffload`, only states that stay on the device count, since the memory for
-    the others is already allocated.
-
-    Args:
-        kind: the type of device whose states count, such as "cuda"; None for all.
-    """
+    """Return the bytes of the states that the next step of an optimizer will make, on a `kind` of device or on all: as a step
+    of a copy tells (`kept_states`), or 8 bytes per element if that fails. Of a `DTensor`, this rank's part counts; with a
+    `StateOffload`, only states that stay on the device."""
     if optimizer in with_offloaded_states:
         return with_offloaded_states[optimizer]()
     waiting = [
@@ -118,11 +106,8 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
 
 
 class ComingStates:
-    """The bytes of the states that an optimizer has yet to make.
-
-    Args:
-        optimizer: the user's; None if it is not known. Then a change of the parameters tells that one has stepped.
-    """
+    """The bytes of the states that an optimizer has yet to make. If the optimizer is not known, a change of the parameters
+    tells that one has stepped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)

@@ -79,10 +79,10 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             if layers is not None:
                 state.judged, entry.recording = None, layers
                 return layers.pair
-        from memkit.activations.budgeting.planned_stage import PlannedStage  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.budget_stage import BudgetStage  # only now: what it needs is a long way down
 
         state.before = state.learning.num_ended, state.num_deviations
-        entry.recording = steady = PlannedStage(state, options, limits)
+        entry.recording = steady = BudgetStage(state, options, limits)
         if ways is not None and ways.way is Way.OPS and steady.counts.follows_plan:
             ways.count_step()
         pack = steady.follow_known(entry.pack)
@@ -91,12 +91,14 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
-    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so without
-    help."""
+    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so by
+    itself."""
     settled, counter = state.settled, state.counter
-    if settled is None or not settled.options.is_like(options) or state.limits != limits or counter is None:
+    if settled is None or not settled.options.is_like(options) or state.limits != limits:
         return False
-    if counter.peak_bytes() > settled.budget_bytes:
+    if limits.plan is not None:  # the user's, for steps like this one
+        return shapes == state.shapes if shapes is not None else counter is None or counter.peak_bytes() <= settled.budget_bytes
+    if counter is None or counter.peak_bytes() > settled.budget_bytes:
         return False
     state.most_numel = max(state.most_numel, _numel(state.shapes))
     return _numel(shapes) <= state.most_numel
@@ -152,8 +154,8 @@ def _let_go_of_others(state: BudgetState, way: Way) -> None:
 
 
 def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
-    """Begin a forward like that of `Rematerialize` with a budget for saved values, inside a `CPUOffload` if a share of them
-    moves. Sets no stage if no call can be recomputed."""
+    """Begin a forward like that of `Rematerialize` with a budget, inside a `CPUOffload` if a share of saved values moves. Sets
+    no stage if no call can be recomputed."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     outer = None

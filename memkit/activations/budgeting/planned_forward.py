@@ -19,7 +19,7 @@ from memkit.errors import HostMemoryError
 from memkit.plan import Action
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learned import Planned, PlannedMoments
+    from memkit.activations.budgeting.learning import Planned, PlannedMoments
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
@@ -37,10 +37,9 @@ class _Lent(NamedTuple):
 
 
 class MeteredUnpacker:
-    """Unpacks saved tensors, and calls a meter at each request."""
-
     def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
         self._unpacker, self._meter = unpacker, meter
+        self.lend, self.change = unpacker.lend, unpacker.change
 
     def unpack(self, handle: Handle) -> Tensor:
         self._meter.begin_request()
@@ -48,24 +47,10 @@ class MeteredUnpacker:
         self._meter.end_request()
         return tensor
 
-    def lend(self, handle: Handle) -> torch.UntypedStorage:
-        return self._unpacker.lend(handle)
-
-    def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-        self._unpacker.change(record, storage, action)
-
 
 class PlannedForward(RecordedForward):
-    """The saved values of one forward, which stay, move or are dropped by a schedule.
-
-    Without a schedule, or after deviating from it, values are fetched when they are requested, and the score chooses what to
-    evict.
-
-    Args:
-        planned: the plan; None if there is none yet.
-        limit_bytes: returns the most bytes that saved values and replays may take on the device now, if there is no schedule.
-        note_no_host: called where there is no host memory for a value, which stays then.
-    """
+    """The saved values of one forward, which stay, move or are dropped by a schedule. Without one, or after deviating from it,
+    values are fetched when they are requested, and the score chooses what to evict, within what `limit_bytes` returns."""
 
     moves = True
 
@@ -170,7 +155,7 @@ class PlannedForward(RecordedForward):
             for value in schedule.copies.get(save, ()):
                 self._send_anchor(value)
             for value in schedule.lets_go.get(save, ()):
-                self._release(value)
+                self._release_record(self._record_that_moves(value))
 
     def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
         if action is Action.RECOMPUTE or record.counts is None or record.owner is not None:
@@ -224,9 +209,6 @@ class PlannedForward(RecordedForward):
             handle = self._anchors.handle(value)
             record = None if handle is None else handle.record
         return record
-
-    def _release(self, value: int) -> None:
-        self._release_record(self._record_that_moves(value))
 
     def _release_record(self, record: Record | None) -> None:
         if record is not None and record.residency is SavedResidency.LEAVING:
@@ -298,7 +280,7 @@ class PlannedForward(RecordedForward):
             return
         if request == 0:
             for value in schedule.lets_go.get(schedule.num_saves, ()):
-                self._release(value)
+                self._release_record(self._record_that_moves(value))
         for value in schedule.releases.get(request, ()):
             self._lent.pop(value, None)
             if value not in self._sources.only_held:
@@ -363,9 +345,8 @@ class PlannedForward(RecordedForward):
         super().run(op, in_place)  # behind the error, which holds what was allocated
 
     def make(self, record: Record) -> None:
-        schedule = self.schedule
-        if schedule is not None:
-            self._stays = schedule.stays.get(record.value, _NONE) | {record.value}
+        if self.schedule is not None:
+            self._stays = self.schedule.stays.get(record.value, _NONE) | {record.value}
         try:
             super().make(record)
         finally:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memkit.activations.budgeting.inside import InsideBudgets
-from memkit.activations.budgeting.learned import Planned
-from memkit.activations.budgeting.learning import Learning
+from memkit.activations.budgeting.learning import Learning, Planned
 from memkit.activations.budgeting.limits import ComingStates
-from memkit.activations.budgeting.observed import Foresight
+from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.saved.state import RematState, States, remat_states
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ def copies_tag(tag: str) -> str:
 
 
 class BudgetState(RematState):
-    """What `MemoryBudget` remembers under a tag."""
-
     name = "MemoryBudget"
 
     def __init__(self, tag: str) -> None:
@@ -64,7 +61,7 @@ class BudgetState(RematState):
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
         """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there
-        is none of these."""
+        is none."""
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:

@@ -29,7 +29,7 @@ from memkit.recording.recorded import OpClass
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
-    from memkit.activations.budgeting.learned import Planned
+    from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.saved.traces import SeenSave
     from memkit.device import Device
@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 def schedule_of_moves(
     plan: MemoryPlan, seen: Sequence[SeenSave], numbers: Mapping[int, int], places: Sequence[int], device: Device
 ) -> Schedule | None:
-    """Return the schedule of a plan; None if the plan recomputes something, or has no fixed order of copies back.
-
-    Args:
-        numbers: for each value of the plan, its number among the values in `seen` that count.
-    """
+    """Return the schedule of a plan; None if the plan recomputes something, or has no fixed order of copies back."""
     moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
     if plan.replays or any(planned.is_anchor or planned.value not in numbers for planned in plan.values):
         return None
@@ -140,8 +136,6 @@ _Parameter = nn.Parameter
 
 
 class SteadySave(NamedTuple):
-    """A tensor that autograd is expected to save."""
-
     shape: torch.Size | None
     dtype: torch.dtype | None
     value: int
@@ -166,8 +160,6 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyStep:
-    """What is known of the saves of steps that follow a plan."""
-
     planned: Planned
     saves: tuple[SteadySave, ...]
     """All tensors that its hooks were given, in order."""
@@ -188,8 +180,6 @@ class SteadyStep:
 
 @dataclass(eq=False, slots=True)
 class StepNotes:
-    """Notes what a step that follows a plan saves."""
-
     planned: Planned
     functions: FunctionNotes | None = None
     is_whole: bool = True
@@ -209,7 +199,6 @@ class StepNotes:
         self._counts_at.append((recording.num_values, len(recording.calls)))
 
     def note(self, tensor: Tensor, forward: PlannedForward, num_before: int) -> None:
-        """Note a saved tensor."""
         kind = type(tensor)
         if not (kind is Tensor or kind is _Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
             self.is_whole = False
@@ -299,7 +288,6 @@ class StepNotes:
         ops_read: Collection[int],
         kinds: OpKinds,
     ) -> Iterator[ExpectedOp]:
-        """Yield what is to be known of each op."""
         needed = {value for value, _, _ in self._saves} | self.planned.schedule.retained
         needed.update(*(lineage.ins[op] for op in ops_read))
         ends = [*self._counts_at[1:], (len(lineage.maker), len(lineage.ins))]
@@ -314,7 +302,7 @@ class StepNotes:
             elif outs is None:  # it makes nothing that can be recomputed
                 is_view = kind.op_class is OpClass.VIEW
                 yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
-            elif may_skip and _only_makes(kind):
+            elif may_skip and kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics):
                 yield ExpectedOp(func, is_skipped=True, first=first, made=outs[0])
             else:
                 ins = [source[1] for source in recording.calls[op].sources]
@@ -350,12 +338,7 @@ class StepNotes:
 
 
 class SteadySaves:
-    """The pack hook of a steady step, for as long as tensors are saved as expected.
-
-    Args:
-        take_one: takes a tensor that is handled, or at which other values are.
-        leave: called once, before the first unexpected tensor is taken.
-    """
+    """The pack hook of a steady step, for as long as tensors are saved as expected."""
 
     def __init__(
         self,
@@ -420,14 +403,10 @@ def _skipped_writer(
     outs: Sequence[int] | None,
     needed: Set[int],
 ) -> ExpectedOp | None:
-    """Return what is to be known of an op that writes and need not be recorded; None if it must be recorded.
-
-    Args:
-        numbers: the values that are new with it: roots that it reads, and values that it makes.
-        outs: the values that it makes; None if it cannot run again.
-        needed: the values that are saved, anchors, or read by ops that are recorded or run again.
-    """
-    if kind.is_in_place and _changes_shape(func):
+    """Return what is to be known of an op that writes and need not be recorded; None if it must be. `numbers` are the roots
+    that it reads first and the values that it makes, `outs` the latter, None if it cannot run again; `needed` values are saved,
+    anchors, or read by ops that are recorded or run again."""
+    if kind.is_in_place and torch.Tag.inplace_view in func.tags:  # it may give its tensor another storage or shape
         return None
     if outs is None:  # it writes to a counter, or a buffer, that nothing has read
         is_stranger = kind.is_in_place and not numbers
@@ -445,12 +424,3 @@ def _skipped_writer(
     is_over = kind.is_in_place and not hidden and len(outs) == len(written) == 1
     may_go = is_over and written[0] not in needed and written[0] not in recording.roots
     return skipped._replace(over=written[0]) if may_go else None
-
-
-def _changes_shape(func: Any) -> bool:
-    """Tell whether an op that writes in place may give its tensor another storage or another shape."""
-    return torch.Tag.inplace_view in func.tags
-
-
-def _only_makes(kind: OpTraits) -> bool:
-    return kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics)

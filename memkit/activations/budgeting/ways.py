@@ -45,8 +45,6 @@ _MOST_LESS = 0.1
 
 @dataclass(eq=False, slots=True)
 class _Try:
-    """What is known of one way."""
-
     way: Way
     limit_bytes: int = 0
     pairs: list[tuple[Event, Event]] = field(default_factory=list)
@@ -60,14 +58,7 @@ class _Try:
 
 
 class Ways:
-    """Times steps of each way by the device's events, from one entry to the next, and chooses the fastest.
-
-    Args:
-        allowed_bytes: the most bytes that a step may take on the device.
-        limit_bytes: first guess of the most bytes that saved values may take with regions alone; None not to try this way.
-        moving: what to move beside regions; None not to try this way.
-        problem: the step, to predict peaks; None if it is not known.
-    """
+    """Times steps of each way by the device's events, from one entry to the next, and chooses the fastest."""
 
     def __init__(
         self, allowed_bytes: int, limit_bytes: int | None, *, moving: Moving | None = None, problem: Problem | None = None
@@ -121,13 +112,6 @@ class Ways:
         return not self.is_decided or (self.way, self.limit_bytes) not in self._besides
 
     def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, regions: RegionPlan | None = None) -> None:
-        """Note that a context is entered again.
-
-        Args:
-            peak_bytes: the peak of the last step; None if it is not known.
-            regions: what the last step has recomputed; None if it had no regions.
-            was_whole: whether the last step ended and did not deviate. Otherwise it doesn't count.
-        """
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self.begun is not None and self._is_steady and was_whole:
             if peak_bytes is not None and regions is not None:
@@ -161,7 +145,6 @@ class Ways:
         self.begun, self._is_steady = None, False
 
     def give_up(self) -> None:
-        """Give up the current way, since steps cannot go by it or cannot keep to the budget."""
         self._now.pairs.clear()
         if self.is_decided or self._place == len(self._tries) - 1:
             self._choose()
@@ -252,15 +235,7 @@ def ways_within(
     counter: MemoryCounter | None,
 ) -> Ways | None:
     """Return what times the ways of a step; None if no choice of regions keeps to the budget or nearly does. What nearly does
-    is tried, and its first steps may exceed the budget a little.
-
-    Args:
-        allowed_bytes: the most bytes that the step may take on the device.
-        headroom_bytes: bytes that it may take on top if no choice fits otherwise without copies.
-        bytes_per_s: bandwidth of the link with copies in both directions; None if it is not known.
-        counter: the device's counter of allocated bytes, if it has one. Until copies beside regions follow a schedule, a step
-            may take all bytes that are to move on top: they are not tried where that would not fit.
-    """
+    is tried, and its first steps may exceed the budget a little."""
     limit_bytes = fit_regions(problem, choices, allowed_bytes)
     if limit_bytes is None:
         allowed_bytes += headroom_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -47,24 +48,23 @@ class Blind(MemoryCounter):
         pass
 
 
-@pytest.fixture
-def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
-    """Have plans of single ops be slower than predicted; returns what says which way is the fastest.
+@dataclass
+class Moment(Event):
+    at_s: float
+    reached: bool = True
 
-    Saved values alone count: on a GPU the workspaces of libraries are larger than these models.
-    """
+    def elapsed_s(self, end: Event) -> float:
+        assert isinstance(end, Moment)
+        assert self.reached
+        assert end.reached
+        return end.at_s - self.at_s
 
-    class Moment(Event):
-        def __init__(self, at_s: float) -> None:
-            self.at_s = at_s
+    def is_reached(self) -> bool:
+        return self.reached
 
-        def elapsed_s(self, end: Event) -> float:
-            assert isinstance(end, Moment)
-            return end.at_s - self.at_s
 
-        def is_reached(self) -> bool:
-            return True
-
+def make_up_times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
+    """Have plans of single ops be slower than predicted; returns what says which way is the fastest."""
     chosen, note = Way.REGIONS, Ways._note
 
     def choose(way: Way) -> None:
@@ -75,11 +75,17 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
         note(ways, Moment(0.0), Moment(1.0 if ways.way is chosen else 2.0), peak_bytes)
 
     monkeypatch.setattr(Ways, "_note", note_made_up)
-    monkeypatch.setattr(CudaDevice, "memory_counter", lambda _: Blind())
     monkeypatch.setattr(learning, "_AS_PREDICTED", 0.0)
     for name in ("_OTHER_LINK", "_QUITE_OTHER_LINK"):
         monkeypatch.setattr(learning, name, math.inf)
     return choose
+
+
+@pytest.fixture
+def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
+    """The same where saved values alone count: on a GPU the workspaces of libraries are larger than these models."""
+    monkeypatch.setattr(CudaDevice, "memory_counter", lambda _: Blind())
+    return make_up_times(monkeypatch)
 
 
 @pytest.fixture

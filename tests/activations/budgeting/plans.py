@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
+from torch import Tensor
+
+import memkit
 from memkit.activations.budgeting.state import budget_states
+from memkit.device import Device
 from memkit.plan import Action, JointPlanner, MemoryPlan
 from memkit.plan.budget import simulate
+from tests.activations.cases import assert_same_bits
+
+Make = Callable[[], AbstractContextManager[object]]
 
 
 def planner_of(tag: str) -> JointPlanner:
@@ -51,3 +60,30 @@ def plan_of_some(tag: str, action: Action, every: int, *, of: Collection[int] | 
     may_be = [action in held.choices and (of is None or held.value in of) for held in problem.values]
     actions = [action if may and next(places) % every == 0 else Action.KEEP for may in may_be]
     return planner.told(simulate(problem, actions, problem.plain_peak_bytes), problem.plain_peak_bytes, 0)
+
+
+def steady(
+    run: Callable[[Make], list[Tensor]],
+    tag: str,
+    device: Device,
+    action: Action = Action.RECOMPUTE,
+    every: int = 1,
+    *,
+    of: Callable[[str, str], bool] | None = None,
+    min_bytes: int = 0,
+    num_steps: int = 3,
+) -> Make:
+    """Hold steps to the plain run until they are steady by a plan of some; return its context.
+
+    Args:
+        of: tells by the names of the op and the module that make a value whether it is one of those.
+    """
+    make, plain = partial(memkit.MemoryBudget, 1.0, tag, min_bytes=min_bytes, device=device), run(nullcontext)
+    for _ in range(3):
+        assert_same_bits(run(make), plain)
+    names = planner_of(tag).problem.trace.names
+    values = None if of is None else {value for value, name in names.items() if of(*name)}
+    follow = partial(make, plan=plan_of_some(tag, action, every, of=values))
+    for _ in range(num_steps):
+        assert_same_bits(run(follow), plain)
+    return follow

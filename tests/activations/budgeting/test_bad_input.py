@@ -19,7 +19,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import BudgetInfeasible
 from tests.activations.budgeting.plans import planner_of, random_plan
 from tests.activations.cases import assert_same_bits
-from tests.activations.chains import UNIT_BYTES, leaf_on, step
+from tests.activations.chains import leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.interrupts import hooks_around
 
@@ -94,35 +94,15 @@ KINDS: dict[str, Make] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-@pytest.mark.parametrize("num_before", [0, 5])
+@pytest.mark.parametrize("num_before", [5])
 @pytest.mark.parametrize(
     ("outer", "inner", "message"),
     [
-        (
-            "CPUOffload",
-            "MemoryBudget",
-            r'MemoryBudget \(tag "in"\) was entered inside a CPUOffload \(tag "out"\), which plans for .*Use one of the two',
-        ),
-        (
-            "Rematerialize",
-            "MemoryBudget",
-            r'MemoryBudget \(tag "in"\) was entered inside a Rematerialize \(tag "out"\), which plans.*Use one of the two',
-        ),
-        (
-            "MemoryBudget",
-            "MemoryBudget",
-            r'MemoryBudget \(tag "in"\) was entered inside another MemoryBudget \(tag "out"\), which plans',
-        ),
-        (
-            "MemoryBudget",
-            "CPUOffload",
-            r'CPUOffload \(tag "in"\) was entered inside a MemoryBudget \(tag "out"\), which plans.*memkit\.offload',
-        ),
-        (
-            "MemoryBudget",
-            "Rematerialize",
-            r'Rematerialize \(tag "in"\) was entered inside a MemoryBudget \(tag "out"\), which .*one budget.*memkit\.keep',
-        ),
+        ("CPUOffload", "MemoryBudget", r'inside a CPUOffload \(tag "out"\), which plans for .*Use one of the two'),
+        ("Rematerialize", "MemoryBudget", r'inside a Rematerialize \(tag "out"\), which plans.*Use one of the two'),
+        ("MemoryBudget", "MemoryBudget", r'inside another MemoryBudget \(tag "out"\), which plans'),
+        ("MemoryBudget", "CPUOffload", r'inside a MemoryBudget \(tag "out"\), which plans.*memkit\.offload'),
+        ("MemoryBudget", "Rematerialize", r'inside a MemoryBudget \(tag "out"\), which .*one budget.*memkit\.keep'),
         ("Rematerialize", "CPUOffload", r'inside a Rematerialize \(tag "out"\), .*Put CPUOffload around it'),
         ("Rematerialize", "Rematerialize", r'inside another Rematerialize \(tag "out"\): one budget'),
     ],
@@ -133,7 +113,7 @@ def test_nested(outer: str, inner: str, message: str, num_before: int) -> None:
     for _ in range(num_before):
         step(x, [1] * 6, lambda: KINDS[outer]("out"))
     hooks = hooks_around()
-    with KINDS[outer]("out"), pytest.raises(ValueError, match=message):
+    with KINDS[outer]("out"), pytest.raises(ValueError, match=rf'^{inner} \(tag "in"\) .*{message}'):
         KINDS[inner]("in").__enter__()
 
     assert hooks_around() == hooks
@@ -151,15 +131,6 @@ def test_attached_inside_and_outside() -> None:
     handles[1].remove()
     model(torch.randn(2, 4)).sum().backward()
     handles[0].remove()
-
-
-def test_entered_twice() -> None:
-    context = KINDS["MemoryBudget"]("twice")
-    with context, pytest.raises(ValueError, match=r'"twice".* is already entered; make a second one'):
-        context.__enter__()
-
-    with context:
-        pass
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -233,24 +204,6 @@ def test_below_the_floor_warns_once_if_not() -> None:
     assert stats.predicted_peak_bytes == stats.min_budget_bytes
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("share_of_least", [0.5, 1.0])
-def test_what_was_asked_for_and_what_can_be_kept_to_are_named(share_of_least: float) -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
-    budget_bytes = int(2 * UNIT_BYTES * share_of_least)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            context = memkit.MemoryBudget(f"{budget_bytes}B", "named", min_bytes=0, device=device)
-            step(x, [1] * 8, lambda: context)  # noqa: B023
-    assert memkit.stats("named").min_budget_bytes == 2 * UNIT_BYTES
-
-    found = [str(warning.message) for warning in caught]
-    assert len(found) == (1 if share_of_least < 1 else 0)
-    assert all("a budget of 1.00 KiB cannot" in message for message in found)
-
-
 def test_module_that_fills_most_is_named() -> None:
     device = ReferenceDevice()
     wide = nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Tanh(), nn.Linear(1024, 16))
@@ -315,8 +268,3 @@ def test_unknown_and_known_tags() -> None:
     memkit.reset("known")
     with pytest.raises(ValueError, match="Run a forward in a context"):
         memkit.stats("known")
-
-
-def test_unit_bytes_are_what_a_sine_saves() -> None:
-    """What the budgets above are counted in."""
-    assert UNIT_BYTES == 2**10

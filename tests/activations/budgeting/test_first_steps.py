@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.budgeting import planned_stage as steady_stage
-from memkit.activations.budgeting.observed import Foresight
+from memkit.activations.budgeting import budget_stage as steady_stage
+from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice, open_device
 from memkit.recording.replay import Replay
@@ -70,11 +70,16 @@ def test_first_step_leaves_room_for_what_is_seen_ahead(wide: int, most: int) -> 
     plain = _train(model, x)
     handle = memkit.attach(model, _budget(device, 16, "ahead", model))
     counter.reset_peak()
+    model.num_calls, model.seen = 0, []
+    torch.manual_seed(0)
     assert_same_bits(_train(model, x), plain)
     handle.remove()
 
     assert budget_states["ahead"].foreseen is not None
     assert counter.peak_bytes() <= most * UNIT_BYTES
+    assert (model.num_calls, model.seen) == (1, [x.shape])  # the model is left as it was
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(0)))
 
 
 class Logits(Wide):
@@ -101,35 +106,6 @@ def test_first_step_leaves_room_for_a_loss_behind_the_module(is_attached: bool) 
     assert_same_bits([y.detach(), *(parameter.grad for parameter in model.parameters())], plain)
     assert allocated_bytes <= (0.9 * 30 - 9 * 2) * UNIT_BYTES
     assert memkit.stats("behind").moved_out_bytes > 0
-
-
-def test_model_is_left_as_it_was() -> None:
-    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide()
-    torch.manual_seed(0)
-    drawn = torch.rand(4)
-    torch.manual_seed(0)
-    memkit.attach(model, _budget(device, 16, "left", model))
-    model(x)
-
-    assert budget_states["left"].foreseen is not None
-    assert (model.num_calls, model.seen) == (1, [x.shape])
-    assert torch.equal(torch.rand(4), drawn)
-    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
-
-
-def test_it_is_seen_ahead_once() -> None:
-    device, x, model, calls = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide(), []
-    model.register_forward_hook(lambda *_: calls.append(None))
-    memkit.attach(model, _budget(device, 16, "once", model))
-    _train(model, x)
-    num_ahead = len(calls) - 1
-    _train(model, x)
-    memkit.detach(model)
-    memkit.attach(model, _budget(device, 16, "once", model))
-    _train(model, x)
-
-    assert num_ahead > 0
-    assert len(calls) == num_ahead + 3
 
 
 class Reads(Wide):
@@ -179,56 +155,36 @@ def test_what_a_module_keeps_elsewhere_of_the_run_ahead_is_told_of() -> None:
     handle = memkit.attach(model, budget.told(look_ahead=True))  # the user knows better
     _train(model, x)
     handle.remove()
-
-
-def test_budget_that_is_told_not_to_does_not_look_ahead() -> None:
-    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Caches()
-    Caches.cache.clear()
-    budget = memkit.MemoryBudget(16 * UNIT_BYTES + 2**20, "told", device=device)
-
-    handle = memkit.attach(model, budget.told(look_ahead=False))
+    asked = memkit.MemoryBudget(16 * UNIT_BYTES + 2**20, "told", device=device)
+    handle = memkit.attach(model, asked.told(look_ahead=False))
     _train(model, x)
     handle.remove()
-
     memkit.reset("told")
     Caches.cache.clear()
-    memkit.attach(model, budget)  # which is as it was
+    memkit.attach(model, asked)  # which is as it was
     with pytest.raises(RuntimeError):
         model(x)
 
 
-def test_module_without_shapes_yet_runs() -> None:
-    device, model = ReferenceDevice(), nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.Linear(16, 4))
-    memkit.attach(model, memkit.MemoryBudget("1MiB", "lazy", min_bytes=1, device=device))
-    for _ in range(5):
-        model(torch.randn(4, 16)).sum().backward()
-
-    assert memkit.stats("lazy").follows_plan
-
-
-def test_replicated_models_are_not_run_ahead() -> None:
-    """Their forward would wait for the other replicas."""
-    device, x = ReferenceDevice(), torch.randn(UNIT_NUMEL)
-    model = nn.DataParallel(Wide())
-    memkit.attach(model, _budget(device, 16, "replicated", model))
-    _train(model, x)
-
-    assert budget_states["replicated"].foreseen is None
-
-
-def test_shares_and_reports_ask_for_nothing_ahead() -> None:
+@pytest.mark.parametrize("kind", ["replicated", "share", "report", "lazy"])
+def test_nothing_is_run_ahead(kind: str) -> None:
+    """Replicas would wait for each other; a share, or a report, needs none; what has no shapes yet cannot."""
     device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide()
-    handle = memkit.attach(model, memkit.MemoryBudget(0.5, "share", min_bytes=UNIT_BYTES, device=device))
-    _train(model, x)
-    handle.remove()
-    report = memkit.profile_memory(
-        model, x, device="meta", target="cpu", backward=True, trace=True, min_bytes=UNIT_BYTES, tag="told", print_table=False
-    )
-    memkit.attach(model, _budget(device, 16, "told", model))
-    _train(model, x)
+    budget, whole = _budget(device, 16, kind, model), nn.DataParallel(model) if kind == "replicated" else model
+    if kind == "share":
+        budget = memkit.MemoryBudget(0.5, kind, min_bytes=UNIT_BYTES, device=device)
+    elif kind == "report":
+        told = {"device": "meta", "target": "cpu", "backward": True, "trace": True, "print_table": False}
+        assert memkit.profile_memory(model, x, min_bytes=UNIT_BYTES, tag=kind, **told).trace is not None
+    elif kind == "lazy":
+        whole, x = nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.Linear(16, 4)), torch.randn(4, 16)
+        budget = memkit.MemoryBudget("1MiB", kind, min_bytes=1, device=device)
+    memkit.attach(whole, budget)
+    for _ in range(5 if kind == "lazy" else 1):
+        _train(whole, x)
 
-    assert report.trace is not None
-    assert all(budget_states[tag].foreseen is None for tag in ("share", "told") if tag in budget_states)
+    assert budget_states[kind].foreseen is None
+    assert memkit.stats(kind).follows_plan or kind != "lazy"
 
 
 def test_larger_step_than_was_seen_ahead_is_held_as_one_of_which_nothing_is_known() -> None:
@@ -469,20 +425,6 @@ def test_value_that_all_layers_save_and_no_op_makes_again_is_planned_for(
 
     assert memkit.stats("shared").follows_plan
     assert memkit.stats("shared").num_deviations == 0
-
-
-def test_what_the_user_keeps_does_not_leave() -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
-    x.grad = None
-    with memkit.MemoryBudget(f"{6 * UNIT_BYTES}B", "kept", min_bytes=0, device=device):
-        y = x
-        for _ in range(20):
-            y = memkit.keep(sine(y))
-        y = sine(y)
-    y.sum().backward()
-
-    assert memkit.stats("kept").num_copies_out == 0
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -399,6 +399,31 @@ def test_larger_step_is_not_idle_where_the_shapes_are_known_and_smaller_ones_are
     assert recorded[-3:] == [False] * 3
 
 
+@pytest.mark.parametrize("kind", ["attached", "a with block", "without a counter"])
+def test_given_plan_that_only_keeps_needs_no_recorder(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, model, x = ReferenceDevice(), Stages(), torch.randn(8, 16)
+    if kind == "without a counter":
+        monkeypatch.setattr(device, "memory_counter", lambda: None)
+    budget = memkit.MemoryBudget("1GiB", "given", min_bytes=1, device=device)
+    for _ in range(3):
+        train(model, x, lambda: budget)
+    plan = budget.plan
+    assert plan is not None
+    assert plan.is_plain
+    given = memkit.MemoryBudget("1GiB", "given", min_bytes=1, device=device, plan=plan)
+    if kind == "attached":
+        memkit.attach(model, given)
+    context, recorded = nullcontext if kind == "attached" else lambda: given, []
+    for rows in [8] * 4 + [16, 8, 8, 8]:
+        y = torch.linspace(-1, 1, rows * 16).view(rows, 16)
+        train(model, y, context)
+        recorded.append(memkit.stats("given").is_recorded)
+
+    assert recorded[:4] == [True] + [False] * 3
+    assert recorded[4] == (kind == "attached")
+    assert not recorded[-1]
+
+
 def test_how_much_may_be_given_is_forgotten_with_the_budget() -> None:
     device, model, x = ReferenceDevice(), Stages(), torch.randn(256, 16)
     optimizer = _stateless(model)

@@ -14,14 +14,15 @@ import memkit
 from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved.settled import Way
+from memkit.device import open_device
 from tests.activations.budgeting.allocator import Allocator, CountingDevice
+from tests.activations.budgeting.conftest import make_up_times
+from tests.activations.chains import leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops
 
-pytestmark = [
-    pytest.mark.filterwarnings(NO_PLAN_FITS),
-    pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link"),
-]
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("any_times")]
+of_made_up_times = pytest.mark.usefixtures("dear_ops", "moving", "quick_link")
 
 
 class Norm(nn.Module):
@@ -104,6 +105,7 @@ def _steps(
             between(allocator)
 
 
+@of_made_up_times
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [Way.REGIONS, Way.REGIONS_AND_COPIES])
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ def test_predicted_peak_is_that_of_the_regions_that_are_followed(
     assert num_seen
 
 
+@of_made_up_times
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(Way))
 def test_steps_are_the_same_where_somebody_resets_the_peak_between_them(way: Way, fastest: Callable[[Way], None]) -> None:
@@ -137,6 +140,7 @@ def test_steps_are_the_same_where_somebody_resets_the_peak_between_them(way: Way
     assert found[0] == found[1]
 
 
+@of_made_up_times
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(Way))
 def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Callable[[Way], None]) -> None:
@@ -150,6 +154,7 @@ def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Call
     assert allocators[-1].peak_bytes() >= max(peaks[45:])
 
 
+@of_made_up_times
 @pytest.mark.slow
 def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> None:
     """Somebody resets the peak within each backward: regions are given up, since it is not known what they take."""
@@ -172,6 +177,7 @@ def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> 
     assert max(peaks[-10:]) <= stats.budget_bytes
 
 
+@of_made_up_times
 def test_reading_is_of_this_step_and_of_all_that_is_alive() -> None:
     counter = Allocator()
 
@@ -212,3 +218,70 @@ def test_step_that_has_grown_is_noticed_where_all_fitted_and_somebody_resets_the
     assert recorded[:6] == [True] * 3 + [False] * 3
     assert max(peaks[:6]) < budget_bytes < peaks[6]  # nothing has told of it ahead
     assert max(peaks[10:]) <= budget_bytes
+
+
+# On a GPU, as PyTorch counts them
+
+NUM_SETTLED = 20
+
+
+@pytest.fixture(params=[pytest.param(False, id="as timed"), pytest.param(True, id="regions")])
+def must_be_regions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Say whether regions are the fastest way whatever the clock says; peaks are counted as ever."""
+    if request.param:
+        make_up_times(monkeypatch)(Way.REGIONS)
+    return bool(request.param)
+
+
+def _gpu_peaks(*, resets: bool, num_steps: int = 90) -> tuple[list[int], list[memkit.SavedTensorStats], list[bool]]:
+    """Return the peak of each step, as PyTorch counts it, what memkit tells of it, and whether regions were followed.
+
+    Where nobody resets the peak, that of each of the last steps is the highest since these began, with what is between them.
+    """
+    torch.manual_seed(0)
+    model = Llama(num_words=8000, num_layers=12, dim=512).cuda()
+    optimizer, ids = torch.optim.AdamW(model.parameters()), torch.randint(0, 8000, (8, 512), device="cuda")
+    peaks, found, regions = [], [], []
+    for number in range(num_steps):
+        if resets or number == num_steps - NUM_SETTLED:
+            torch.cuda.reset_peak_memory_stats()
+        with memkit.MemoryBudget(0.6, "gpu", optimizer=optimizer):
+            loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        found.append(memkit.stats("gpu"))
+        regions.append(budget_states["gpu"].regions_tag is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        if resets:
+            torch.cuda.reset_peak_memory_stats()
+    memkit.reset("gpu")
+    return peaks, found, regions
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("own_clock")
+@pytest.mark.parametrize("resets", [False, True])
+def test_gpu_keeps_to_the_budget_as_predicted_whoever_resets_the_peak(resets: bool, must_be_regions: bool) -> None:
+    peaks, found, regions = _gpu_peaks(resets=resets)
+    budget_bytes = found[-1].budget_bytes
+
+    assert budget_bytes is not None
+    assert max(peaks[-NUM_SETTLED:]) <= budget_bytes
+    assert any(regions[-NUM_SETTLED:]) or not must_be_regions
+    settled = zip(peaks[-NUM_SETTLED:], found[-NUM_SETTLED:], regions[-NUM_SETTLED:], strict=True)
+    for peak_bytes, stats, has_regions in settled:
+        assert stats.predicted_peak_bytes is not None
+        if has_regions:
+            assert abs(stats.predicted_peak_bytes - peak_bytes) <= 0.03 * peak_bytes
+
+
+@pytest.mark.gpu
+def test_gpu_that_shares_the_hosts_memory_warns() -> None:
+    device = open_device("cuda")
+    assert device.has_own_memory
+    device.has_own_memory = False
+    x = leaf_on(device.torch_device)
+    with pytest.warns(UserWarning, match=r"\"cuda:0\" \(.*\) has no memory apart from the host's"):
+        step(x, [1] * 4, lambda: memkit.MemoryBudget("1GiB", "shared", device=device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memkit.activations.budgeting.learned import schedule_of
+from memkit.activations.budgeting.learning import schedule_of
 from memkit.plan import Action, GrowingLineage, Lineage, MemoryPlan
 from memkit.plan.plans import PlannedReplay, PlannedStep, PlannedValue
 

@@ -25,29 +25,17 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_states_that_are_there_from_the_start_do_not_come() -> None:
-    assert coming_state_bytes(torch.optim.Adagrad(_parameters())) == 0
-
-
-def test_frozen_parameters_have_no_states() -> None:
-    params = _parameters()
+def test_states_that_are_yet_to_come() -> None:
+    params, joined = _parameters(), torch.optim.AdamW(_parameters()[:1])
     params[0].requires_grad_(False)
+    _step(joined)
+    joined.add_param_group({"params": [nn.Parameter(torch.zeros(10))]})
+    of_two_dtypes = torch.optim.AdamW([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))])
 
+    assert coming_state_bytes(torch.optim.Adagrad(_parameters())) == 0  # which has them from the start
     assert coming_state_bytes(torch.optim.AdamW(params)) == 2 * 4 * (128 + 21)
-
-
-def test_parameters_that_join_later_are_still_to_come() -> None:
-    optimizer = torch.optim.AdamW(_parameters()[:1])
-    _step(optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(10))]})
-
-    assert coming_state_bytes(optimizer) == 2 * 4 * 10
-
-
-def test_dtypes_are_told_apart() -> None:
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))])
-
-    assert coming_state_bytes(optimizer) == 8 * 2 * (4 + 2)
+    assert coming_state_bytes(joined) == 2 * 4 * 10
+    assert coming_state_bytes(of_two_dtypes) == 8 * 2 * (4 + 2)
 
 
 def test_only_what_is_on_the_device_is_left_free_for() -> None:
@@ -71,15 +59,9 @@ def test_of_states_that_a_state_offload_has_only_those_that_stay_come(budget: in
         assert needed <= states.plan.resident_bytes if budget else states.plan.resident_bytes == 0
         _step(optimizer)
         assert coming_state_bytes(optimizer) == 0
-
-
-def test_all_states_come_once_a_state_offload_is_closed() -> None:
-    optimizer = torch.optim.AdamW(_parameters())
-    needed = coming_state_bytes(optimizer)
-
-    memkit.StateOffload(optimizer, device=ReferenceDevice()).close()
-
-    assert coming_state_bytes(optimizer) == needed > 0
+    later = torch.optim.AdamW(_parameters())
+    memkit.StateOffload(later, device=ReferenceDevice()).close()
+    assert coming_state_bytes(later) == needed > 0
 
 
 class FailsAtItsStep(torch.optim.SGD):
@@ -132,24 +114,16 @@ def test_frozen_parameters_are_not_left_free_for() -> None:
 def test_an_optimizer_counts_until_it_has_states() -> None:
     optimizer = torch.optim.AdamW(_parameters())
     coming = ComingStates(optimizer)
+    assert coming.is_of(optimizer)
+    assert not coming.is_of(None)
+    assert not coming.is_of(torch.optim.AdamW(_parameters()))
+    assert ComingStates(None).is_of(None)
     assert coming.num_bytes() == coming_state_bytes(optimizer) > 0
     coming.note_trained(_parameters())  # which it is asked for itself
     assert coming.num_bytes() == coming_state_bytes(optimizer)
     _step(optimizer)
 
     assert coming.num_bytes() == 0
-
-
-def test_which_optimizer_it_is_of() -> None:
-    one, other = (torch.optim.AdamW(_parameters()) for _ in range(2))
-    coming = ComingStates(one)
-
-    assert coming.is_of(one)
-    assert not coming.is_of(other)
-    assert not coming.is_of(None)
-    assert ComingStates(None).is_of(None)
-    del one
-    assert coming.num_bytes() == 0  # it is gone
 
 
 def _limits(**options: Any) -> Limits:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memkit
-from memkit.activations.budgeting.state import budget_states
-from memkit.device import ReferenceDevice
+from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action, MemoryPlan
 from tests.activations.budgeting.plans import plan_of_one, planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
+from tests.activations.conftest import open_test_device
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 UNITS = [1, 2, 1, 3, 1, 1, 2, 1]
@@ -53,34 +53,6 @@ def test_figures_of_each_step_until_a_plan_is_followed() -> None:
     assert "predicted peak" in str(last)
 
 
-def test_plan_with_all_offloaded_is_counted() -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
-    for _ in range(3):
-        step(x, UNITS, lambda: _budget("all", device))
-    plan = plan_of_one(planner_of("all"), Action.OFFLOAD)
-    step(x, UNITS, lambda: _budget("all", device, plan=plan))
-    stats = memkit.stats("all")
-
-    assert plan.offload_bytes == plan.moved_bytes == stats.moved_out_bytes
-    assert stats.num_copies_out == sum(value.action is Action.OFFLOAD for value in plan.values)
-    assert memkit.MemoryBudget(0.5, "all").plan == plan
-
-
-def test_plan_with_all_recomputed_is_counted() -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
-    for _ in range(3):
-        step(x, UNITS, lambda: _budget("again", device))
-    plan = plan_of_one(planner_of("again"), Action.RECOMPUTE)
-    step(x, UNITS, lambda: _budget("again", device, plan=plan))
-    stats = memkit.stats("again")
-
-    assert plan.recompute_bytes == stats.dropped_bytes > 0
-    assert stats.num_replays > 0
-    assert stats.num_replayed_ops == sum(len(replay.ops) for replay in plan.replays)
-
-
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE])
 def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     """The first two steps show what the step is; from the third on it is followed as it stands."""
@@ -100,6 +72,9 @@ def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     stats = memkit.stats("second")
     assert stats.num_plans == 0
     assert (stats.moved_out_bytes, stats.dropped_bytes) == (plan.moved_bytes, plan.recompute_bytes)
+    assert stats.num_copies_out == sum(value.action is Action.OFFLOAD for value in plan.values)
+    assert stats.num_replayed_ops == sum(len(replay.ops) for replay in plan.replays)
+    assert plan.offload_bytes == plan.moved_bytes
 
 
 def test_plan_of_the_context_goes_to_json_and_back() -> None:
@@ -160,14 +135,57 @@ def test_another_budget_under_the_tag_is_another_plan() -> None:
     assert peaks[1.0] > peaks[0.6] > peaks[0.4]
 
 
-def test_reset_forgets() -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
-    for _ in range(3):
-        step(x, UNITS, lambda: _budget("reset", device))
-    memkit.reset("reset")
-    assert "reset" not in budget_states
-    step(x, UNITS, lambda: _budget("reset", device))
+# The user's word, before a save and after it
 
-    assert not memkit.stats("reset").follows_plan
-    assert dataclasses.asdict(memkit.stats("reset"))["num_plans"] == 0
+Word = Callable[[Tensor], Tensor]
+
+
+def _marked(x: Tensor, context: Callable[[], memkit.MemoryBudget], before: Sequence[Word], after: Sequence[Word]) -> Tensor:
+    with context():
+        y = x * 2
+        for word in before:
+            word(y)
+        z = y.sin()
+        for word in after:
+            word(y)
+        loss = z.exp().cos().sum()
+    del y, z
+    loss.backward()
+    grad, x.grad = x.grad, None
+    return grad
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "out", "back", "again"),
+    [
+        ((memkit.offload,), (), 1, 1, 0),
+        ((memkit.recompute,), (), 0, 0, 1),
+        ((memkit.keep,), (), 0, 0, 0),
+        ((memkit.offload, memkit.keep), (), 0, 0, 0),
+        ((memkit.recompute, memkit.offload), (), 1, 1, 0),
+        ((memkit.offload,), (memkit.recompute,), 1, 0, 1),
+        ((memkit.offload,), (memkit.offload,), 1, 1, 0),
+        ((memkit.offload,), (memkit.keep,), 1, 0, 0),
+    ],
+)
+def test_the_last_word_counts(
+    before: Sequence[Word], after: Sequence[Word], out: int, back: int, again: int, device: Device
+) -> None:
+    x = torch.linspace(0, 1, 64, device=device.torch_device).requires_grad_()
+    for _ in range(3):
+        _marked(x, lambda: memkit.MemoryBudget("1GiB", "last", min_bytes=0, device=device), before, after)
+        stats = memkit.stats("last")
+
+        assert (stats.num_copies_out, stats.num_copies_in, stats.num_replays) == (out, back, again)
+
+
+def test_of_what_is_asked_to_leave_no_more_than_one_is_on_the_device_when_the_forward_ends() -> None:
+    device = open_test_device("late")
+    x = leaf_on(device.torch_device)
+    for _ in range(4):
+        with memkit.MemoryBudget("1GiB", "gone", min_bytes=0, device=device):
+            y = x
+            for _ in range(6):
+                y = memkit.offload(y.clone()).sin()
+        assert memkit.stats("gone").live_bytes == UNIT_BYTES
+        y.sum().backward()

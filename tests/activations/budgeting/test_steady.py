@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -17,13 +17,12 @@ import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
 from memkit.plan import Action
-from tests.activations.budgeting.plans import plan_of_some
+from tests.activations.budgeting.plans import Make, plan_of_some, steady
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
-Make = Callable[[], AbstractContextManager[object]]
 Change = Callable[[int, Tensor], Tensor]
 TAG = "steady"
 NUM_BLOCKS = 6
@@ -44,18 +43,14 @@ def _blocks(device: Device) -> nn.ModuleList:
     return nn.ModuleList(Block() for _ in range(NUM_BLOCKS)).to(device.torch_device)
 
 
-def _train(
-    blocks: nn.ModuleList, make: Make, change: Change = lambda _, x: x, rows: int = 8, *, retains: bool = False
-) -> list[Tensor]:
+def _train(blocks: nn.ModuleList, make: Make, change: Change = lambda _, x: x) -> list[Tensor]:
     device = next(blocks.parameters()).device
-    x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
     with make():
         y = x
         for place, block in enumerate(blocks):
             y = change(place, block(y))
         loss = y.square().sum()
-    if retains:
-        loss.backward(retain_graph=True)
     loss.backward()
     grads = [parameter.grad for parameter in blocks.parameters() if parameter.grad is not None]
     assert x.grad is not None
@@ -65,14 +60,8 @@ def _train(
 
 def _steady(device: Device, action: Action, every: int = 2) -> tuple[nn.ModuleList, Make]:
     """Return a model whose next step is a steady one, and the context of that."""
-    blocks, make = _blocks(device), partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
-    plain = _train(blocks, nullcontext)
-    for _ in range(3):
-        assert_same_bits(_train(blocks, make), plain)
-    follow = partial(make, plan=plan_of_some(TAG, action, every))
-    for _ in range(2):
-        assert_same_bits(_train(blocks, follow), plain)
-    return blocks, follow
+    blocks = _blocks(device)
+    return blocks, steady(partial(_train, blocks), TAG, device, action, every, num_steps=2)
 
 
 ACTIONS = [Action.OFFLOAD, Action.RECOMPUTE]
@@ -165,37 +154,21 @@ CHANGES = [_longer, _in_place, _of_other_kind, _of_parts, _marked, _in_a_mode]
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("retains", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
-def test_step_that_departs_is_exact(action: Action, change: Change, retains: bool, device: Device) -> None:
+def test_step_that_departs_is_exact(action: Action, change: Change, device: Device) -> None:
     blocks, make = _steady(device, action)
     trace = budget_states[TAG].traces.latest
     plain = _train(blocks, nullcontext)
-    departed = _train(blocks, nullcontext, change, retains=retains)
+    departed = _train(blocks, nullcontext, change)
 
-    assert_same_bits(_train(blocks, make, change, retains=retains), departed)
+    assert_same_bits(_train(blocks, make, change), departed)
     stats = memkit.stats(TAG)
     assert stats.follows_plan == (change is _in_place and action is Action.OFFLOAD)  # which saves what was expected
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
     if budget_states[TAG].traces.latest is trace:
         assert_same_bits(_train(blocks, make), plain)
         assert memkit.stats(TAG).follows_plan
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("action", often(Action.RECOMPUTE))
-def test_shorter_and_other_steps_are_exact(action: Action, device: Device) -> None:
-    blocks, make = _steady(device, action)
-    fewer = nn.ModuleList(blocks[:4])
-    expected = [_train(fewer, nullcontext), _train(blocks, nullcontext, rows=5)]
-    for _ in range(2):
-        _train(blocks, make)
-    assert_same_bits(_train(fewer, make), expected[0])
-    assert not memkit.stats(TAG).follows_plan or memkit.stats(TAG).num_deviations == 1
-    other = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
-    for _ in range(4):
-        assert_same_bits(_train(blocks, other, rows=5), expected[1])
 
 
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
@@ -256,9 +229,8 @@ def test_steps_that_leave_time_and_again_are_recorded_whole(action: Action, devi
 def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: Device) -> None:
     """What a dropped value is made from may be let go of by the graph before that is asked for."""
     blocks = _blocks(device)
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
 
-    def train(context: Make, *, parts: bool) -> list[Tensor]:
+    def train(context: Make, *, parts: bool = False) -> list[Tensor]:
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device.torch_device).requires_grad_()
         with context():
             y = blocks[0](x)
@@ -273,11 +245,7 @@ def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: 
         blocks.zero_grad(set_to_none=True)
         return grads
 
-    for _ in range(3):
-        train(make, parts=False)
-    follow = partial(make, plan=plan_of_some(TAG, action, 1))
-    for _ in range(3):
-        assert_same_bits(train(follow, parts=False), train(nullcontext, parts=False))
+    follow = steady(train, TAG, device, action)
     for _ in range(2):
         assert_same_bits(train(follow, parts=True), train(nullcontext, parts=True))
 
@@ -288,9 +256,8 @@ def test_write_to_what_a_dropped_value_is_made_from_is_no_harm(read: str, device
     torch.manual_seed(0)
     layer = nn.Linear(16, 16).to(device.torch_device)
     x = torch.randn(8, 16).to(device.torch_device)
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
 
-    def train(context: Make, *, writes: bool) -> list[Tensor]:
+    def train(context: Make, *, writes: bool = False) -> list[Tensor]:
         with context():
             y = layer(x)
             unused = y.sin()
@@ -304,29 +271,20 @@ def test_write_to_what_a_dropped_value_is_made_from_is_no_harm(read: str, device
         layer.zero_grad(set_to_none=True)
         return grads
 
-    for _ in range(3):
-        train(make, writes=False)
-    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 2))
-    for _ in range(3):
-        assert_same_bits(train(follow, writes=False), train(nullcontext, writes=False))
+    follow = steady(train, TAG, device, every=2)
     assert memkit.stats(TAG).num_dropped > 0
     assert_same_bits(train(follow, writes=True), train(nullcontext, writes=True))
 
 
-def _found(make: Make, run: Callable[[Make, bool], list[Tensor]], *, every: int = 1) -> list[Tensor]:
-    """Return what a step computes that departs, after steady ones that do not; hold these to the plain run."""
-    for _ in range(3):
-        run(make, False)
-    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, every))
-    for _ in range(3):
-        assert_same_bits(run(follow, False), run(nullcontext, False))
+def _hold_departing(run: Callable[[Make, bool], list[Tensor]], device: Device, every: int = 1) -> None:
+    """Hold steady steps to the plain run, and one that departs behind them."""
+    follow = steady(lambda make: run(make, False), TAG, device, every=every)
     assert memkit.stats(TAG).num_dropped > 0
-    return run(follow, True)
+    assert_same_bits(run(follow, True), run(nullcontext, True))
 
 
 def test_no_number_of_a_value_is_ever_that_of_two(device: Device) -> None:
     """An op reads another root than before, of the same shape."""
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     generator = torch.Generator().manual_seed(0)
     w, x, v, weight = (torch.randn(16, 16, generator=generator).to(device.torch_device).requires_grad_() for _ in range(4))
 
@@ -340,11 +298,10 @@ def test_no_number_of_a_value_is_ever_that_of_two(device: Device) -> None:
 
     for every in (1, 2):
         memkit.reset(TAG)
-        assert_same_bits(_found(make, run, every=every), run(nullcontext, True))
+        _hold_departing(run, device, every)
 
 
 def test_write_of_another_thread_is_told_apart(device: Device) -> None:
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     torch.manual_seed(0)
     layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(8, 16).to(device.torch_device)
     w, weight = (torch.randn(16, 16).to(device.torch_device).requires_grad_() for _ in range(2))
@@ -363,13 +320,12 @@ def test_write_of_another_thread_is_told_apart(device: Device) -> None:
 
     for every in (1, 2, 3):
         memkit.reset(TAG)
-        assert_same_bits(_found(make, run, every=every), run(nullcontext, True))
+        _hold_departing(run, device, every)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_write_in_each_step_to_what_others_are_made_from_is_exact(every: int, device: Device) -> None:
     """What was saved of it is never asked for."""
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     torch.manual_seed(0)
     layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(8, 16).to(device.torch_device)
     weight = torch.randn(16, 16).to(device.torch_device).requires_grad_()
@@ -386,13 +342,12 @@ def test_write_in_each_step_to_what_others_are_made_from_is_exact(every: int, de
             del y, a, unused
         return [*torch.autograd.grad(loss, [weight, layer.weight]), buffer]
 
-    assert_same_bits(_found(make, run, every=every), run(nullcontext, True))
+    _hold_departing(run, device, every)
     assert memkit.stats(TAG).num_deviations == 0
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_parts_of_a_graph_may_be_let_go_of_before_others_ask_twice(every: int, device: Device) -> None:
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     torch.manual_seed(0)
     layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(16, 16).to(device.torch_device)
     w, first, second = (torch.randn(16, 16).to(device.torch_device).requires_grad_() for _ in range(3))
@@ -412,7 +367,7 @@ def test_parts_of_a_graph_may_be_let_go_of_before_others_ask_twice(every: int, d
             *torch.autograd.grad(twos, [second]),
         ]
 
-    assert_same_bits(_found(make, run, every=every), run(nullcontext, True))
+    _hold_departing(run, device, every)
 
 
 def test_bytes_that_are_kept_go_with_the_graph_at_once(device: Device) -> None:
@@ -450,12 +405,7 @@ class Small(nn.Module):
 def test_large_value_is_made_from_a_small_one_that_is_saved_again(every: int, device: Device) -> None:
     """The backward has let go of the later save by then."""
     blocks = nn.ModuleList(Small() for _ in range(4)).to(device.torch_device)
-    make, plain = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=64, device=device), _train(blocks, nullcontext)
-    for _ in range(3):
-        assert_same_bits(_train(blocks, make), plain)
-    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, every))
-    for _ in range(4):
-        assert_same_bits(_train(blocks, follow), plain)
+    steady(partial(_train, blocks), TAG, device, every=every, min_bytes=64, num_steps=4)
 
     assert memkit.stats(TAG).num_dropped > 0
     assert memkit.stats(TAG).num_deviations == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from memkit.plan import Action
-from tests.activations.budgeting.plans import plan_of_some, planner_of
+from tests.activations.budgeting.plans import Make, steady
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
-Make = Callable[[], AbstractContextManager[object]]
 TAG = "writes"
 NUM_BLOCKS = 6
 
@@ -77,16 +75,14 @@ def _train(blocks: nn.ModuleList, make: Make, between: Callable[[], None] = lamb
 
 def _followed(blocks: nn.ModuleList, device: Device, between: Callable[[], None] = lambda: None) -> Make:
     """Return a context under which differences are made again, once steps under it are known and were exact."""
-    make, plain = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device), _train(blocks, nullcontext, between)
-    for _ in range(3):
-        assert_same_bits(_train(blocks, make, between), plain)
-    names = planner_of(TAG).problem.trace.names
-    differences = {value for value, (op, _) in names.items() if "sub" in op}
-    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=differences))
-    for _ in range(4):
-        assert_same_bits(_train(blocks, follow, between), plain)
+    run = partial(_train, blocks, between=between)
+    follow = steady(run, TAG, device, of=_is_difference, num_steps=4)
     assert memkit.stats(TAG).num_dropped
     return follow
+
+
+def _is_difference(op: str, _: str) -> bool:
+    return "sub" in op
 
 
 def _steady(device: Device) -> tuple[nn.ModuleList, Make]:
@@ -238,17 +234,9 @@ def test_statistics_of_a_norm_that_is_not_called_are_as_they_were(read: Callable
             norm(other)
         y.sum().backward()
         assert x.grad is not None
-        return [x.grad, *(own.grad.clone() for own in layers.parameters() if own.grad is not None)]
+        return [x.grad.clone(), *(own.grad.clone() for own in layers.parameters() if own.grad is not None)]
 
-    plain = [found.clone() for found in step(nullcontext)]
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
-    for _ in range(3):
-        assert_same_bits(step(make), plain)
-    names = planner_of(TAG).problem.trace.names
-    differences = {value for value, (op, _) in names.items() if "sub" in op}
-    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=differences))
-    for _ in range(3):
-        assert_same_bits(step(follow), plain)
+    steady(step, TAG, device, of=_is_difference)
     assert memkit.stats(TAG).num_dropped
 
 
@@ -300,7 +288,6 @@ def test_what_is_written_over_is_not_held(device: Device) -> None:
     torch.manual_seed(0)
     ahead, model = nn.Linear(16, 16).to(device.torch_device), Overwrites().to(device.torch_device)
     x = torch.randn(8, 16, device=device.torch_device)
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
 
     def is_held(context: Make) -> bool:
         given = ahead(x)
@@ -312,12 +299,8 @@ def test_what_is_written_over_is_not_held(device: Device) -> None:
         y.square().sum().backward()
         return is_there
 
-    for _ in range(3):
-        is_held(make)
-    names = planner_of(TAG).problem.trace.names
-    differences = {value for value, (op, _) in names.items() if "sub" in op}
-    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=differences))
-    held = [is_held(follow) for _ in range(4)]
+    held = list[bool]()
+    steady(lambda make: held.append(is_held(make)) or [], TAG, device, of=_is_difference, num_steps=4)
 
     assert memkit.stats(TAG).num_dropped
     assert not held[-1]

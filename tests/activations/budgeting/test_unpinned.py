@@ -120,16 +120,3 @@ def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callabl
             device.left = 1000 if number < last else 0
             make = lambda: memkit.MemoryBudget(0.6, "pins", optimizer=optimizer, min_bytes=1, device=device)  # noqa: E731
             assert_same_bits(train(model, x, make), plain)
-
-
-@pytest.mark.slow
-def test_ratio_by_a_report_is_none() -> None:
-    device, model, x = Stingy(), blocks()[:2], torch.randn(8, 32)
-    report = memkit.profile_memory(model, x, print_table=False, backward=True)
-    plain = train(model, x, nullcontext)
-    with _one_warning():
-        for _ in range(3):
-            make = lambda: memkit.CPUOffload("auto", "auto", profile=report, min_bytes=0, device=device)  # noqa: E731
-            assert_same_bits(train(model, x, make), plain)
-
-    assert memkit.stats("auto").num_copies_out == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,23 +10,8 @@ import pytest
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.recomputing.region_plan import RegionPlan
 from memkit.activations.saved.settled import Way
-from memkit.device import Event
 from memkit.plan import Moving
-
-
-@dataclass
-class Moment(Event):
-    at_s: float
-    reached: bool = True
-
-    def elapsed_s(self, end: Event) -> float:
-        assert isinstance(end, Moment)
-        assert self.reached
-        assert end.reached
-        return end.at_s - self.at_s
-
-    def is_reached(self) -> bool:
-        return self.reached
+from tests.activations.budgeting.conftest import Moment
 
 
 def _regions(planned_bytes: int | None) -> RegionPlan | None:
