@@ -13,7 +13,8 @@ Saved tensors:
 
 Recomputing:
 
-- `remat`: from a budget to what is dropped, op by op
+- `saves`: from a budget for saved tensors alone to what is dropped, op by op
+- `remat`: cuts, drop orders, and steps that a `Walk` keeps to a limit: what plans begin from
 - `eviction`: what is evicted and how it is recomputed: used by the simulation and by the real step
 - `regions`: which calls of modules, and runs of neighbors, are recomputed as a whole
 
@@ -48,7 +49,6 @@ from memkit.plan.gpu import GpuSpec, Link, find_gpu
 from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
 from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionNeeds, RegionPlanner, find_spans
-from memkit.plan.remat import RematPlanner
 from memkit.plan.residency import (
     LayerCosts,
     LayerResidency,
@@ -62,6 +62,7 @@ from memkit.plan.residency import (
     slot_size_of,
     slot_sizes,
 )
+from memkit.plan.saves import RematPlanner
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, aligned

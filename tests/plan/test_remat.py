@@ -372,9 +372,9 @@ def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) ->
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
     planner = planner_of(step)
-    found = planner.best(share * step.saved_bytes)
+    found = planner.best(round(share * step.saved_bytes))
     if found is None:
-        found = planner.smallest()
+        found = planner.walks.smallest()
 
     reference = Reference(step, DTRScore(), found.limit_bytes, found.anchors)
     again = simulate(step, found.dropped, limit_bytes=found.limit_bytes, score=DTRScore(), anchors=found.anchors)
@@ -411,9 +411,9 @@ NETS = {"chain": chain(20), "convnet": convnet(4), "transformer": transformer(3)
 def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float]) -> None:
     planner = planner_of(step)
     for share in shares:
-        planner.best(share * step.saved_bytes)
+        planner.best(round(share * step.saved_bytes))
 
-    found = [planner.best(share * step.saved_bytes) for share in sorted(shares)]
+    found = [planner.best(round(share * step.saved_bytes)) for share in sorted(shares)]
 
     costs = [math.inf if outcome is None else outcome.replayed_s for outcome in found]
     assert costs == sorted(costs, reverse=True)
@@ -442,9 +442,9 @@ def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:
     planner, budget = planner_of(asked), round(share * step.saved_bytes)
     outcome = planner.best(budget)
     if outcome is None:
-        outcome = planner.smallest()
+        outcome = planner.walks.smallest()
 
-    plan = planner.plan(budget, outcome)
+    plan = planner.told(outcome, budget)
 
     assert dropped <= plan.dropped
     assert not fixed & plan.dropped
@@ -456,11 +456,11 @@ def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:
 @given(step=steps(), share=st.floats(0.05, 1.0))
 def test_the_users_word_is_kept_in_random_steps(step: Step, share: float) -> None:
     planner = planner_of(step)
-    outcome: Outcome | None = planner.best(share * step.saved_bytes)
+    outcome: Outcome | None = planner.best(round(share * step.saved_bytes))
     if outcome is None:
-        outcome = planner.smallest()
+        outcome = planner.walks.smallest()
 
-    plan = planner.plan(step.saved_bytes, outcome)
+    plan = planner.told(outcome, step.saved_bytes)
 
     assert step.dropped <= plan.dropped
     assert not step.fixed & plan.dropped
@@ -623,7 +623,7 @@ def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
     step = chain(4)
     planner = planner_of(step)
 
-    plan = planner.plan(4000, simulate(step, {2, 3}, limit_bytes=4000, score=DTRScore()))
+    plan = planner.told(simulate(step, {2, 3}, limit_bytes=4000, score=DTRScore()), 4000)
 
     assert [planned.cost_s for planned in plan.saves] == [1.0, 1.0, 2.0, 3.0]
     assert plan.dropped == {2, 3}
@@ -638,7 +638,7 @@ def test_plan_retains_roots_and_anchors_it_needs() -> None:
     step = Step(lineage=lineage, saves=(value, other), uses=(other, value), retained_bytes={needed: 5, spare: 7})
     outcome = simulate(step, {value}, limit_bytes=200, score=DTRScore(), anchors=frozenset({anchor}))
 
-    assert planner_of(step).plan(200, outcome).retained == {needed, anchor}
+    assert planner_of(step).told(outcome, 200).retained == {needed, anchor}
 
 
 def test_action_can_be_changed() -> None:
@@ -679,7 +679,7 @@ def test_planning_simulates_few_steps(num_layers: int, num_idle: int, most_simul
 
     plan = planner.plan(round(share * step.saved_bytes))
 
-    assert planner._work <= most_simulations * planner._num_events
+    assert planner.walks._work <= most_simulations * planner.walks._num_events
     assert plan.predicted_peak_bytes <= share * step.saved_bytes + 1
 
 

@@ -177,8 +177,7 @@ class BudgetDecider(Decider):
         try:
             return trace.ops.plan(budget_bytes, options.score)
         except BudgetInfeasible as error:
-            planner = trace.ops.planner(options.score)
-            least = planner.plan(budget_bytes, planner.least_found())
+            least = trace.ops.planner(options.score).least(budget_bytes)
             if self._with_regions is not None:
                 if not is_entry:
                     return least  # the next entry follows the same trace, and tells

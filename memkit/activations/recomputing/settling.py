@@ -86,8 +86,7 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
     try:
         of_ops = trace.ops.plan(budget_bytes, options.score)
     except BudgetInfeasible:
-        planner = trace.ops.planner(options.score)
-        of_ops = planner.plan(budget_bytes, planner.least_found())
+        of_ops = trace.ops.planner(options.score).least(budget_bytes)
     regions = _regions_of(state, trace, of_ops, against_ops=False)
     if regions is not None:
         state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)

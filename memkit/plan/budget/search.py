@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memkit.plan.budget.simulate import ReplayCosts, dropped_of, simulate
 from memkit.plan.plans import Action
-from memkit.plan.remat import CutPlaces
+from memkit.plan.remat import CutPlaces, Outcome
 from memkit.plan.step import NO_OP
 from memkit.plan.timeline import Levels
 
@@ -477,6 +477,7 @@ def search_plan(
     allowed: Collection[Action] = BOTH,
     *,
     starts: Iterable[Simulated] = (),
+    seeds: Iterable[Outcome] = (),
     handling_s: float = 0.0,
 ) -> Simulated:
     """Return the best step that was found; above the budget only if none was found that is not.
@@ -486,6 +487,7 @@ def search_plan(
         budget_bytes: what it may take.
         allowed: what may be done with values beside keeping them.
         starts: steps that are known to keep to the budget: what is found is no slower.
+        seeds: steps to begin from, that drop values alone and may not keep to it.
         handling_s: see `JointPlanner.handling_s`.
     """
     most_simulated = _most_simulated(problem, allowed)
@@ -500,10 +502,21 @@ def search_plan(
             search.grow(search.best.actions)
         return search.best
     _grow_all(search)
+    for seed in seeds:
+        found = search.simulate(_actions_of(problem, seed))
+        if not found.over_bytes:
+            keep_what_fits(search, found)
     if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
         _cut(search)
     _improve(search)
     return search.best
+
+
+def _actions_of(problem: Problem, seed: Outcome) -> list[Action]:
+    return [
+        _RECOMPUTE if held.value in seed.dropped or (held.is_anchor and held.value not in seed.anchors) else _KEEP
+        for held in problem.values
+    ]
 
 
 def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
