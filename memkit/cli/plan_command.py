@@ -18,7 +18,8 @@ from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
-from memkit.plan.budget import Problem, least_budget, make_problem
+from memkit.plan.budget.planning import least_budget
+from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.front import LargestBatch, draw, largest, make_front, to_text
 from memkit.plan.gpu import find_gpu
 from memkit.plan.step import StepTrace

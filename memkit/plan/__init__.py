@@ -33,22 +33,25 @@ Weights and optimizer states:
 """
 
 from memkit.plan.asked import budget_or_share, plan_memory
-from memkit.plan.budget import (
-    JointPlanner,
-    MemoryPlan,
-    Moving,
-    Problem,
-    fit_copies,
-    fit_regions,
-    make_problem,
-    peak_with_regions,
-)
+from memkit.plan.budget.planning import JointPlanner
+from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.gpu import GpuSpec, Link, find_gpu
-from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
+from memkit.plan.plans import Action, MemoryPlan, Plan, PlannedValue, infeasible, tell_kept
 from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
-from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionNeeds, RegionPlanner, find_spans
+from memkit.plan.regions import (
+    HostCosts,
+    ModuleCall,
+    Moving,
+    RegionChoice,
+    RegionNeeds,
+    RegionPlanner,
+    find_spans,
+    fit_copies,
+    fit_regions,
+    peak_with_regions,
+)
 from memkit.plan.residency import (
     LayerCosts,
     LayerResidency,
@@ -119,7 +122,7 @@ __all__ = [
     "ParameterCosts",
     "Plan",
     "PlannedLayer",
-    "PlannedSave",
+    "PlannedValue",
     "Problem",
     "RatioSoFar",
     "RegionChoice",

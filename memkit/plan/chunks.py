@@ -59,11 +59,8 @@ class Region:
     """A range of a chunk with one tensor, or several that share bytes."""
 
     start: int
-    """The first byte in the chunk."""
     stop: int
-    """The first byte behind it."""
     offsets: tuple[int, ...]
-    """Where each of the tensors begins in the chunk, in bytes."""
 
     @property
     def num_bytes(self) -> int:

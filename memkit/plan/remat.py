@@ -72,7 +72,6 @@ class CutPlaces:
         return cuts
 
     def _anchors(self, cuts: Sequence[int]) -> frozenset[int]:
-        """Return the values that are made before a cut, and read after it."""
         found = set[int]()
         for value, maker in enumerate(self._step.lineage.maker):
             index = bisect_left(cuts, maker)
@@ -112,13 +111,9 @@ class Outcome:
     peak_bytes: int
     """The most bytes of saved values and replay temporaries at once."""
     replayed_s: float
-    """Seconds of ops that run again."""
     num_replayed_ops: int
-    """How many ops run again."""
     dropped: frozenset[int]
-    """The values that are dropped in the forward."""
     limit_bytes: float
-    """The limit that the replays keep to."""
     anchors: frozenset[int] = frozenset()
     """Values that autograd did not save, and that are held so that others can be made from them."""
 
@@ -261,16 +256,7 @@ def simulate(
     anchors: frozenset[int] = frozenset(),
     most_s: float = math.inf,
 ) -> Outcome:
-    """Return what a step takes that drops some of its saved values.
-
-    Args:
-        step: the step.
-        dropped: the values that are dropped as soon as they are saved.
-        limit_bytes: what saved values and replays may take; where that is not enough, in the forward or later, more is dropped.
-        score: who goes then.
-        anchors: values that were not saved, and that are held for as long as anything saved later is needed.
-        most_s: a step whose replays take longer, or run each op many times, is given up: it takes for ever then.
-    """
+    """Return what a step takes that drops some of its saved values."""
     try:
         return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
     except _GiveUpError:
@@ -327,7 +313,6 @@ class _DropOrder:
         """The peak before any drop, and after each: after those that were picked together, for each of them the last."""
 
     def _new_ops(self, value: int) -> set[int]:
-        """Return the ops that making a value again adds to those that run again anyway."""
         maker, ins, kept, replayed = self._lineage.maker, self._lineage.ins, self._kept, self._replayed
         ops, pending = set[int](), [value]
         while pending:
@@ -439,8 +424,6 @@ _NUM_HELD = 3
 _HELD = 0.5
 """Anchors are held if they take no more than this share of the limit: of these sets the largest few. Without anchors: up to
 72 %, with one set up to 11 %, with two 1.5 %."""
-_ROOMS = (1.0, 0.94)
-"""Prefixes of a drop order are looked at that should keep to these shares of the limit. Without prefixes: up to 23 %."""
 _LARGE = 4_000
 """For a step with more ops, saves and requests, fewer plans are simulated: one takes a tenth of a second and more."""
 _SMALL = 100
@@ -454,13 +437,7 @@ _NUM_SEEDS = 3
 
 
 class Walks:
-    """What a step takes that drops prefixes of its drop order, or all that it may, and that a `Walk` keeps to a limit.
-
-    Args:
-        step: the step.
-        score: who goes when room is short.
-        most_s: steps whose replays take longer are not looked at.
-    """
+    """What a step takes that drops prefixes of its drop order, or all that it may, and that a `Walk` keeps to a limit."""
 
     def __init__(self, step: Step, score: DTRScore, *, most_s: float = math.inf) -> None:
         self.step, self.score = step, score
@@ -490,7 +467,6 @@ class Walks:
     def walk(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int] = frozenset(), *, most_s: float = math.inf
     ) -> Outcome:
-        """Simulate a step, and remember it unless it is given up: see `simulate`."""
         found = simulate(
             self.step,
             dropped,
@@ -526,7 +502,6 @@ class Walks:
         return self._smallest
 
     def least(self) -> Outcome:
-        """Return the step that takes the fewest bytes of all that were looked at."""
         return min(self.found, key=lambda outcome: (outcome.peak_bytes, outcome.replayed_s))
 
     def _search_smallest(self) -> Outcome:
@@ -551,7 +526,6 @@ class Walks:
         return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
 
     def explore(self, limit_bytes: float) -> None:
-        """Simulate steps under a limit."""
         if limit_bytes <= 0 or limit_bytes in self._explored:
             return
         self._explored.add(limit_bytes)
@@ -594,10 +568,8 @@ class Walks:
         return self._orders[anchors]
 
     def _lengths(self, peaks: Sequence[int], limit_bytes: float) -> list[int]:
-        lengths = set[int]()
-        for room in (1.0,) if self.is_large else _ROOMS:
-            fits = next((length for length, peak in enumerate(peaks) if peak <= room * limit_bytes), None)
-            lengths |= {min(range(len(peaks)), key=peaks.__getitem__), len(peaks) - 1} if fits is None else {fits}
+        fits = next((length for length, peak in enumerate(peaks) if peak <= limit_bytes), None)
+        lengths = {min(range(len(peaks)), key=peaks.__getitem__), len(peaks) - 1} if fits is None else {fits}
         return sorted({max(length, len(self.asked)) for length in lengths})
 
     def _walk_cheaper(self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int]) -> None:

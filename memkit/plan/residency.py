@@ -22,11 +22,9 @@ class LayerCosts:
     """What a plan has to know of one layer. Seconds that were not measured are None."""
 
     name: str
-    """The name of the layer."""
     num_bytes: int
     """Bytes of one copy, if it streams: its weights, packed."""
     forward_s: float | None = None
-    """Seconds that its forward computes."""
     backward_s: float | None = None
     """With what is computed again for it."""
     grad_bytes: int = 0
@@ -45,11 +43,8 @@ class StepPrediction:
     """How long compute waits in one step, and how long the step takes."""
 
     forward_stall_s: tuple[float, ...]
-    """Seconds of waiting before each layer's forward."""
     backward_stall_s: tuple[float, ...]
-    """Seconds of waiting before each layer's backward."""
     total_s: float
-    """Seconds of the step."""
 
 
 def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]:
@@ -91,12 +86,6 @@ def predict_step(
     when the forward begins: before the first layer, nothing hides one. A copy begins when the last one is over and the layer
     that it overwrites has been computed: of those in slots of the same size, the one whose next use is farthest. Gradients go
     out on a queue of their own, as fast as the other; the backward takes at least as long as they do.
-
-    Args:
-        layers: all layers, measured, in the order of the forward.
-        streamed: indices of those that stream.
-        slot_bytes: the size of each slot.
-        link_bytes_per_s: how fast copies are, in each direction.
 
     Raises:
         ValueError: a layer was not measured, or none of the slots holds it, or the speed is not positive.
@@ -191,15 +180,11 @@ class PlannedLayer:
     """Where one layer is to live, and what that is expected to cost."""
 
     name: str
-    """The name of the layer in the model."""
     residency: LayerResidency
-    """Whether it streams or stays on the device."""
     num_bytes: int
     """Bytes of its weights that stream, or would."""
     forward_s: float | None
-    """Seconds that its forward takes to compute; None if not measured."""
     backward_s: float | None
-    """Seconds that its backward takes to compute; None if not measured."""
     transfer_s: float | None
     """What one copy to the device takes, or would take; None if the speed of the link is not known."""
     stall_s: float | None
@@ -211,7 +196,6 @@ class ResidencyPlan:
     """Where each layer is to live, in the order of the forward, and the slots for those that stream."""
 
     layers: tuple[PlannedLayer, ...]
-    """One entry for each layer."""
     slot_bytes: tuple[int, ...]
     """The size of each slot, largest first. A layer uses the slots of the smallest size that holds it: see `slot_size_of`."""
     predicted_s: float | None
@@ -219,17 +203,14 @@ class ResidencyPlan:
 
     @property
     def streamed(self) -> tuple[str, ...]:
-        """The names of the layers that stream."""
         return tuple(layer.name for layer in self.layers if layer.residency is LayerResidency.STREAMED)
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of the layers that stream."""
         return sum(layer.num_bytes for layer in self.layers if layer.residency is LayerResidency.STREAMED)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the layers that stay."""
         return sum(layer.num_bytes for layer in self.layers if layer.residency is LayerResidency.RESIDENT)
 
     @property
@@ -252,7 +233,6 @@ class ResidencyPlan:
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds of a forward and a backward that wait for nothing; None if they were not measured."""
         return _compute_s(self.layers)
 
     def explain(self) -> str:
@@ -345,13 +325,6 @@ def plan_budget(
 
     There are fewer slots only where nothing fits with as many as asked for: without a spare one, no copy overlaps. The least is
     that everything streams through one slot for each class of sizes.
-
-    Args:
-        layers: in the order in which they run.
-        budget_bytes: what may be taken on the device.
-        num_slots: for layers of one size.
-        link_bytes_per_s: how fast bytes come to the device, if the plan is to tell what a step takes.
-        state_bytes: what of the budget is an optimizer's, whatever streams.
 
     Raises:
         TypeError, ValueError: an argument is out of range, there are no layers, or not even the least fits.

@@ -14,7 +14,7 @@ from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.budget.search import search_plan
 from memkit.plan.eviction import DTRScore
 from memkit.plan.gpu import GPUS
-from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
+from memkit.plan.plans import Action, Plan, PlannedValue, infeasible, tell_kept
 from memkit.plan.remat import Outcome, Walks
 from memkit.plan.step import NO_OP, Lifetime, OpKind, OpWork, Step, StepTrace
 from memkit.plan.timeline import Levels
@@ -72,13 +72,7 @@ def problem_of_saves(step: Step) -> Problem:
 
 
 class RematPlanner:
-    """The plans of one step whose saved tensors alone count, as a `Walk` runs them: the joint search's, and its seeds.
-
-    Args:
-        step: the step.
-        score: who goes when room is short.
-        describe: the op and the module that a value is made by, both "" where that is not known.
-    """
+    """The plans of one step whose saved tensors alone count, as a `Walk` runs them: the joint search's, and its seeds."""
 
     def __init__(
         self, step: Step, score: DTRScore, describe: Callable[[int], tuple[str, str]] = lambda value: ("", "")
@@ -134,7 +128,6 @@ class RematPlanner:
         return self.told(self.walks.least(), budget_bytes)
 
     def told(self, found: Outcome, budget_bytes: int) -> Plan:
-        """Return a simulated step as a plan."""
         lineage, traced = self.step.lineage, set[int]()
         roots = {root for value in found.dropped for root in lineage.roots_of(value, traced)}
         kept = found.anchors.union(self.step.saves) - found.dropped
@@ -161,7 +154,7 @@ class RematPlanner:
                 found[step.why_kept[value]] = found.get(step.why_kept[value], 0) + step.lineage.num_bytes[value]
         return found
 
-    def _planned(self, index: int, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedSave:
+    def _planned(self, index: int, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedValue:
         step, lineage = self.step, self.step.lineage
         op, module = self._describe(value)
         action = Action.RECOMPUTE if value in dropped else Action.OFFLOAD if value in step.moved else Action.KEEP
@@ -173,7 +166,7 @@ class RematPlanner:
             reason = "asked for"
         else:
             reason = "cheap for its bytes" if action is Action.RECOMPUTE else "fits the budget"
-        return PlannedSave(
+        return PlannedValue(
             index=index,
             value=value,
             num_bytes=lineage.num_bytes[value],

@@ -27,14 +27,7 @@ _SPREAD = 0.98
 
 
 def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
-    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped.
-
-    Args:
-        pieces: all of them.
-        budget_bytes: the most that may stay.
-        moves_large: whether what is stepped in windows stays last: what stays is stepped at once, and while it is, nothing else
-            leaves. Not where somebody waits for the parameters in their order.
-    """
+    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped."""
     sizes = [piece.state_bytes for piece in pieces]
     least = min(filter(None, sizes), default=0)
     if 0 < budget_bytes < least:
@@ -131,7 +124,6 @@ def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
 
 
 def held_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the host memory that pieces of these sizes take."""
     return sum(_in_pages(sum(block)) for block in side_by_side(sizes_bytes))
 
 
@@ -144,11 +136,6 @@ def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
 def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
     """Return pieces, with those on the disk that host memory has no room for: the last to be stepped, while the first are
     stepped from host memory, the disk reads.
-
-    Args:
-        pieces: those that leave the device, and those that stay.
-        host_budget_bytes: the most host memory to take, buffers included; None for no more than the buffers.
-        is_backward: whether they are stepped in the order of a backward, from the last one to the first.
 
     Raises:
         HostMemoryError: that is less than the buffers take.
@@ -218,17 +205,14 @@ class StatePlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing leaves the device."""
         return all(piece.is_resident for piece in self.pieces)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of states that stay on the device."""
         return sum(piece.state_bytes for piece in self.pieces if piece.is_resident)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of states in host memory."""
         return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident and not piece.is_on_disk)
 
     @property
@@ -243,7 +227,6 @@ class StatePlan:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of the device for pieces on their way."""
         return sum(self.slot_bytes)
 
     @property
@@ -370,7 +353,6 @@ def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator
 
 
 def is_large(cost: ParameterCosts) -> bool:
-    """Tell whether a parameter has more states than a piece should have."""
     return cost.state_bytes > PIECE_BYTES and cost.numel > WINDOW_NUMEL
 
 
@@ -440,7 +422,6 @@ def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], 
 
 
 def _room(piece: StatePiece, update: Update) -> int:
-    """Return the bytes on the device that a piece needs on its way: of its states, or of parameters and gradients."""
     return piece.state_bytes if update is Update.DEVICE else piece.way_bytes
 
 

@@ -22,17 +22,13 @@ class Lineage:
     __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
     num_bytes: Sequence[int]
-    """Bytes of each value's storage."""
     maker: Sequence[int]
     """The op that can make each value again, or `NO_OP`."""
     ins: Sequence[tuple[int, ...]]
-    """The values that each op reads."""
     outs: Sequence[tuple[int, ...]]
-    """The values that each op makes."""
     taken: Mapping[int, tuple[tuple[int, int], ...]]
     """For ops that write to their arguments: which value they write over, and which value it becomes."""
     seconds: Sequence[float]
-    """What each op takes."""
     users: list[list[int]]
     """The ops that read each value, as of the last `link`."""
 
@@ -53,11 +49,9 @@ class Lineage:
     __hash__ = None  # type: ignore[assignment]  # it may grow
 
     def frozen(self) -> Lineage:
-        """Return what is known by now, which does not change any more."""
         return self
 
     def with_seconds(self, seconds: Sequence[float]) -> Lineage:
-        """Return the lineage with what each op takes, now that this is known."""
         return Lineage(self, seconds)
 
     def ops_to(self, value: int, kept: Collection[int]) -> set[int]:
@@ -86,7 +80,6 @@ class Lineage:
                 pending.extend(self.ins[maker])
 
     def link(self) -> None:
-        """Bring `users` up to date."""
         users = self.users
         users.extend([] for _ in range(len(self.maker) - len(users)))
         for op in range(self._num_linked, len(self.ins)):
@@ -119,13 +112,11 @@ class GrowingLineage(Lineage):
         return Lineage(self, self.seconds)
 
     def add_root(self, num_bytes: int) -> int:
-        """Return the number of a new value that nothing here makes."""
         self.num_bytes.append(num_bytes)
         self.maker.append(NO_OP)
         return len(self.maker) - 1
 
     def add_roots(self, sizes_bytes: Sequence[int]) -> None:
-        """Add such values, one after the other."""
         self.num_bytes += sizes_bytes
         self.maker += [NO_OP] * len(sizes_bytes)
 
@@ -154,11 +145,7 @@ class GrowingLineage(Lineage):
 
 
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return for each request the first after it that comes from another node.
-
-    Args:
-        nodes: which node of the graph makes each request.
-    """
+    """Return for each request the first after it that comes from another node."""
     ends: list[int] = []
     for start in range(len(nodes)):
         if len(ends) <= start:
@@ -178,14 +165,12 @@ class Step:
     saves: tuple[int, ...]
     """The value of each save that counts, in order. A value may be saved several times."""
     uses: tuple[int, ...]
-    """The value of each request of the backward, in order."""
     use_ends: tuple[int, ...] = ()
     """For each request, the first after it that another node of the graph makes: until then the node holds what it was given.
     Without it each request counts as a node's only one."""
     fixed: frozenset[int] = field(default_factory=frozenset)
     """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
     dropped: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that the user asked to be recomputed."""
     moved: frozenset[int] = field(default_factory=frozenset)
     """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -205,7 +190,6 @@ class Step:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the distinct values that were saved."""
         return sum(self.lineage.num_bytes[value] for value in set(self.saves))
 
 
@@ -230,13 +214,10 @@ class OpWork:
     name: str
     """As PyTorch calls it, such as "aten.mm.default"."""
     kind: OpKind
-    """What limits it: see `OpKind`."""
     flops: float
     """Source: `torch.utils.flop_counter`; 0 where that knows none."""
     num_bytes: int
-    """Bytes that it reads and writes."""
     dtype: str
-    """That of what it computes in, such as "bfloat16"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,11 +243,8 @@ class ModuleOps:
     module: str
     """Its name in the model; "" is the model."""
     kind: str
-    """Its class."""
     begin: int
-    """The first op of the lineage in it."""
     end: int
-    """The first one behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,26 +256,20 @@ class StepTrace:
     """
 
     model: str
-    """The class of the model."""
     inputs: str
-    """Shapes and dtypes of the inputs, for people."""
     target: str
-    """Whose kernels are imitated: "cuda" or "cpu"."""
     min_bytes: int
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
     """All ops that compute or make anything, also those that make nothing that is saved: of the forward and the loss, then of
     the backward. What returns a view is none."""
     num_forward_ops: int
-    """How many of `ops` belong to the forward and the loss."""
     step: Step
     """Which op made which value, what is saved, and when it is asked for. Its ops take no seconds."""
     op_places: tuple[int, ...]
     """For each op of the lineage, its place among `ops`."""
     save_places: tuple[int, ...]
-    """For each of `step.saves`, how many ops have run. An op saves what it reads before it runs, what it makes just after."""
     use_places: tuple[int, ...]
-    """For each of `step.uses`, how many ops have run."""
     lifetimes: Mapping[int, Lifetime]
     """Of each saved value, and of each other value of at least `min_bytes` that an op of the forward makes."""
     live_bytes: tuple[int, ...]
@@ -305,11 +277,8 @@ class StepTrace:
     base_bytes: int
     """What is there before: parameters, buffers, inputs."""
     trainable_numel: int
-    """Elements of the parameters that require grad."""
     trainable_bytes: int
-    """Their bytes."""
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """For values that an op makes, the op and the module."""
     modules: tuple[ModuleOps, ...] = ()
     """The calls of modules in the forward, in the order in which they begin."""
     backend_dependent: tuple[str, ...] = ()
@@ -318,7 +287,6 @@ class StepTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the plain step at once."""
         return self.base_bytes + max(self.live_bytes, default=0)
 
 

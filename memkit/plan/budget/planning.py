@@ -39,12 +39,7 @@ up to 3 % less on ResNet-50 and a Llama, and far less on long chains of convolut
 
 
 class JointPlanner:
-    """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one.
-
-    Args:
-        problem: the step.
-        actions: what may be done with values beside keeping them.
-    """
+    """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one."""
 
     def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
         self.problem, self.actions = problem, frozenset(actions) & BOTH
@@ -159,7 +154,6 @@ class JointPlanner:
         return best
 
     def bound(self, budget_bytes: int) -> Bound | None:
-        """Return what no plan for a budget can beat; None where that can't be told."""
         if budget_bytes not in self._bounds:
             self._bounds[budget_bytes] = find_bound(self.problem, budget_bytes, allowed=self.actions)
         return self._bounds[budget_bytes]
@@ -172,11 +166,6 @@ class JointPlanner:
 
     def plan(self, budget_bytes: int, *, with_bound: bool = False, is_steady: bool = False) -> MemoryPlan:
         """Return the plan for a budget.
-
-        Args:
-            budget_bytes: what the step may take, with all that is counted as there before.
-            with_bound: compute the lower bound as well, where scipy is there.
-            is_steady: choose it as `steady` does, and not by what was found for other budgets before.
 
         Raises:
             BudgetInfeasible: none was found. It names the least budget that one was found for, what no plan goes below, and
@@ -255,7 +244,6 @@ class JointPlanner:
         )
 
     def _save_of(self, point: int) -> int:
-        """Return the save that a point is, behind the last one for a request."""
         if point >= self.problem.num_forward_points:
             return len(self.problem.trace.step.saves)
         return self.problem.save_at[self.problem.points[point]]
@@ -295,14 +283,12 @@ class JointPlanner:
 
 
 def unsure(problem: Problem) -> Iterator[str]:
-    """Yield what makes predictions for a step unsure."""
     modules = [name or problem.trace.model for name in problem.trace.backend_dependent]
     if modules:
         yield f"only the backend knows what runs in {', '.join(modules)}, and what it saves: bytes and time are guesses there"
 
 
 def _without_excess(start: Simulated) -> Simulated:
-    """Return a step that keeps to a smaller budget as it is under a larger one."""
     return replace(start, over_bytes=0, excess_bytes=0) if start.excess_bytes else start
 
 
@@ -314,12 +300,6 @@ def plan_budget_jointly(
     It is never slower than the best plan of one of `actions` alone, or than that for a smaller budget: see
     `JointPlanner.steady`.
 
-    Args:
-        problem: the step.
-        budget_bytes: what the step may take, with all that is counted as there before.
-        actions: what may be done with values beside keeping them.
-        with_bound: tell the lower bound as well, where scipy is there.
-
     Raises:
         BudgetInfeasible: none was found; see `JointPlanner.plan`.
     """
@@ -327,5 +307,4 @@ def plan_budget_jointly(
 
 
 def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
-    """Return the least bytes that a plan was found for: one for these bytes will be found again."""
     return JointPlanner(problem, actions).least().peak_bytes

@@ -31,11 +31,8 @@ class HeldValue:
     """
 
     value: int
-    """Its number in the lineage."""
     num_bytes: int
-    """Bytes of its storage."""
     made: int
-    """The slot in which it is made."""
     saved: int
     """Its first save; of an anchor the first save after it was made."""
     released: int
@@ -43,11 +40,8 @@ class HeldValue:
     use: int
     """Its first request; of an anchor the first slot behind the step."""
     freed: int
-    """When it goes in the plain step."""
     choices: frozenset[Action]
-    """The actions that are possible."""
     is_anchor: bool = False
-    """Whether it is an anchor: autograd does not save it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +53,7 @@ class Problem:
     """
 
     trace: StepTrace
-    """The step."""
     gpu: GpuSpec
-    """The GPU, whose speed makes seconds of it."""
     base_bytes: int
     """What is there all along: parameters, buffers, inputs, optimizer states."""
     places: tuple[int, ...]
@@ -77,17 +69,14 @@ class Problem:
     index: Mapping[int, int]
     """The place of each value of the lineage among `values`."""
     points: tuple[int, ...]
-    """The slots of the points."""
     num_forward_points: int
     """The first point with a request."""
     op_s: tuple[float, ...]
-    """What each op of the lineage takes."""
     retained: Mapping[int, tuple[int, int]]
     """Roots that are no values of the problem and are gone unless they are held: from which slot on, and bytes."""
     plain: tuple[Action, ...]
     """The plain step: all saved values stay, no anchor is held."""
     plain_peak_bytes: int
-    """The peak of the plain step."""
     save_at: Mapping[int, int] = field(default_factory=dict)
     """The last save of the step at each slot where one is."""
     request_at: Mapping[int, int] = field(default_factory=dict)
@@ -95,17 +84,14 @@ class Problem:
 
     @property
     def lineage(self) -> Lineage:
-        """Which op makes which value."""
         return self.trace.step.lineage
 
     @property
     def num_slots(self) -> int:
-        """Into how many slots the step is cut."""
         return len(self.places)
 
     @property
     def plain_s(self) -> float:
-        """What the plain step takes."""
         return self.starts_s[-1]
 
     def point_of(self, slot: int) -> int:
@@ -145,14 +131,7 @@ class Problem:
 def make_problem(
     trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0, measured_s: Sequence[float] | None = None
 ) -> Problem:
-    """Return what there is to decide on in a step.
-
-    Args:
-        trace: the step.
-        gpu: what its ops and its copies take.
-        optimizer_bytes: what else is on the device all along.
-        measured_s: what each of its ops takes, if that was measured; else what they would take on the GPU.
-    """
+    """Return what there is to decide on in a step."""
     step, lineage, num_ops = trace.step, trace.step.lineage, len(trace.ops)
     first_save, first_use = dict[int, int](), dict[int, int]()
     for value, place in zip(step.saves, trace.save_places, strict=True):

@@ -45,16 +45,7 @@ _MOST_STALE = 5
 
 
 class Search:
-    """Simulates plans of one problem under one budget, and knows the best so far.
-
-    Args:
-        problem: the step.
-        budget_bytes: what it may take, with the base.
-        allowed: what may be done with values beside keeping them.
-        most_simulated: so many plans are simulated before stages that could go on stop.
-        handling_s: what the host takes for a value that is dropped. It is in the prices of values, and thrice in those of what
-            moves: the higher it is, the larger and the fewer are those that go.
-    """
+    """Simulates plans of one problem under one budget, and knows the best so far."""
 
     def __init__(
         self,
@@ -78,11 +69,9 @@ class Search:
 
     @property
     def is_spent(self) -> bool:
-        """Whether as many plans were simulated as may be."""
         return self.num_simulated >= self.most_simulated
 
     def simulate(self, actions: Sequence[Action]) -> Simulated:
-        """Simulate a step, and remember it if it is the best so far."""
         most_s = _MOST_REPLAYED * self.problem.plain_s
         if not self.best.over_bytes:
             beside_s = self.best.seconds - self.problem.plain_s
@@ -93,7 +82,6 @@ class Search:
         return found
 
     def consider(self, found: Simulated) -> None:
-        """Remember a step if it is the best so far, or takes the fewest bytes."""
         if found.rank < self.best.rank:
             self.best = found
         if (found.peak_bytes, found.seconds) < (self.least.peak_bytes, self.least.seconds):
@@ -283,7 +271,6 @@ _NUM_SPARED = 40
 
 
 def is_better(found: Simulated, than: Simulated) -> bool:
-    """Tell whether a step is nearer to its budget than another, or as near and faster."""
     return (found.excess_bytes, found.seconds) < (than.excess_bytes, than.seconds - _LESS_S)
 
 
@@ -480,16 +467,7 @@ def search_plan(
     seeds: Iterable[Outcome] = (),
     handling_s: float = 0.0,
 ) -> Simulated:
-    """Return the best step that was found; above the budget only if none was found that is not.
-
-    Args:
-        problem: the step.
-        budget_bytes: what it may take.
-        allowed: what may be done with values beside keeping them.
-        starts: steps that are known to keep to the budget: what is found is no slower.
-        seeds: steps to begin from, that drop values alone and may not keep to it.
-        handling_s: see `JointPlanner.handling_s`.
-    """
+    """Return the best step that was found; above the budget only if none was found that is not."""
     most_simulated = _most_simulated(problem, allowed)
     search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)
     if not search.best.over_bytes:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from memkit.activations.budgeting.state import budget_states
 from memkit.plan import Action, JointPlanner, MemoryPlan
-from memkit.plan.budget import simulate
+from memkit.plan.budget.simulate import simulate
 
 
 def planner_of(tag: str) -> JointPlanner:

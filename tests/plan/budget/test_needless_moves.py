@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memkit.plan import Action
-from memkit.plan.budget import Problem, make_problem, simulate
+from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.budget.search import without_needless_moves
+from memkit.plan.budget.simulate import simulate
 from tests.plan.budget.steps import gpu, layers, random_trace
 
 SHARES = (1.0, 0.9, 0.7)

@@ -18,20 +18,13 @@ from torch import nn
 import memkit
 from memkit.errors import BudgetInfeasible, PlanFormatError
 from memkit.plan import Action, GrowingLineage, find_gpu
-from memkit.plan.budget import (
-    JointPlanner,
-    MemoryPlan,
-    Problem,
-    Simulated,
-    find_bound,
-    floor_bytes,
-    least_budget,
-    make_problem,
-    plan_budget_jointly,
-    planning,
-    simulate,
-    why_no_bound,
-)
+from memkit.plan.budget import planning
+from memkit.plan.budget.bound import find_bound, why_no_bound
+from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly
+from memkit.plan.budget.problem import Problem, make_problem
+from memkit.plan.budget.search import floor_bytes
+from memkit.plan.budget.simulate import Simulated, simulate
+from memkit.plan.plans import MemoryPlan
 from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
 
 OFFLOAD, RECOMPUTE, KEEP = Action.OFFLOAD, Action.RECOMPUTE, Action.KEEP
