@@ -7,7 +7,6 @@ import random
 import re
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,18 +90,14 @@ def test_plan_of_fewer_bytes_than_the_least_budget_does_not_claim_them_as_a_budg
         plan_budget_jointly(problem, plan.min_budget_bytes - 1)
 
 
-def check_never_worse(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_never_worse_than_one_mechanism(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
 
     joint = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
 
     assert joint <= min(seconds_of(problem, budget_bytes, OFFLOAD), seconds_of(problem, budget_bytes, RECOMPUTE))
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_never_worse_than_one_mechanism(seed: int) -> None:
-    check_never_worse(seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -132,7 +127,7 @@ def check_each_larger_budget_is_no_slower(problem: Problem, shares: list[float])
     assert math.isfinite(found_s[-1])
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
 def test_larger_budget_is_never_slower_whatever_else_was_asked(seed: int) -> None:
     pytest.importorskip("scipy")
     chance = random.Random(seed)
@@ -160,9 +155,8 @@ def _dense(num_layers: int = 10) -> tuple[nn.Module, torch.Tensor]:
     return Dense(), torch.empty(64, 16, 56, 56, device="meta")
 
 
-def _vision(name: str) -> tuple[nn.Module, torch.Tensor]:
-    torchvision = pytest.importorskip("torchvision")
-    return getattr(torchvision.models, name)(), torch.empty(64, 3, 224, 224, device="meta")
+def _resnet50() -> tuple[nn.Module, torch.Tensor]:
+    return pytest.importorskip("torchvision").models.resnet50(), torch.empty(64, 3, 224, 224, device="meta")
 
 
 def _llama() -> tuple[nn.Module, torch.Tensor]:
@@ -176,8 +170,7 @@ def _llama() -> tuple[nn.Module, torch.Tensor]:
 STEPS = {
     "dense": _dense,
     "Llama": _llama,
-    "ResNet-50": partial(_vision, "resnet50"),
-    "DenseNet-169": partial(_vision, "densenet169"),
+    "ResNet-50": _resnet50,
 }
 
 
@@ -373,40 +366,23 @@ def test_json_gives_the_plan_back() -> None:
         ({"schema_version": 2}, "this text has schema version 2; this memkit reads versions up to 1. Update memkit"),
         ({"schema": "other"}, 'this text is not a memkit plan: it has no "schema": "memkit.MemoryPlan"'),
         ({"values": [{"value": 1}]}, "this text is not a whole memkit plan: KeyError: 'action'"),
+        ({"budget_bytes": "12"}, "budget_bytes must be a whole number; found '12'"),
+        ({"predicted_peak_bytes": 1.5}, "predicted_peak_bytes must be a whole number; found 1.5"),
+        ({"predicted_s": None}, "predicted_s must be a number; found None"),
     ],
 )
-def test_json_of_something_else_is_refused(change: dict[str, object], message: str) -> None:
+def test_json_of_something_else_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     problem = make_problem(layers(2), gpu())
     content = json.loads(plan_budget_jointly(problem, problem.plain_peak_bytes).to_json())
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
 
     with pytest.raises(PlanFormatError, match=re.escape(message)):
         MemoryPlan.from_json(json.dumps(content | change))
     with pytest.raises(PlanFormatError, match="not JSON"):
         MemoryPlan.from_json("{")
-
-
-def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"\xff\xfe\x00")
-
     with pytest.raises(PlanFormatError, match=r"plan\.json' is not a memkit plan: it is not JSON"):
         MemoryPlan.from_json(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("budget_bytes", "12", "budget_bytes must be a whole number; found '12'"),
-        ("predicted_peak_bytes", 1.5, "predicted_peak_bytes must be a whole number; found 1.5"),
-        ("predicted_s", None, "predicted_s must be a number; found None"),
-    ],
-)
-def test_json_of_a_plan_with_other_figures_is_refused(name: str, value: object, message: str) -> None:
-    problem = make_problem(layers(2), gpu())
-    content = json.loads(plan_budget_jointly(problem, problem.plain_peak_bytes).to_json())
-
-    with pytest.raises(PlanFormatError, match=re.escape(message)):
-        MemoryPlan.from_json(json.dumps(content | {name: value}))
 
 
 def test_plan_of_another_step_names_the_first_difference() -> None:
@@ -428,7 +404,7 @@ def test_budget_that_was_planned_is_not_searched_again(monkeypatch: pytest.Monke
     assert all(planner.alone[action].best(budget_bytes).seconds >= found.seconds for action in planner.alone)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))])
 def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
