@@ -20,6 +20,11 @@ from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels, Timeline
 
+_MOST_PARTS = 32
+_FINER = 1.4
+"""Into how many segments a step is cut: from two on by this factor, up to `_MOST_PARTS`, or a fifth of its saved values. By a
+factor of 2: up to 28 %."""
+
 
 class CutPlaces:
     """The narrow places of a step."""
@@ -45,6 +50,13 @@ class CutPlaces:
     def skeleton(self, target_bytes: float) -> frozenset[int]:
         """Return the anchors of cuts between which about so many bytes are saved."""
         return self._anchors(self.cuts(target_bytes))
+
+    def skeletons(self) -> Iterator[frozenset[int]]:
+        """Yield the anchors for ever more cuts."""
+        parts, saved_bytes = 2.0, self._step.saved_bytes
+        while parts <= max(_MOST_PARTS, len(self._saved) // 5):
+            yield self.skeleton(saved_bytes / parts)
+            parts *= _FINER
 
     def cuts(self, target_bytes: float) -> list[int]:
         """Return the ops behind which cuts are that have about so many saved bytes between them, each at the narrowest place
@@ -416,10 +428,6 @@ _FORWARDS = 4_000
 """The smallest step runs no more again than so many forwards, over the number of ops, saves and requests, or than one."""
 _MOST_WORK = 100_000
 """It is looked for ever lower until nothing smaller is found, or so many ops, saves and requests were simulated."""
-_MOST_PARTS = 32
-_FINER = 1.4
-"""Into how many segments a step is cut: from two on by this factor, up to `_MOST_PARTS`, or a fifth of its saved values. By a
-factor of 2: up to 28 %."""
 _NUM_HELD = 3
 _HELD = 0.5
 """Anchors are held if they take no more than this share of the limit: of these sets the largest few. Without anchors: up to
@@ -456,13 +464,9 @@ class Walks:
 
     def _anchor_sets(self) -> dict[frozenset[int], int]:
         """Return what may be held that autograd did not save, the least first, and how many bytes that takes."""
-        segments, saved, parts = CutPlaces(self.step), frozenset(self.step.saves), 2.0
-        sizes, found = self.step.lineage.num_bytes, {frozenset[int](): 0}
-        while parts <= max(_MOST_PARTS, len(saved) // 5):
-            anchors = segments.skeleton(self._saved_bytes / parts) - self.asked
-            found[anchors] = sum(sizes[value] for value in anchors - saved)
-            parts *= _FINER
-        return found
+        saved, sizes = frozenset(self.step.saves), self.step.lineage.num_bytes
+        skeletons = (frozenset(), *(anchors - self.asked for anchors in CutPlaces(self.step).skeletons()))
+        return {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
 
     def walk(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int] = frozenset(), *, most_s: float = math.inf

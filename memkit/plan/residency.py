@@ -76,16 +76,12 @@ def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
 def predict_step(
     layers: Sequence[LayerCosts], streamed: Collection[int], slot_bytes: Sequence[int], link_bytes_per_s: float
 ) -> StepPrediction:
-    """Return how a step goes, a forward and a backward. It begins with nothing in the slots.
+    """Return how a step goes, a forward and a backward. It begins with nothing in the slots: weights may be written between
+    steps in ways that cannot be seen, so a slot keeps what it holds from the forward to the backward alone.
 
-    Weights may be written between steps in ways that cannot be seen, so a slot keeps what it holds from the forward to the
-    backward, but not to the next step. Every streamed layer is copied in the forward; in the backward those are that no slot
-    holds any more: of the layers that share slots of a size, all but the last few, as many as these slots.
-
-    The forward computes the layers in order, the backward in reverse. Copies go one by one, in the order of the uses, the first
-    when the forward begins: before the first layer, nothing hides one. A copy begins when the last one is over and the layer
-    that it overwrites has been computed: of those in slots of the same size, the one whose next use is farthest. Gradients go
-    out on a queue of their own, as fast as the other; the backward takes at least as long as they do.
+    Copies go one by one, in the order of the uses. A copy begins when the last one is over and the layer that it overwrites has
+    been computed: of those in slots of the same size, the one whose next use is farthest. Gradients go out on a queue of their
+    own, as fast as the other; the backward takes at least as long as they do.
 
     Raises:
         ValueError: a layer was not measured, or none of the slots holds it, or the speed is not positive.

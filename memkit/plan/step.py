@@ -292,6 +292,10 @@ class StepTrace:
 
 _KINDS = tuple(OpKind)
 _T = TypeVar("_T")
+_TEXTS = ("model", "inputs", "target")
+_NUMBERS = ("min_bytes", "num_forward_ops", "base_bytes", "trainable_numel", "trainable_bytes")
+_ROWS = ("op_places", "save_places", "use_places")
+_STEP_ROWS, _STEP_SETS = ("saves", "uses", "use_ends"), ("fixed", "dropped", "moved")
 
 
 def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
@@ -299,38 +303,22 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
     texts = _Texts()
     step, lineage = trace.step, trace.step.lineage
     return {
-        "model": trace.model,
-        "inputs": trace.inputs,
-        "target": trace.target,
-        "min_bytes": trace.min_bytes,
-        "num_forward_ops": trace.num_forward_ops,
-        "base_bytes": trace.base_bytes,
-        "trainable_numel": trace.trainable_numel,
-        "trainable_bytes": trace.trainable_bytes,
+        **{name: getattr(trace, name) for name in (*_TEXTS, *_NUMBERS, *_ROWS, "live_bytes", "backend_dependent")},
         "ops": [
             [texts.number(op.name), _KINDS.index(op.kind), _number(op.flops), op.num_bytes, texts.number(op.dtype)]
             for op in trace.ops
         ],
-        "live_bytes": trace.live_bytes,
-        "op_places": trace.op_places,
-        "save_places": trace.save_places,
-        "use_places": trace.use_places,
         "lifetimes": [[value, life.made_at, life.released_at, life.freed_at] for value, life in trace.lifetimes.items()],
         "names": [[value, texts.number(op), texts.number(module)] for value, (op, module) in trace.names.items()],
         "modules": [[texts.number(call.module), texts.number(call.kind), call.begin, call.end] for call in trace.modules],
-        "backend_dependent": trace.backend_dependent,
         "step": {
             "num_bytes": lineage.num_bytes,
             "ins": lineage.ins,
             "outs": [[outs[0], len(outs)] if outs else [0, 0] for outs in lineage.outs],
             "taken": [[op, *pairs] for op, pairs in lineage.taken.items()],
             "seconds": lineage.seconds if any(lineage.seconds) else [],
-            "saves": step.saves,
-            "uses": step.uses,
-            "use_ends": step.use_ends,
-            "fixed": sorted(step.fixed),
-            "dropped": sorted(step.dropped),
-            "moved": sorted(step.moved),
+            **{name: getattr(step, name) for name in _STEP_ROWS},
+            **{name: sorted(getattr(step, name)) for name in _STEP_SETS},
             "retained_bytes": list(step.retained_bytes.items()),
             "why_kept": [[value, texts.number(why)] for value, why in step.why_kept.items()],
         },
@@ -344,33 +332,32 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
     Raises:
         KeyError, TypeError, ValueError, IndexError, AttributeError: it has made no such thing.
     """
-    texts = content["texts"]
-    text = _texts_of(texts)
-    step = _step_from(content["step"], text)
+    text = _texts_of(content["texts"])
+    of_step = content["step"]
+    rows: dict[str, Any] = {name: _wholes(of_step[name]) for name in _STEP_ROWS}  # of several types, as those below
+    rows |= {name: frozenset(_wholes(of_step[name])) for name in _STEP_SETS}
+    step = Step(
+        lineage=_lineage_from(of_step),
+        **rows,
+        retained_bytes={_whole(value): _whole(num_bytes) for value, num_bytes in of_step["retained_bytes"]},
+        why_kept={_whole(value): text(why) for value, why in of_step["why_kept"]},
+    )
+    plain: dict[str, Any] = {name: _checked(content[name], str) for name in _TEXTS}
+    plain |= {name: _whole(content[name]) for name in _NUMBERS} | {name: _wholes(content[name]) for name in _ROWS}
     trace = StepTrace(
-        model=_checked(content["model"], str),
-        inputs=_checked(content["inputs"], str),
-        target=_checked(content["target"], str),
-        min_bytes=_whole(content["min_bytes"]),
+        **plain,
         ops=tuple(
             OpWork(
                 name=text(name), kind=_KINDS[_whole(kind)], flops=_flops(flops), num_bytes=_whole(num_bytes), dtype=text(dtype)
             )
             for name, kind, flops, num_bytes, dtype in content["ops"]
         ),
-        num_forward_ops=_whole(content["num_forward_ops"]),
         step=step,
-        op_places=_wholes(content["op_places"]),
-        save_places=_wholes(content["save_places"]),
-        use_places=_wholes(content["use_places"]),
         lifetimes={
             _whole(value): Lifetime(made_at=_whole(made_at), released_at=_whole(released_at), freed_at=_whole(freed_at))
             for value, made_at, released_at, freed_at in content["lifetimes"]
         },
         live_bytes=_wholes(content["live_bytes"], least=None),
-        base_bytes=_whole(content["base_bytes"]),
-        trainable_numel=_whole(content["trainable_numel"]),
-        trainable_bytes=_whole(content["trainable_bytes"]),
         names={_whole(value): (text(op), text(module)) for value, op, module in content["names"]},
         modules=tuple(
             ModuleOps(module=text(module), kind=text(kind), begin=_whole(begin), end=_whole(end))
@@ -380,20 +367,6 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
     )
     _check(trace)
     return trace
-
-
-def _step_from(content: Mapping[str, Any], text: Callable[[Any], str]) -> Step:
-    return Step(
-        lineage=_lineage_from(content),
-        saves=_wholes(content["saves"]),
-        uses=_wholes(content["uses"]),
-        use_ends=_wholes(content["use_ends"]),
-        fixed=frozenset(_wholes(content["fixed"])),
-        dropped=frozenset(_wholes(content["dropped"])),
-        moved=frozenset(_wholes(content["moved"])),
-        retained_bytes={_whole(value): _whole(num_bytes) for value, num_bytes in content["retained_bytes"]},
-        why_kept={_whole(value): text(why) for value, why in content["why_kept"]},
-    )
 
 
 def _lineage_from(content: Mapping[str, Any]) -> Lineage:

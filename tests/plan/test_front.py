@@ -307,9 +307,6 @@ def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
-pytestmark = pytest.mark.slow
-
-
 @dataclass(frozen=True)
 class Measured:
     forward_s: float
@@ -357,6 +354,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Problem, Measured]:
     return problem_of(trace_of(report), GPUS["H200"], None), measured
 
 
+@pytest.mark.slow
 def test_seconds_of_the_plain_step(case: tuple[Problem, Measured]) -> None:
     problem, measured = case
     trace, gpu = problem.trace, problem.gpu
@@ -367,12 +365,14 @@ def test_seconds_of_the_plain_step(case: tuple[Problem, Measured]) -> None:
     assert problem.plain_s == pytest.approx(measured.forward_s + measured.backward_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_peak_of_the_plain_step(case: tuple[Problem, Measured]) -> None:
     problem, measured = case
 
     assert problem.plain_peak_bytes == pytest.approx(measured.peak_mib * MIB, rel=0.005)
 
 
+@pytest.mark.slow
 def test_all_blocks_checkpointed(case: tuple[Problem, Measured]) -> None:
     problem, measured = case
     found = checkpoint_curve(problem)[-1]

@@ -133,12 +133,9 @@ def make_problem(
 ) -> Problem:
     """Return what there is to decide on in a step."""
     step, lineage, num_ops = trace.step, trace.step.lineage, len(trace.ops)
-    first_save, first_use = dict[int, int](), dict[int, int]()
-    for value, place in zip(step.saves, trace.save_places, strict=True):
-        first_save.setdefault(value, place)
-    for value, place in zip(step.uses, trace.use_places, strict=True):
-        first_use.setdefault(value, place)
-    saved = {value: trace.lifetimes[value] for value in first_save if value in trace.lifetimes}
+    first_save = dict(zip(reversed(step.saves), reversed(trace.save_places), strict=True))
+    first_use = dict(zip(reversed(step.uses), reversed(trace.use_places), strict=True))
+    saved = {value: trace.lifetimes[value] for value in dict.fromkeys(step.saves) if value in trace.lifetimes}
     anchors = _anchors(trace, saved)
     places = _cuts(trace, [*saved.values(), *anchors.values()])
     num_slots = len(places)
@@ -160,36 +157,32 @@ def make_problem(
     points = sorted({0, *(at for at in save_slots if at < turn), *(at for at in use_slots if turn <= at < num_slots)})
     values: list[HeldValue] = []
     for value, life in saved.items():
-        use = slot(first_use.get(value, num_ops))
-        held = HeldValue(
-            value=value,
-            num_bytes=lineage.num_bytes[value],
-            made=slot(life.made_at),
-            saved=slot(first_save[value]),
-            released=min(slot(life.released_at), num_slots),
-            use=use,
-            freed=slot(life.freed_at),
-            choices=_choices(
-                trace,
-                value,
-                is_movable=slot(life.released_at) < use and turn <= use < num_slots and slot(first_save[value]) < turn,
-            ),
+        use, released, saved_at = slot(first_use.get(value, num_ops)), slot(life.released_at), slot(first_save[value])
+        values.append(
+            HeldValue(
+                value=value,
+                num_bytes=lineage.num_bytes[value],
+                made=slot(life.made_at),
+                saved=saved_at,
+                released=min(released, num_slots),
+                use=use,
+                freed=slot(life.freed_at),
+                choices=_choices(trace, value, is_movable=released < use and turn <= use < num_slots and saved_at < turn),
+            )
         )
-        values.append(held)
     for value, life in anchors.items():
-        after = bisect_left(points, slot(life.made_at) + 1)
+        after, released = bisect_left(points, slot(life.made_at) + 1), min(slot(life.released_at), turn)
         copied = points[after] if after < len(points) and points[after] < turn else NEVER
-        choices = frozenset({Action.RECOMPUTE, Action.KEEP} | ({Action.OFFLOAD} if copied != NEVER else set()))
         values.append(
             HeldValue(
                 value=value,
                 num_bytes=lineage.num_bytes[value],
                 made=slot(life.made_at),
                 saved=copied,
-                released=min(slot(life.released_at), turn),
+                released=released,
                 use=num_slots,
-                freed=min(slot(life.released_at), turn),
-                choices=choices,
+                freed=released,
+                choices=_ANY if copied != NEVER else frozenset({Action.RECOMPUTE, Action.KEEP}),
                 is_anchor=True,
             )
         )

@@ -301,22 +301,7 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
         if kept is found:
             break
         found = kept
-    return without_idle_anchors(search, found)
-
-
-def without_idle_anchors(search: Search, found: Simulated) -> Simulated:
-    """Return the step without anchors that nothing is made sooner from."""
-    problem, actions = search.problem, list(found.actions)
-    costs = ReplayCosts(problem, actions)
-    idle: list[tuple[int, Action]] = []
-    for index, held in enumerate(problem.values):
-        if held.is_anchor and actions[index] is not _RECOMPUTE and costs.cost(held.value) <= _LESS_S:
-            costs.drop(held.value)
-            idle.append((index, _RECOMPUTE))
-    if not idle:
-        return found
-    without = _with(search, found, idle)
-    return without if without.rank <= found.rank else found
+    return found
 
 
 def refill_link(search: Search, found: Simulated) -> Simulated:
@@ -445,9 +430,6 @@ _SHARES = (1.0, 0.8, 1.06)
 """How full the lane out is."""
 _MILD = 1.08
 """Cuts are tried where the step takes longer than so many times the plain one."""
-_FINER = 1.5
-"""Into how many segments a step is cut: from two on by this factor."""
-_MOST_PARTS = 32
 _SIMULATED_ALONE = 150
 _SIMULATED = 190
 """So many plans are simulated, about, with one mechanism and with both."""
@@ -555,22 +537,8 @@ def _grow_all(search: Search) -> None:
         if search.is_spent:
             return
         search.grow(search.fill_link(plain, prices, share=share))
-    if search.is_spent:
-        return
-    search.grow(plain)
-    anchors = [
-        index for index, held in enumerate(problem.values) if held.is_anchor and search.best.actions[index] is not _RECOMPUTE
-    ]
-    if anchors:
-        seeded = list(plain)
-        for index in anchors:
-            seeded[index] = _KEEP
-        costs = ReplayCosts(problem, seeded)
-        prices = search.prices(costs, seeded)
-        for index, held in enumerate(problem.values):
-            if held.is_anchor:
-                prices[index] = costs.cost(held.value) / held.num_bytes if seeded[index] is _KEEP else -1.0
-        search.grow(search.fill_link(seeded, prices))
+    if not search.is_spent:
+        search.grow(plain)
 
 
 def _cut(search: Search) -> None:
@@ -593,17 +561,11 @@ def _improve(search: Search) -> None:
 
 def _cut_plans(search: Search) -> list[tuple[Action, ...]]:
     """Return the plans where what crosses some cuts stays, and all between is dropped, for ever more cuts."""
-    problem = search.problem
-    segments = CutPlaces(problem.trace.step)
-    saved = [held for held in problem.values if not held.is_anchor]
-    total, parts, plans = sum(held.num_bytes for held in saved), 2.0, dict[tuple[Action, ...], None]()
-    while parts <= max(_MOST_PARTS, len(saved) // 5):
-        stays = segments.skeleton(total / parts)
-        parts *= _FINER
-        plans[
-            tuple(
-                _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
-                for index, held in enumerate(problem.values)
-            )
-        ] = None
-    return list(plans)
+    plans = (
+        tuple(
+            _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
+            for index, held in enumerate(search.problem.values)
+        )
+        for stays in CutPlaces(search.problem.trace.step).skeletons()
+    )
+    return list(dict.fromkeys(plans))
