@@ -106,21 +106,10 @@ class Front:
 
 
 def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
-    """Return the largest batch that fits in a budget, and whether one more was found not to.
+    """Return the largest batch that fits in a budget, and whether one more was found not to, after at most so many tries.
 
     Bytes rise with the batch, and almost in proportion: batches are guessed by a line through two that were tried, those that
-    enclose the answer if there are such, and halved where that does not help. Where the first does not fit, smaller ones are
-    tried, down to none.
-
-    Args:
-        num_bytes: what a batch of so many samples takes.
-        budget_bytes: what it may take.
-        begin: the batch to try first, 1 or more.
-        most: how many batches may be tried.
-
-    Example:
-        >>> largest(lambda batch: 10 + 3 * batch, 100, begin=4, most=10)
-        (30, True)
+    enclose the answer if there are such, and halved where that does not help.
     """
     tried = {0: 0}
 
@@ -183,12 +172,7 @@ def blocks_of(trace: StepTrace) -> list[ModuleOps]:
 
 
 def evenly(num_chosen: int, num_all: int) -> list[int]:
-    """Return so many places of all, at even distances.
-
-    Example:
-        >>> evenly(2, 6)
-        [2, 5]
-    """
+    """Return so many places of all, at even distances."""
     return [place for place in range(num_all) if (place + 1) * num_chosen // num_all != place * num_chosen // num_all]
 
 

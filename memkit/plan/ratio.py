@@ -21,7 +21,7 @@ from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
-    """Return a ratio that is fit to be used.
+    """Return a ratio that is fit to be used; `where` says in a message what it was given as.
 
     Raises:
         TypeError: it is no real number.
@@ -41,8 +41,8 @@ def first_to_leave(
     """Return the saves that leave, by index, and how many bytes all have that are not held.
 
     The shortest beginning of the saves whose bytes reach the share leaves. If what stays is less than the window, the latest of
-    those stay as well, as many as the window holds: they would still be on the device when the backward starts, so to copy them
-    would be in vain."""
+    those stay as well, as many as the window holds: they would still be on the device when the backward starts.
+    """
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
     wanted_bytes = ratio * seen_bytes * (1 - 1e-9)  # 0.1 is a little more than a tenth
@@ -283,17 +283,11 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that goes as an earlier one did.
+    """The bytes on a device during a backward that goes as an earlier one did, by the records in the order in which it asks
+    for them: their bytes, what was allocated beside them then, and whether they are on the device from the start.
 
-    What was allocated is known for the moments at which a record was asked for. The operator that asked then makes more: the
-    gradient of what it was given, which is as large. Its scratch memory is not known.
-
-    Args:
-        sizes_bytes: bytes of each record, in the order in which the backward asks for them. Each is free once the one after it
-            is asked for, at the latest.
-        working_bytes: for each, what was allocated beside the records when it was asked for.
-        stays: for each, whether it is on the device from the start.
-        limit_bytes: what of the records may be on the device when the backward begins.
+    The operator that asked then makes more: the gradient of what it was given, which is as large. Its scratch memory is not
+    known.
     """
 
     def __init__(

@@ -494,10 +494,8 @@ class Walks:
         return ranked[:_NUM_SEEDS]
 
     def smallest(self) -> Outcome:
-        """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at.
-
-        It is the same whatever limits were explored.
-        """
+        """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at: the same
+        whatever limits were explored."""
         if self._smallest is None:
             forwards = max(1.0, _FORWARDS / (self._num_events + 1))
             fresh = Walks(self.step, self.score, most_s=forwards * sum(self.step.lineage.seconds) or math.inf)

@@ -84,10 +84,7 @@ class RematPlanner:
         self._searched = set[int]()
 
     def best(self, budget_bytes: int) -> Outcome | None:
-        """Return the cheapest step that fits a budget, None if none was found.
-
-        It is the cheapest of all that were found, also for other budgets.
-        """
+        """Return the cheapest step that fits a budget of all that were found, also for other budgets; None if none does."""
         walks = self.walks
         if self._everything.peak_bytes <= budget_bytes and not self._everything.replayed_s:
             return self._everything

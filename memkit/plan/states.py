@@ -70,20 +70,8 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
 
 def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
     """Return the indices of pieces in the order in which a step takes the device the least time: what stays comes evenly
-    between what moves, so that the link never waits for it long. Both stay in their own order.
-
-    By the order of the groups, what is large and stays, as a head at the end, would be stepped when nothing is left to move.
-
-    Example:
-        >>> from memkit.plan import ParameterCosts, interleaved, plan_states
-        >>> sizes = [2**19] * 4 + [2**22]
-        >>> costs = [ParameterCosts(name="", numel=n, parameter_bytes=2 * n, state_bytes=8 * n) for n in sizes]
-        >>> plan = plan_states(costs, device_budget_bytes=8 * 2**22)
-        >>> [piece.is_resident for piece in plan.pieces]
-        [False, False, False, False, True]
-        >>> interleaved(plan.pieces)
-        [0, 1, 4, 2, 3]
-    """
+    between what moves, so that the link never waits for it long. Both stay in their own order. By the order of the groups,
+    what is large and stays, as a head at the end, would be stepped when nothing is left to move."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
     if not moving or not staying:
@@ -106,12 +94,7 @@ def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
 
 
 def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return sizes in the same order, in blocks that are each taken at once.
-
-    Example:
-        >>> side_by_side([2**27, 2**27, 2**20])
-        [[134217728, 134217728], [1048576]]
-    """
+    """Return sizes in the same order, in blocks that are each taken at once."""
     blocks: list[list[int]] = []
     room = 0
     for num_bytes in sizes_bytes:
@@ -135,11 +118,7 @@ def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
 
 def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
     """Return pieces, with those on the disk that host memory has no room for: the last to be stepped, while the first are
-    stepped from host memory, the disk reads.
-
-    Raises:
-        HostMemoryError: that is less than the buffers take.
-    """
+    stepped from host memory, the disk reads. Without a budget no more host memory than the buffers is taken."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
     moving = moving[::-1] if is_backward else moving
     in_host: list[int] = []

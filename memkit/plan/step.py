@@ -123,14 +123,8 @@ class GrowingLineage(Lineage):
     def add_op(
         self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
     ) -> tuple[int, ...]:
-        """Return the numbers of the values that a new op makes.
-
-        Args:
-            ins: the values that it reads.
-            outs_bytes: the bytes of the values that it makes.
-            seconds: what it takes.
-            taken: the values that it writes over: its last outputs are what they become, in this order.
-        """
+        """Return the numbers of the values that a new op makes, of which the last ones are what the values that it writes
+        over become, in the order of `taken`."""
         op, first = len(self.ins), len(self.maker)
         outs = tuple(range(first, first + len(outs_bytes)))
         self.num_bytes += outs_bytes
@@ -145,7 +139,7 @@ class GrowingLineage(Lineage):
 
 
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return for each request the first after it that comes from another node."""
+    """Return for each request the first after it that comes from another node, by the nodes of all requests."""
     ends: list[int] = []
     for start in range(len(nodes)):
         if len(ends) <= start:

@@ -80,11 +80,7 @@ class JointPlanner:
         return self._least
 
     def best(self, budget_bytes: int) -> Simulated:
-        """Return the step within a budget that is to be followed: the fastest that was found, or one that spares the host.
-
-        Raises:
-            BudgetInfeasible: none was found.
-        """
+        """Return the step within a budget that is to be followed: the fastest that was found, or one that spares the host."""
         found = self._fastest(budget_bytes)
         if not self.handling_s:
             return found
@@ -129,11 +125,7 @@ class JointPlanner:
         than that for a smaller budget, whatever was asked before.
 
         Searches are not monotone. So what is found for a budget counts for all larger ones, and all smaller ones would have to
-        be searched. The bound says below which of them no plan can be faster. Without it few are looked at, and a plan may be
-        slower by what they have missed.
-
-        Raises:
-            BudgetInfeasible: none was found.
+        be searched. The bound says below which of them no plan can be faster; without it few are looked at.
         """
         problem = self.problem
         if budget_bytes >= problem.plain_peak_bytes:
@@ -295,14 +287,8 @@ def _without_excess(start: Simulated) -> Simulated:
 def plan_budget_jointly(
     problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
 ) -> MemoryPlan:
-    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device.
-
-    It is never slower than the best plan of one of `actions` alone, or than that for a smaller budget: see
-    `JointPlanner.steady`.
-
-    Raises:
-        BudgetInfeasible: none was found; see `JointPlanner.plan`.
-    """
+    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device: never slower than
+    the best plan of one of `actions` alone, or than that for a smaller budget."""
     return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
 
 

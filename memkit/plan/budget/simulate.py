@@ -435,12 +435,7 @@ class _Run:
 
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
-
-        Args:
-            levels: bytes at each point.
-            begin: the point.
-            wanted: for each value the other point and its place in `Problem.values`, in that order.
-        """
+        `wanted` has for each value the other point and its place in `Problem.values`, in that order."""
         fitting: list[tuple[int, int]] = []
         reached, most = begin, 0
         smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)
