@@ -459,7 +459,7 @@ class Walks:
         self.is_large = self._num_events > _LARGE
         self._held = self._anchor_sets()
         self._orders: dict[frozenset[int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._explored = set[float]()
+        self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None
 
     def _anchor_sets(self) -> dict[frozenset[int], int]:
@@ -488,9 +488,8 @@ class Walks:
         return found
 
     def seeds(self, limit_bytes: float) -> list[Outcome]:
-        """Return the few best steps under a limit."""
-        self.explore(limit_bytes)
-        ranked = sorted(self.found, key=lambda outcome: (max(outcome.peak_bytes, limit_bytes), outcome.replayed_s))
+        """Return the few best steps that were simulated for a limit: the same whatever other limits were explored."""
+        ranked = sorted(self.explore(limit_bytes), key=lambda found: (max(found.peak_bytes, limit_bytes), found.replayed_s))
         return ranked[:_NUM_SEEDS]
 
     def smallest(self) -> Outcome:
@@ -524,20 +523,28 @@ class Walks:
 
     def cheapest(self, budget_bytes: float) -> Outcome | None:
         """Return the cheapest of all that were looked at and fit a budget, None if none does."""
-        fitting = (outcome for outcome in self.found if outcome.peak_bytes <= budget_bytes)
-        return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
+        return _cheapest(self.found, budget_bytes)
 
-    def explore(self, limit_bytes: float) -> None:
-        if limit_bytes <= 0 or limit_bytes in self._explored:
-            return
-        self._explored.add(limit_bytes)
+    def explore(self, limit_bytes: float) -> Sequence[Outcome]:
+        """Simulate steps under a limit, and return them."""
+        if limit_bytes > 0 and limit_bytes not in self._explored:
+            found = list[Outcome]()
+            for dropped, anchors in self._candidates(limit_bytes):
+                best = _cheapest(found, limit_bytes)
+                outcome = self.walk(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
+                if outcome.replayed_s < math.inf:
+                    found.append(outcome)
+            self._explored[limit_bytes] = found
+        return self._explored.get(limit_bytes, [])
+
+    def _candidates(self, limit_bytes: float) -> Iterator[tuple[Collection[int], frozenset[int]]]:
         for anchors in self._held_within(limit_bytes):
             if anchors or not self.is_large:
                 order, peaks = self._drop_order(anchors)
                 for length in self._lengths(peaks, limit_bytes):
-                    self._walk_cheaper(order[:length], limit_bytes, anchors)
+                    yield order[:length], anchors
             if not (anchors and self.is_large):  # without: up to 7 %
-                self._walk_cheaper(self.step.dropped, limit_bytes, anchors)
+                yield self.step.dropped, anchors
 
     def exchange(self, limit_bytes: float) -> None:
         """Drop a value more, or one less, or a few at once, where that helps; what takes longest to make first."""
@@ -574,6 +581,7 @@ class Walks:
         lengths = {min(range(len(peaks)), key=peaks.__getitem__), len(peaks) - 1} if fits is None else {fits}
         return sorted({max(length, len(self.asked)) for length in lengths})
 
-    def _walk_cheaper(self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int]) -> None:
-        best = self.cheapest(limit_bytes)
-        self.walk(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
+
+def _cheapest(found: Sequence[Outcome], budget_bytes: float) -> Outcome | None:
+    fitting = (outcome for outcome in found if outcome.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)

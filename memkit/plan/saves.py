@@ -90,8 +90,8 @@ class RematPlanner:
             return self._everything
         seeds = walks.seeds(budget_bytes)
         if not walks.is_large and budget_bytes not in self._searched:
-            self._searched.add(budget_bytes)
             self._search(budget_bytes, seeds)
+            self._searched.add(budget_bytes)
         if walks.cheapest(budget_bytes) is None:
             walks.smallest()
         return walks.cheapest(budget_bytes)
