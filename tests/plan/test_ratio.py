@@ -29,7 +29,7 @@ from memkit.plan import (
 )
 from memkit.plan import ratio as costs
 from memkit.plan.plans import limit_of
-from memkit.profile import MemoryReport, SavedCategory, timed_saves
+from memkit.profile import MemoryReport, SavedCategory, SavedTensorRecord, timed_saves
 from memkit.transfer import Link
 
 MIB = 2**20
@@ -384,40 +384,24 @@ def with_times(report: MemoryReport) -> MemoryReport:
 
 
 def test_timed_saves_are_those_of_the_report(report: MemoryReport) -> None:
-    saves = timed_saves(with_times(report), 0)
+    timed = with_times(report)
+    first, second, *rest = timed.saved
 
-    assert saves == [
+    def of(*saved: SavedTensorRecord, min_bytes: int = 0) -> list[TimedSave]:
+        return timed_saves(dataclasses.replace(timed, saved=saved), min_bytes)
+
+    assert of(*timed.saved) == [
         save(16384, 0.0, 1.5, is_held=True),  # the input: the caller holds it
         save(16384, 0.25, 1.25),
         save(16384, 0.5, 1.0),
         save(16384, 0.75, 0.75),
     ]
-
-
-def test_timed_saves_leave_out_what_is_small(report: MemoryReport) -> None:
-    timed = with_times(report)
-    saved = (timed.saved[0], dataclasses.replace(timed.saved[1], storage_bytes=16385), *timed.saved[2:])
-
-    assert [item.num_bytes for item in timed_saves(dataclasses.replace(timed, saved=saved), 16385)] == [16385]
-    assert len(timed_saves(timed, 16384)) == len(timed.saved)
-
-
-def test_timed_saves_leave_out_parameters_in_another_dtype(report: MemoryReport) -> None:
-    timed = with_times(report)
-    cast = dataclasses.replace(timed.saved[1], category=SavedCategory.PARAM_CAST)
-
-    saves = timed_saves(dataclasses.replace(timed, saved=(timed.saved[0], cast, *timed.saved[2:])), 0)
-
-    assert [item.saved_at_s for item in saves] == [0.0, 0.5, 0.75]
-
-
-def test_save_that_the_backward_never_asked_for_is_needed_at_its_end(report: MemoryReport) -> None:
-    timed = with_times(report)
-    unasked = dataclasses.replace(timed.saved[1], needed_at_s=None)
-
-    saves = timed_saves(dataclasses.replace(timed, saved=(timed.saved[0], unasked)), 0)
-
-    assert [item.needed_at_s for item in saves] == [1.5, 2.0]
+    larger = dataclasses.replace(second, storage_bytes=16385)
+    assert [item.num_bytes for item in of(first, larger, *rest, min_bytes=16385)] == [16385]  # what is small is left out
+    cast = dataclasses.replace(second, category=SavedCategory.PARAM_CAST)
+    assert [item.saved_at_s for item in of(first, cast, *rest)] == [0.0, 0.5, 0.75]  # and parameters in another dtype
+    unasked = dataclasses.replace(second, needed_at_s=None)
+    assert [item.needed_at_s for item in of(first, unasked)] == [1.5, 2.0]  # what is never asked for, at the end
 
 
 def test_report_without_times_is_refused(report: MemoryReport) -> None:

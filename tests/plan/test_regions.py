@@ -49,10 +49,10 @@ class Build:
         self.saves += [made] * own
         return made
 
-    def begin(self, name: str, inputs: Sequence[int]) -> None:
+    def begin(self, name: str, inputs: Sequence[int], *, is_span: bool = False) -> None:
         parent = self._open[-1]["index"] if self._open else -1
         call = {"name": name, "parent": parent, "index": len(self.calls), "inputs": tuple(inputs)}
-        call |= {"save": len(self.saves), "op": len(self.lineage.ins)}
+        call |= {"save": len(self.saves), "op": len(self.lineage.ins), "is_span": is_span}
         self.calls.append(call)
         self._open.append(call)
 
@@ -68,6 +68,7 @@ class Build:
             num_ops=ops[1] - ops[0],
             inputs=call["inputs"],
             why_not=why_not,
+            is_span=call["is_span"],
         )
 
     def planner(self, costs: HostCosts) -> RegionPlanner:
@@ -355,7 +356,7 @@ def row_of(kinds: Sequence[str], sizes: dict[str, int], *, with_spans: bool) -> 
     for place, kind in enumerate(kinds):
         for first, stop in spans:
             if first == place and stop - first < len(kinds):
-                build.begin(f"{first}:{stop}", [x])
+                build.begin(f"{first}:{stop}", [x], is_span=True)
         build.begin(f"{place}", [x])
         x = build.op([x], sizes[kind], saves=[x], own=False)
         build.end()
@@ -378,55 +379,10 @@ def test_flat_row_keeps_to_budgets_that_single_members_do_not(costs: HostCosts) 
     assert found is not None
     assert all(":" in planner.calls[index].name for index in found.chosen)
     assert planner.least().peak_bytes < whole / 5
-
-
-def with_spans(build: Build, parent: int, size: int) -> list[ModuleCall]:
-    """Return the calls of a step with those of the spans of the children of one."""
-    calls = build.calls
-    places = [index for index, call in enumerate(calls) if call.parent == parent]
-    spans = find_spans("a" * size, [False] * size)
-    found: list[ModuleCall] = []
-    new = dict[int, int]()
-    around = list[tuple[int, int]]()
-    for index, call in enumerate(calls):
-        if call.parent == parent:
-            child = places.index(index)
-            around = [(stop, place) for stop, place in around if stop > child]
-            for first, stop in spans:
-                if first == child and stop - first < size:
-                    inside = [calls[place] for place in places[first:stop]]
-                    found.append(
-                        replace(
-                            inside[0],
-                            name=f"layers.{first}:{stop}",
-                            parent=around[-1][1] if around else new[parent],
-                            saves=(inside[0].saves[0], inside[-1].saves[1]),
-                            ops=(inside[0].ops[0], inside[-1].ops[1]),
-                            num_ops=sum(one.num_ops for one in inside),
-                            is_span=True,
-                        )
-                    )
-                    around.append((stop, len(found) - 1))
-            new[index] = len(found)
-            found.append(replace(call, parent=around[-1][1] if around else new[parent]))
-        else:
-            new[index] = len(found)
-            found.append(replace(call, parent=-1 if call.parent < 0 else new[call.parent]))
-    return found
-
-
-@pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("count", [5, *(pytest.param(count, marks=pytest.mark.slow) for count in (12, 24))])
-def test_model_of_blocks_is_planned_no_worse_with_spans_of_them(count: int, uneven: bool, costs: HostCosts) -> None:
-    build = layers(count, uneven=uneven)
-    without = build.planner(costs)
-    planner = RegionPlanner(without.step, with_spans(build, 0, count), costs, num_ops=len(build.lineage.ins))
-
-    for choice in (*evenly_spaced(without, "layers"), *map(without.simulate, [c.chosen for c in without._explored()])):
+    for choice in alone._explored():
         found = planner.best(choice.peak_bytes)
         assert found is not None
-        assert planner.seconds(found) <= planner.seconds(choice) + 1e-9
+        assert planner.seconds(found) <= planner.seconds(choice) + 1e-9  # with spans it is no worse
 
 
 # Two blocks, of 30 and 40 bytes inside and inputs of 10 bytes, and a loss: saved in the slots 0 to 4, asked for in 5 to 9.

@@ -16,22 +16,6 @@ from memkit.plan.remat import CutPlaces, Outcome, drop_order, simulate
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
 
-def test_ops_and_values_are_numbered_as_they_come() -> None:
-    lineage = GrowingLineage()
-    root = lineage.add_root(10)
-
-    first = lineage.add_op([root], [20, 30], 1.5)
-    second = lineage.add_op(first, [40], 2.5)
-
-    assert (root, first, second) == (0, (1, 2), (3,))
-    assert lineage.num_bytes == [10, 20, 30, 40]
-    assert lineage.maker == [NO_OP, 0, 0, 1]
-    assert lineage.ins == [(0,), (1, 2)]
-    assert lineage.outs == [(1, 2), (3,)]
-    assert lineage.seconds == [1.5, 2.5]
-    assert lineage.taken == {}
-
-
 def test_last_outputs_are_what_written_values_become() -> None:
     lineage = GrowingLineage()
     first, second = lineage.add_root(10), lineage.add_root(20)
