@@ -439,7 +439,7 @@ _SMALL = 100
 _MOST_EXCHANGED = 3
 """So many values are exchanged at once: without any exchange up to 4 %, in small steps with nothing but single ones more."""
 _MOST_MOVES = 120
-_EXCHANGED = 30_000
+_EXCHANGED = 15_000
 """So many ops, saves and requests are simulated again to see what the exchange of single values brings."""
 _NUM_SEEDS = 3
 
