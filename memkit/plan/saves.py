@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import accumulate
 
 from memkit.plan.budget.problem import Problem, make_problem
@@ -98,9 +99,10 @@ class RematPlanner:
 
     def _search(self, budget_bytes: int, seeds: list[Outcome]) -> None:
         if self._problem is None:
-            self._problem = problem_of_saves(self.step)
+            self._problem = problem_of_saves(replace(self.step, fixed=self.step.fixed | self.step.moved))
         values = self._problem.values
-        found = search_plan(self._problem, budget_bytes, _RECOMPUTE, seeds=seeds)
+        moved_bytes = sum(self.step.lineage.num_bytes[value] for value in self.step.moved.intersection(self.step.saves))
+        found = search_plan(self._problem, budget_bytes + moved_bytes, _RECOMPUTE, seeds=seeds)
         gone = {held.value for held, action in zip(values, found.actions, strict=True) if action is Action.RECOMPUTE}
         dropped = gone.intersection(self.step.saves) | self.walks.asked
         anchors = frozenset(held.value for held in values if held.is_anchor and held.value not in gone)
