@@ -498,8 +498,9 @@ class Walks:
         if self._smallest is None:
             forwards = max(1.0, _FORWARDS / (self._num_events + 1))
             fresh = Walks(self.step, self.score, most_s=forwards * sum(self.step.lineage.seconds) or math.inf)
-            self._smallest = fresh._search_smallest()
-            self.found.append(self._smallest)
+            found = fresh._search_smallest()
+            self.found.append(found)
+            self._smallest = found
         return self._smallest
 
     def least(self) -> Outcome:
