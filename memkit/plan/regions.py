@@ -16,8 +16,6 @@ from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from memkit.plan.budget.problem import HeldValue, Problem
 
 

@@ -6,15 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from memkit.core.sizes import DISK_PAGE_BYTES, HOST_PAGE_BYTES, check_bytes, format_bytes, rounded
 from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update
-
-if TYPE_CHECKING:
-    from memkit.plan.state_costs import StatePiece
-
 
 NUM_BUFFERS = 4
 """Buffers in host memory that pieces on a disk pass through: some are read to, one is in use, others are written from."""

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import add
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from memkit.plan.timeline import Lane, Levels, Timeline
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
-    from memkit.plan.plans import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +62,13 @@ class Simulated:
     """Bytes above the budget at the worst slot; 0 if it fits."""
     excess_bytes: int
     """The same, summed over all points."""
-    worst_slot: int
+    worst_slot: int = 0
     replayed_s: float
-    stall_s: float
-    moved_bytes: int
-    moves: tuple[Move, ...]
-    replays: tuple[SimulatedReplay, ...]
-    held_until: dict[int, int]
+    stall_s: float = 0.0
+    moved_bytes: int = 0
+    moves: tuple[Move, ...] = ()
+    replays: tuple[SimulatedReplay, ...] = ()
+    held_until: dict[int, int] = field(default_factory=dict)
     """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
     levels: tuple[int, ...]
     """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
@@ -246,7 +245,15 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, 
         run.most_replayed_s = most_replayed_s
         stays = run.memory()
         if run.most_replayed_s < 0:
-            return run.given_up()
+            return Simulated(
+                actions=tuple(actions),
+                seconds=math.inf,
+                peak_bytes=_EVERYTHING,
+                over_bytes=_EVERYTHING,
+                excess_bytes=_EVERYTHING,
+                replayed_s=math.inf,
+                levels=tuple(run.levels),
+            )
         if not stays:
             return run.outcome()
         changed = list(actions)
@@ -514,23 +521,6 @@ class _Run:
             replays=tuple(self.replays),
             held_until=self.last_read,
             levels=self.beside_fetches,
-        )
-
-    def given_up(self) -> Simulated:
-        return Simulated(
-            actions=tuple(self.actions),
-            seconds=math.inf,
-            peak_bytes=_EVERYTHING,
-            over_bytes=_EVERYTHING,
-            excess_bytes=_EVERYTHING,
-            worst_slot=0,
-            replayed_s=math.inf,
-            stall_s=0.0,
-            moved_bytes=0,
-            moves=(),
-            replays=(),
-            held_until={},
-            levels=tuple(self.levels),
         )
 
     def _slot_of(self, point: int) -> int:
