@@ -214,7 +214,7 @@ class Rematerialize(RecordedContext):
         everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=device, pure_ops=pure_ops)
         run_without_data(step, target, _Within(state, everything._options))
         trace = state.traces.latest
-        return 0 if trace is None or trace.ops is None else trace.ops.planner(score).smallest().peak_bytes
+        return 0 if trace is None or trace.ops is None else trace.ops.planner(score).walks.smallest().peak_bytes
 
 
 class _Within:

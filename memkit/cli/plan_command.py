@@ -16,12 +16,10 @@ from torch import nn
 from memkit.cli.specs import UsageError, autocast, loss_of, make_inputs, model_of, said_as
 from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
-from memkit.plan import ShardedParameter, ShardPlan, plan_shards
+from memkit.plan import Problem, ShardedParameter, ShardPlan, StepTrace, find_gpu, make_problem, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
-from memkit.plan.budget import Problem, least_budget, make_problem
+from memkit.plan.budget.planning import least_budget
 from memkit.plan.front import LargestBatch, draw, largest, make_front, to_text
-from memkit.plan.gpu import find_gpu
-from memkit.plan.step import StepTrace
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.alive import AliveStorage, MemoryCategory
 from memkit.profile.optimizer_states import state_bytes_of

@@ -13,7 +13,8 @@ Saved tensors:
 
 Recomputing:
 
-- `remat`: from a budget to what is dropped, op by op
+- `saves`: from a budget for saved tensors alone to what is dropped, op by op
+- `remat`: cuts, drop orders, and steps that a `Walk` keeps to a limit: what plans begin from
 - `eviction`: what is evicted and how it is recomputed: used by the simulation and by the real step
 - `regions`: which calls of modules, and runs of neighbors, are recomputed as a whole
 
@@ -32,23 +33,25 @@ Weights and optimizer states:
 """
 
 from memkit.plan.asked import budget_or_share, plan_memory
-from memkit.plan.budget import (
-    JointPlanner,
-    MemoryPlan,
-    Moving,
-    Problem,
-    fit_copies,
-    fit_regions,
-    make_problem,
-    peak_with_regions,
-)
+from memkit.plan.budget.planning import JointPlanner
+from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.gpu import GpuSpec, Link, find_gpu
-from memkit.plan.plans import Action, Plan, PlannedSave, infeasible, tell_kept
+from memkit.plan.plans import Action, MemoryPlan, Plan, PlannedValue, infeasible, tell_kept
 from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
-from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionNeeds, RegionPlanner, find_spans
-from memkit.plan.remat import RematPlanner
+from memkit.plan.regions import (
+    HostCosts,
+    ModuleCall,
+    Moving,
+    RegionChoice,
+    RegionNeeds,
+    RegionPlanner,
+    find_spans,
+    fit_copies,
+    fit_regions,
+    peak_with_regions,
+)
 from memkit.plan.residency import (
     LayerCosts,
     LayerResidency,
@@ -62,6 +65,7 @@ from memkit.plan.residency import (
     slot_size_of,
     slot_sizes,
 )
+from memkit.plan.saves import RematPlanner
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, aligned
@@ -118,7 +122,7 @@ __all__ = [
     "ParameterCosts",
     "Plan",
     "PlannedLayer",
-    "PlannedSave",
+    "PlannedValue",
     "Problem",
     "RatioSoFar",
     "RegionChoice",

@@ -7,8 +7,10 @@ from numbers import Integral
 from typing import Protocol
 
 from memkit.core.sizes import check_budget, format_bytes
-from memkit.plan.budget import MemoryPlan, Problem, make_problem, plan_budget_jointly
+from memkit.plan.budget.planning import plan_budget_jointly
+from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.gpu import GpuSpec, find_gpu
+from memkit.plan.plans import MemoryPlan
 from memkit.plan.step import StepTrace
 
 _FEWEST_BYTES = 2**20
@@ -68,7 +70,6 @@ def plan_memory(
 
 
 def trace_of(source: TracedReport | StepTrace) -> StepTrace:
-    """Return the trace of a report, or what is one."""
     if isinstance(source, StepTrace):
         return source
     if not hasattr(source, "trace"):
@@ -115,7 +116,6 @@ def budget_or_share(budget: int | float | str) -> int | float:
 
 
 def budget_bytes_of(budget: int | float | str, problem: Problem) -> int:
-    """Return a budget in bytes, and refuse one that the GPU does not have."""
     checked = budget_or_share(budget)
     budget_bytes = checked if isinstance(checked, int) else int(checked * problem.plain_peak_bytes)
     gpu = problem.gpu

@@ -32,12 +32,7 @@ class Residency(Enum):
     """In a file, or in a buffer on their way there, and nowhere else."""
 
     def may_become(self, following: Residency) -> bool:
-        """Tell whether this state may be followed by another one.
-
-        Example:
-            >>> Residency.DEVICE.may_become(Residency.DIRTY), Residency.DIRTY.may_become(Residency.HOST)
-            (True, False)
-        """
+        """Tell whether this state may be followed by another one."""
         return following in _FOLLOWING[self]
 
 
@@ -59,11 +54,8 @@ class Region:
     """A range of a chunk with one tensor, or several that share bytes."""
 
     start: int
-    """The first byte in the chunk."""
     stop: int
-    """The first byte behind it."""
     offsets: tuple[int, ...]
-    """Where each of the tensors begins in the chunk, in bytes."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,19 +72,8 @@ class ChunkLayout:
 
 
 def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
-    """Return where tensors lie in a chunk.
-
-    Args:
-        groups: for each region, where each of its tensors begins and ends, in bytes: in whatever storage it lies now, which
-            tensors of one region share. What they have in common there they have in common in the chunk.
-
-    Example:
-        >>> layout = lay_out([[(0, 400)], [(1024, 1096), (1032, 1096)]])
-        >>> [(region.start, region.stop, region.offsets) for region in layout.regions]
-        [(512, 912, (512,)), (1024, 1096, (1024, 1032))]
-        >>> layout.num_bytes
-        1536
-    """
+    """Return where tensors lie in a chunk. In each region, tensors begin and end at given bytes of whatever storage they
+    share now: what they have in common there they have in common in the chunk."""
     regions, end = [], HEADER_BYTES
     for group in groups:
         low, high = min(begin for begin, _ in group), max(stop for _, stop in group)

@@ -34,7 +34,6 @@ class CopySchedule:
     num_released: tuple[int, ...]
     """For each save, how many of these the device has let go of by then; and at last at the end of the forward."""
     back: tuple[tuple[int, ...], ...]
-    """The batches that come back."""
     requests: tuple[int, ...]
     """The values that the backward asks for, in the order of first requests: those that leave, and those others whose request
     is a moment at which something is fetched."""
@@ -56,17 +55,6 @@ def schedule_copies(
     limit_bytes: int,
     forecast: Forecast | None,
 ) -> CopySchedule:
-    """Return when the copies of a step are due.
-
-    Args:
-        sizes_bytes: bytes of each saved value, by its number.
-        leaving: those that leave.
-        saves: the value that each save is of, perhaps again; -1 for what does not count.
-        ready: for each that leaves, the save from which on it may be copied: `len(saves)` for the end of the forward.
-        requests: the value of each request of the backward, perhaps again.
-        limit_bytes: what of these values the device may hold.
-        forecast: how full the device is at the first request of each value; None if that is not known.
-    """
     out, num_sent, num_released, peak_bytes = _forward(sizes_bytes, leaving, saves, ready, limit_bytes)
     gone = {value for batch in out[: num_released[-1]] for value in batch}
     order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, forecast)

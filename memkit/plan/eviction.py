@@ -82,14 +82,7 @@ class ValueStore(Protocol):
 class Walk:
     """Walks through the saves and requests of a step under a limit in bytes: what is evicted, and what is recomputed.
 
-    All sizes are bytes of storages.
-
-    Args:
-        lineage: how values are made. It may grow.
-        score: chooses what is evicted when room is short.
-        limit_bytes: what saved values and replays may take on the device.
-        store: what has the values. It is not kept alive: it may own the walk.
-    """
+    All sizes are bytes of storages."""
 
     def __init__(self, lineage: Lineage, score: DTRScore, limit_bytes: float, store: ValueStore) -> None:
         self.lineage = lineage
@@ -128,7 +121,6 @@ class Walk:
         """No value after this one may be dropped."""
 
     def staleness(self, value: int) -> int:
-        """Return how many saves and requests ago a value came to the device, at least 1."""
         return self.clock - self._touched[value] + 1
 
     def note_request(self, value: int, node: int) -> None:
@@ -147,12 +139,10 @@ class Walk:
         self._come.append(value)
 
     def drop(self, value: int) -> bool:
-        """Drop a value; tell whether that was possible."""
         self.evictable.pop(value, None)
         return self._store.drop(value)
 
     def note_peak(self) -> None:
-        """The bytes on the device may have grown."""
         self.peak_bytes = max(self.peak_bytes, self._store.live_bytes + self.temp_bytes)
 
     def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
@@ -196,12 +186,10 @@ class Walk:
         self._last_evictable = max(self.evictable, default=-1)
 
     def _entry(self, value: int, cost_s: float) -> tuple[float, int]:
-        """Return what values are ranked by, for a cost."""
         distance = self._store.distance(value) if self.score.distance == "next_use" else self.staleness(value)
         return (cost_s + _LEAST_COST_S) / (self.lineage.num_bytes[value] + 1) / distance, value
 
     def _bound_s(self, value: int) -> float:
-        """Return seconds that making a value again takes at least."""
         bound_s = self._least_s.get(value)
         return self.lineage.seconds[self.lineage.maker[value]] if bound_s is None else bound_s
 

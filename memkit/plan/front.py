@@ -15,9 +15,10 @@ from memkit._version import __version__
 from memkit.core.extras import library
 from memkit.core.sizes import format_gib
 from memkit.errors import BudgetInfeasible
-from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, unsure
+from memkit.plan.budget.planning import JointPlanner, unsure
+from memkit.plan.budget.problem import Problem
 from memkit.plan.budget.simulate import simulate
-from memkit.plan.plans import Action
+from memkit.plan.plans import Action, MemoryPlan
 from memkit.plan.shards import ShardPlan
 from memkit.plan.step import NO_OP, ModuleOps, StepTrace
 
@@ -34,11 +35,8 @@ class CheckpointedBlocks:
     """The step with some of a model's blocks checkpointed."""
 
     num_blocks: int
-    """How many blocks are checkpointed."""
     peak_bytes: int
-    """Peak of the step on the device."""
     step_s: float
-    """Seconds of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +44,16 @@ class FrontRow:
     """One budget. What does not fit in it is None; of a row without `step_s`, nothing does."""
 
     budget_bytes: int
-    """The budget for the whole device."""
     peak_bytes: int | None = None
-    """Predicted peak of the step with the plan."""
     step_s: float | None = None
-    """Predicted seconds of the step with the plan."""
     bound_s: float | None = None
     """No plan of the budget takes less; None without scipy as well."""
     replayed_s: float = 0.0
     """Of these, seconds of ops that run again."""
     moved_bytes: int = 0
-    """To the host, and as many back."""
     num_kept: int = 0
-    """Saved values that stay on the device."""
     num_moved: int = 0
-    """Saved values that move to the host."""
     num_again: int = 0
-    """Saved values that are recomputed."""
     offload_s: float | None = None
     """The step with the best plan that recomputes nothing."""
     recompute_s: float | None = None
@@ -76,11 +67,8 @@ class LargestBatch:
     """The most samples in a step that fit in a budget. One more does not, unless the search stopped before."""
 
     budget_bytes: int
-    """The budget for the whole device."""
     num_plain: int
-    """Samples of the plain step."""
     num_planned: int
-    """Samples with a plan."""
     is_plain_found: bool = True
     """False where the search stopped: more may fit."""
     is_planned_found: bool = True
@@ -92,19 +80,12 @@ class Front:
     """Time against peak memory of one step on one GPU, as planned."""
 
     model: str
-    """The class of the model."""
     inputs: str
-    """The shapes of its inputs, as text."""
     gpu: str
-    """The GPU that the step is planned for."""
     is_measured: bool
-    """Whether predictions for the GPU were compared with steps on it."""
     optimizer: str | None
-    """The class of the optimizer whose states are counted; None for none."""
     plain_s: float
-    """Predicted seconds of the plain step."""
     plain_peak_bytes: int
-    """Predicted peak of the plain step."""
     least_bytes: int
     """The smallest budget that a plan was found for."""
     least_module: str
@@ -112,9 +93,7 @@ class Front:
     least_op: str
     """The op there at which most is needed; "" if that is not known."""
     rows: tuple[FrontRow, ...]
-    """One row for each budget."""
     batch: LargestBatch | None = None
-    """The largest batch, if that was asked for."""
     ranks: ShardPlan | None = None
     """Where the model is split: what each rank takes, which is in all peaks."""
     notes: tuple[str, ...] = ()
@@ -127,21 +106,10 @@ class Front:
 
 
 def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
-    """Return the largest batch that fits in a budget, and whether one more was found not to.
+    """Return the largest batch that fits in a budget, and whether one more was found not to, after at most so many tries.
 
     Bytes rise with the batch, and almost in proportion: batches are guessed by a line through two that were tried, those that
-    enclose the answer if there are such, and halved where that does not help. Where the first does not fit, smaller ones are
-    tried, down to none.
-
-    Args:
-        num_bytes: what a batch of so many samples takes.
-        budget_bytes: what it may take.
-        begin: the batch to try first, 1 or more.
-        most: how many batches may be tried.
-
-    Example:
-        >>> largest(lambda batch: 10 + 3 * batch, 100, begin=4, most=10)
-        (30, True)
+    enclose the answer if there are such, and halved where that does not help.
     """
     tried = {0: 0}
 
@@ -204,12 +172,7 @@ def blocks_of(trace: StepTrace) -> list[ModuleOps]:
 
 
 def evenly(num_chosen: int, num_all: int) -> list[int]:
-    """Return so many places of all, at even distances.
-
-    Example:
-        >>> evenly(2, 6)
-        [2, 5]
-    """
+    """Return so many places of all, at even distances."""
     return [place for place in range(num_all) if (place + 1) * num_chosen // num_all != place * num_chosen // num_all]
 
 
@@ -236,11 +199,6 @@ def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Act
 
 
 def checkpoint_curve(problem: Problem, *, most: int = 12) -> list[CheckpointedBlocks]:
-    """Return what the step takes with blocks at even distances checkpointed: few of them first, all of them last.
-
-    Args:
-        most: for how many numbers of blocks at most. Of more blocks some numbers are left out.
-    """
     blocks = blocks_of(problem.trace)
     if not blocks:
         return []
@@ -332,11 +290,6 @@ def make_front(
 ) -> tuple[Front, dict[int, MemoryPlan]]:
     """Return the front of a step, and its plans by their budgets in bytes.
 
-    Args:
-        limits: budgets in bytes; None for `num_budgets` from the plain step's peak down to the least.
-        optimizer: whose states are in the problem, for people.
-        needs_plan: without it, a step that keeps to no budget has rows without figures.
-
     Raises:
         BudgetInfeasible: no budget can be kept to, and a plan is needed.
     """
@@ -427,11 +380,7 @@ _GO = (5, 7, 4, _MOVED, 10, 8, 9)
 
 
 def to_text(front: Front, *, width: int | None = None) -> str:
-    """Return the table, one row per budget, with what is said of the whole above and below it.
-
-    Args:
-        width: no line is longer: a table that is too wide loses columns, the least telling first. None keeps all.
-    """
+    """Return the table, one row per budget, with what is said of the whole above and below it."""
     columns = _COLUMNS if width is None else min(width, _COLUMNS)
     unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
     heads = [

@@ -32,9 +32,7 @@ class Link:
     """
 
     d2h_bytes_per_s: float
-    """Bandwidth from the device to the host."""
     h2d_bytes_per_s: float
-    """Bandwidth from the host to the device."""
     latency_s: float = 0.0
     """Seconds of a copy of no bytes."""
 
@@ -91,7 +89,6 @@ class GpuSpec:
     disk_write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """The same for writes."""
     source: str
-    """Where the figures are from."""
     is_measured: bool = False
     """Whether predictions for it were compared with steps on it."""
 
@@ -207,21 +204,16 @@ _OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075
 
 def _from_datasheet(
     name: str,
-    *,
     memory_gib: float,
     memory_gb_per_s: float,
     tflops: tuple[float, float, float],
     link_gb_per_s: tuple[float, float, float],
     source: str,
+    *,
     is_measured: bool = False,
 ) -> GpuSpec:
-    """Return a spec from what a datasheet says.
-
-    Args:
-        memory_gib: what CUDA reports as total, rounded down.
-        tflops: dense ones of matrix products: of 16-bit dtypes summed in float32, of TF32, of float64.
-        link_gb_per_s: to the host, back, and each way with both at once.
-    """
+    """Return a spec from what CUDA reports as memory, rounded down, and a datasheet: dense TFLOPS of 16-bit dtypes summed
+    in float32, of TF32, of float64; the link to the host, back, and each way with both at once."""
     half, tf32, double = (1e12 * _OF_FLOPS * figure for figure in tflops)
     out, back, both = (1e9 * figure for figure in link_gb_per_s)
     return GpuSpec(
@@ -243,83 +235,30 @@ _PCIE4 = (25.0, 25.0, 21.0)
 worse in the way of PCIe 5, and differs from board to board."""
 _PCIE5 = (55.3, 55.5, 50.8)
 """The same of PCIe 5 x16, as measured by memkit beside an H200."""
+_C2C = (290.0, 370.0, 250.0)
+_HOPPER = (989.4, 494.7, 66.9)
+_AMPERE = (312.0, 156.0, 19.5)
+_OF_H200 = "NVIDIA H200 datasheet (SXM); speeds reached and link (PCIe 5) as measured by memkit"
+_OF_H100 = "NVIDIA H100 datasheet and Hopper whitepaper (SXM5, 80 GB); link as of an H200"
+_OF_A100 = "NVIDIA A100 datasheet (SXM4, {} GB); link: PCIe 4 x16"
+_OF_3060 = "28 SMs at 1.777 GHz, each as of the GA102 whitepaper, and 360 GB/s (12 GB); link: PCIe 4 x16"
+_OF_GH200 = "NVIDIA GH200 datasheet (96 GB); link: NVLink-C2C, 450 GB/s each way, of which copies reach less: a guess"
+_OF_L40S = "NVIDIA L40S datasheet (48 GB); link: PCIe 4 x16"
+_OF_4090 = "NVIDIA Ada architecture whitepaper (24 GB); link: PCIe 4 x16"
+_OF_3090 = "NVIDIA Ampere GA102 architecture whitepaper (24 GB); link: PCIe 4 x16"
 
 GPUS: Mapping[str, GpuSpec] = {
     spec.name: spec
     for spec in (
-        _from_datasheet(
-            "H200",
-            memory_gib=139,
-            memory_gb_per_s=4800,
-            tflops=(989.4, 494.7, 66.9),
-            link_gb_per_s=_PCIE5,
-            source="NVIDIA H200 datasheet (SXM); speeds reached and link (PCIe 5) as measured by memkit",
-            is_measured=True,
-        ),
-        _from_datasheet(
-            "H100",
-            memory_gib=79,
-            memory_gb_per_s=3350,
-            tflops=(989.4, 494.7, 66.9),
-            link_gb_per_s=_PCIE5,
-            source="NVIDIA H100 datasheet and Hopper whitepaper (SXM5, 80 GB); link as of an H200",
-        ),
-        _from_datasheet(
-            "A100-80",
-            memory_gib=79,
-            memory_gb_per_s=2039,
-            tflops=(312.0, 156.0, 19.5),
-            link_gb_per_s=_PCIE4,
-            source="NVIDIA A100 datasheet (SXM4, 80 GB); link: PCIe 4 x16",
-        ),
-        _from_datasheet(
-            "A100-40",
-            memory_gib=39,
-            memory_gb_per_s=1555,
-            tflops=(312.0, 156.0, 19.5),
-            link_gb_per_s=_PCIE4,
-            source="NVIDIA A100 datasheet (SXM4, 40 GB); link: PCIe 4 x16",
-        ),
-        _from_datasheet(
-            "L40S",
-            memory_gib=44,
-            memory_gb_per_s=864,
-            tflops=(362.05, 183.0, 1.43),
-            link_gb_per_s=_PCIE4,
-            source="NVIDIA L40S datasheet (48 GB); link: PCIe 4 x16",
-        ),
-        _from_datasheet(
-            "RTX 4090",
-            memory_gib=23.5,
-            memory_gb_per_s=1008,
-            tflops=(165.2, 82.6, 1.29),
-            link_gb_per_s=_PCIE4,
-            source="NVIDIA Ada architecture whitepaper (24 GB); link: PCIe 4 x16",
-        ),
-        _from_datasheet(
-            "RTX 3090",
-            memory_gib=23.5,
-            memory_gb_per_s=936,
-            tflops=(71.0, 35.6, 0.56),
-            link_gb_per_s=_PCIE4,
-            source="NVIDIA Ampere GA102 architecture whitepaper (24 GB); link: PCIe 4 x16",
-        ),
-        _from_datasheet(
-            "RTX 3060",
-            memory_gib=11.6,
-            memory_gb_per_s=360,
-            tflops=(25.5, 12.7, 0.2),
-            link_gb_per_s=_PCIE4,
-            source="28 SMs at 1.777 GHz, each as of the GA102 whitepaper, and 360 GB/s (12 GB); link: PCIe 4 x16",
-        ),
-        _from_datasheet(
-            "GH200",
-            memory_gib=94,
-            memory_gb_per_s=4000,
-            tflops=(989.4, 494.7, 66.9),
-            link_gb_per_s=(290.0, 370.0, 250.0),
-            source="NVIDIA GH200 datasheet (96 GB); link: NVLink-C2C, 450 GB/s each way, of which copies reach less: a guess",
-        ),
+        _from_datasheet("H200", 139, 4800, _HOPPER, _PCIE5, _OF_H200, is_measured=True),
+        _from_datasheet("H100", 79, 3350, _HOPPER, _PCIE5, _OF_H100),
+        _from_datasheet("A100-80", 79, 2039, _AMPERE, _PCIE4, _OF_A100.format(80)),
+        _from_datasheet("A100-40", 39, 1555, _AMPERE, _PCIE4, _OF_A100.format(40)),
+        _from_datasheet("L40S", 44, 864, (362.05, 183.0, 1.43), _PCIE4, _OF_L40S),
+        _from_datasheet("RTX 4090", 23.5, 1008, (165.2, 82.6, 1.29), _PCIE4, _OF_4090),
+        _from_datasheet("RTX 3090", 23.5, 936, (71.0, 35.6, 0.56), _PCIE4, _OF_3090),
+        _from_datasheet("RTX 3060", 11.6, 360, (25.5, 12.7, 0.2), _PCIE4, _OF_3060),
+        _from_datasheet("GH200", 94, 4000, _HOPPER, _C2C, _OF_GH200),
     )
 }
 """By name."""

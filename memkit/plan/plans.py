@@ -45,11 +45,14 @@ def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedAction:
-    """What happens to one value, and why."""
+class PlannedValue:
+    """What happens to one value, and why.
+
+    The moments of its copies are ordinals, of saves in the forward and of requests in the backward: of several saves with no op
+    between them the last, of several such requests the first.
+    """
 
     num_bytes: int
-    """Bytes of its storage."""
     action: Action
     """To recompute an anchor is not to hold it: such anchors are in no plan."""
     value: int = -1
@@ -63,32 +66,12 @@ class PlannedAction:
     module: str = ""
     """The module in which that ran, "" where it is not known."""
     reason: str = ""
-    """Why, for people."""
     is_anchor: bool = False
     """Whether autograd does not save it: it is held since values are recomputed from it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSave(PlannedAction):
-    """What is to happen to one saved storage."""
-
-    index: int
-    """Its place among the distinct ones, in the order of first saves."""
+    index: int = -1
+    """Of a `Plan`, its place among the distinct storages, in the order of first saves."""
     is_held: bool = False
     """Whether something else keeps it alive: to move it would free nothing, and no total counts it."""
-
-    def __str__(self) -> str:
-        return f"{self.action.value} {self.op or f'save {self.index}'}: {format_bytes(self.num_bytes)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedValue(PlannedAction):
-    """What is to happen to one value under a budget of the device.
-
-    Its moments are ordinals, of saves in the forward and of requests in the backward: of several saves with no op between them
-    the last, of several such requests the first.
-    """
-
     copy_at: int = NEVER
     """The save at which its copy to the host begins."""
     let_go_at: int = NEVER
@@ -100,6 +83,9 @@ class PlannedValue(PlannedAction):
     """The request at which compute waits for that one: its own, or that of the first replay that reads it."""
     held_until: int = NEVER
     """The last request whose replay reads it, if there is one: until then it stays, also if autograd frees it before."""
+
+    def __str__(self) -> str:
+        return f"{self.action.value} {self.op or f'save {self.index}'}: {format_bytes(self.num_bytes)}"
 
 
 class _ActionBytes:
@@ -127,9 +113,9 @@ class _ActionBytes:
         return self._bytes[Action.RECOMPUTE]
 
 
-def _table_of(values: Sequence[PlannedAction], depth: int | None) -> str:
+def _table_of(values: Sequence[PlannedValue], depth: int | None) -> str:
     """Return a table of values by module, op, action and reason; see `MemoryPlan.explain`."""
-    groups: dict[tuple[str, ...], list[PlannedAction]] = {}
+    groups: dict[tuple[str, ...], list[PlannedValue]] = {}
     for value in values:
         module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
         op = () if depth is not None else (value.op,)
@@ -167,7 +153,7 @@ class Plan(_ActionBytes):
     that saves anything else does not follow it.
     """
 
-    saves: tuple[PlannedSave, ...]
+    saves: tuple[PlannedValue, ...]
     """The distinct saved storages, in the order of first saves."""
     ratio: float | None = None
     """The share of the bytes that was asked to leave; None where a budget was asked for."""
@@ -277,7 +263,6 @@ class PlannedReplay:
     request: int
     """That for the value, or the first of several with no op between them: all their replays run before it is answered."""
     value: int
-    """The value that is asked for, by its number in the lineage."""
     ops: tuple[int, ...]
     """Of the lineage of the step, in this order."""
     stays: tuple[int, ...] = ()
@@ -299,19 +284,13 @@ class PlannedStep:
     """Which step a plan is for."""
 
     model: str
-    """The class of the model."""
     inputs: str
-    """The shapes of its inputs, as text."""
     target: str
     """The device whose kernels the trace imitated, or was made on."""
     num_forward_ops: int
-    """Ops of the forward and the loss."""
     num_ops: int
-    """Ops of the whole step."""
     saves: tuple[tuple[int, int], ...]
-    """For each save its value and bytes, in order."""
     uses: tuple[int, ...]
-    """The value of each request, in order."""
     ops_digest: str
     """Of which values each op reads and makes: replays name ops by their numbers."""
 
@@ -389,11 +368,9 @@ class MemoryPlan(_ActionBytes):
     moved_bytes: int
     """What leaves for host memory; as much comes back."""
     gpu: str
-    """For which kind of GPU."""
     is_measured: bool
     """Whether predictions for it were compared with steps on it."""
     step: PlannedStep
-    """The step that it is for, by which another one is told apart."""
     values: tuple[PlannedValue, ...]
     """The saved ones in the order of first saves, then the anchors that are held."""
     replays: tuple[PlannedReplay, ...] = ()
@@ -524,12 +501,7 @@ def tell_kept(kept_bytes: Mapping[str, int]) -> str:
 
 
 def infeasible(budget_bytes: int, smallest_bytes: int, kept: str = "") -> BudgetInfeasible:
-    """Return what to raise where no plan keeps to a budget.
-
-    Args:
-        smallest_bytes: the least that was found.
-        kept: what stays whatever the plan, as `tell_kept` says it.
-    """
+    """Return what to raise where no plan keeps to a budget."""
     return BudgetInfeasible(
         f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest_bytes)}{kept}",
         smallest_bytes,

@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from numbers import Real
 
 from memkit.plan.gpu import Link
-from memkit.plan.plans import Action, Plan, PlannedSave, limit_of
+from memkit.plan.plans import Action, Plan, PlannedValue, limit_of
 from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
-    """Return a ratio that is fit to be used.
-
-    Args:
-        ratio: what was given.
-        where: what it was given as, for the message: "offload_ratio", "the schedule at iteration 7".
+    """Return a ratio that is fit to be used; `where` says in a message what it was given as.
 
     Raises:
         TypeError: it is no real number.
@@ -45,10 +41,7 @@ def first_to_leave(
     """Return the saves that leave, by index, and how many bytes all have that are not held.
 
     The shortest beginning of the saves whose bytes reach the share leaves. If what stays is less than the window, the latest of
-    those stay as well, as many as the window holds: they would still be on the device when the backward starts, so to copy them
-    would be in vain.
-
-    Args: as of `plan_ratio`.
+    those stay as well, as many as the window holds: they would still be on the device when the backward starts.
     """
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
@@ -66,19 +59,12 @@ def first_to_leave(
 
 
 def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()) -> Plan:
-    """Return the plan that moves a share of the saved bytes: see `first_to_leave`.
-
-    Args:
-        sizes_bytes: bytes of each saved storage, in the order of first saves.
-        ratio: the share, 0 to 1.
-        window_bytes: bytes that the device may hold in any case.
-        held: indices of storages that something else keeps alive.
-    """
+    """Return the plan that moves a share of the saved bytes: see `first_to_leave`."""
     chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held)
     leaving, limit_bytes = frozenset(chosen), limit_of(seen_bytes, ratio, window_bytes)
     return Plan(
         saves=tuple(
-            PlannedSave(
+            PlannedValue(
                 index=index,
                 num_bytes=num_bytes,
                 action=Action.OFFLOAD if index in leaving else Action.KEEP,
@@ -100,12 +86,7 @@ _HELD = "something else keeps it alive"
 
 
 class RatioSoFar:
-    """Decides save by save, as a forward goes: by a plan as long as one is followed, else so that a ratio is kept so far.
-
-    Args:
-        ratio: the share of the bytes that is to leave.
-        window_bytes: bytes that the device may hold in any case; None for twice the largest storage.
-    """
+    """Decides save by save, as a forward goes: by a plan as long as one is followed, else so that a ratio is kept so far."""
 
     def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
         self.ratio = ratio
@@ -124,21 +105,12 @@ class RatioSoFar:
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
-        """Go by a plan from here on, or by none.
-
-        Args:
-            is_late: whether something was saved before that went by another: then only the share of the plan is kept to.
-        """
+        """Go by a plan from here on, or by none."""
         self._plan, self._is_late = plan, is_late
         self._sum_up()
 
     def decide(self, num_bytes: int, place: int | None = None, asked: Action | None = None) -> Action:
-        """Return what to do with the next storage that is saved, and count it.
-
-        Args:
-            place: its index in the plan; None if it is in none.
-            asked: what the user, or the context inside, has said.
-        """
+        """Return what to do with the next storage that is saved, and count it."""
         self._seen_bytes += num_bytes
         self._largest_bytes = max(self._largest_bytes, num_bytes)
         plan = self._plan
@@ -181,7 +153,6 @@ class TimedSave:
     """One saved storage and its moments."""
 
     num_bytes: int
-    """Bytes of the storage."""
     saved_at_s: float
     """Seconds from the start of the forward to its first save."""
     needed_at_s: float
@@ -195,9 +166,7 @@ class StepTime:
     """Seconds of one step."""
 
     forward_s: float
-    """Seconds of the forward."""
     backward_s: float
-    """Seconds of the backward."""
 
     @property
     def step_s(self) -> float:
@@ -219,16 +188,7 @@ def simulate_lanes(
     link: Link,
     limit_bytes: float | None = None,
 ) -> StepTime:
-    """Return how long a step takes that moves some of its saved storages.
-
-    Args:
-        saves: all saved storages, in the order of first saves.
-        offloaded: indices of those that leave.
-        forward_s, backward_s: seconds without any copies.
-        link: how fast copies are; each also takes its latency.
-        limit_bytes: the most bytes of `saves` that the device may hold. None sets no limit: then nothing waits for room, and
-            the forward is over when the last copy is.
-    """
+    """Return how long a step takes that moves some of its saved storages."""
     timeline = Timeline()
     out = [index for index in range(len(saves)) if index in offloaded and not saves[index].is_held]
     resident = _simulate_forward(timeline, saves, frozenset(out), forward_s=forward_s, link=link, limit=limit_bytes)
@@ -300,14 +260,7 @@ def auto_ratio(
     link: Link,
     window_bytes: int | None = None,
 ) -> float:
-    """Return the largest ratio whose copies hide behind the computation.
-
-    Args:
-        saves: the saved storages, in the order of first saves.
-        forward_s, backward_s: seconds without any copies.
-        link: how fast copies are.
-        window_bytes: bytes that the device may hold in any case; by default twice the largest of `saves`.
-    """
+    """Return the largest ratio whose copies hide behind the computation."""
     sizes = [save.num_bytes for save in saves]
     held = frozenset(index for index, save in enumerate(saves) if save.is_held)
     movable = [size for index, size in enumerate(sizes) if index not in held]
@@ -330,17 +283,11 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that goes as an earlier one did.
+    """The bytes on a device during a backward that goes as an earlier one did, by the records in the order in which it asks
+    for them: their bytes, what was allocated beside them then, and whether they are on the device from the start.
 
-    What was allocated is known for the moments at which a record was asked for. The operator that asked then makes more: the
-    gradient of what it was given, which is as large. Its scratch memory is not known.
-
-    Args:
-        sizes_bytes: bytes of each record, in the order in which the backward asks for them. Each is free once the one after it
-            is asked for, at the latest.
-        working_bytes: for each, what was allocated beside the records when it was asked for.
-        stays: for each, whether it is on the device from the start.
-        limit_bytes: what of the records may be on the device when the backward begins.
+    The operator that asked then makes more: the gradient of what it was given, which is as large. Its scratch memory is not
+    known.
     """
 
     def __init__(
@@ -364,13 +311,7 @@ class Forecast:
         Made when it is first asked for."""
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
-        """Return the most from now until a later place is passed, if nothing else is fetched on the way.
-
-        Args:
-            now: the place that was asked for last.
-            until: the later place.
-            live_bytes: bytes of the records that are on the device now, among them all those in between.
-        """
+        """Return the most from now until a later place is passed, if nothing else is fetched on the way."""
         first, num_places = now + 1, min(until + 1, len(self._working_bytes)) - now - 1
         if num_places <= 0:
             return live_bytes

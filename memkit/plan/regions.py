@@ -16,8 +16,6 @@ from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from memkit.plan.budget.problem import HeldValue, Problem
 
 
@@ -26,7 +24,6 @@ class ModuleCall:
     """One call of a module in a step that was recorded."""
 
     name: str
-    """The module, as the one outermost calls it."""
     number: int
     """How many calls of the same module were before it."""
     parent: int
@@ -40,9 +37,7 @@ class ModuleCall:
     inputs: tuple[int, ...]
     """Values that it reads, and that were made before it in the step."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the tensors that it is given."""
     why_not: str = ""
-    """Why it cannot be a region, "" if it can."""
     device_s: float = 0.0
     """What the device takes for it, where it runs compiled, so that none of its ops is seen."""
     is_span: bool = False
@@ -76,20 +71,16 @@ class RegionChoice:
     """What a step takes in which some calls are regions."""
 
     chosen: tuple[int, ...]
-    """The calls, in their order."""
     peak_bytes: int
     """The most bytes of saved values and replay temporaries at once."""
     device_s: float
-    """What the device spends on running regions again."""
     host_s: float
-    """What the host spends on them."""
 
 
 class RegionBytes(NamedTuple):
     """What one call takes that is recomputed."""
 
     dropped: frozenset[int]
-    """What it saves, and what is gone after it."""
     inputs: tuple[int, ...]
     """What is held for it, saved or not."""
     peak_bytes: int
@@ -102,18 +93,85 @@ class RegionNeeds(NamedTuple):
     peak_bytes: int
     """The most bytes of saved values and replay temporaries at once."""
     regions: tuple[RegionBytes, ...]
-    """What each call that is recomputed takes."""
 
 
-class RegionStep:
-    """A step in which calls may be regions, simulated as it is asked for.
+_LONGEST_PERIOD = 64
+_SMALL = 4
+"""A block of more members has spans of its own."""
+
+_Span = tuple[int, int]
+"""The place of its first member, and of the one behind its last."""
+
+
+def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
+    """Return spans of a row, of which none overlaps another, unless it is in it: those around others first.
+
+    Where the row repeats, as that of the layers of blocks without a module for each, spans begin as blocks do. These are joined
+    two by two, up to all that repeats. So are the single members of what does not, and of large blocks.
 
     Args:
-        step: the step.
-        calls: its calls, in the order of their beginnings.
-        costs: what the host spends.
-        num_ops: how many ops of any kind its forward runs.
+        kinds: of each member: where these repeat, the row does.
+        is_joined: whether each is to be in a span with the one ahead of it, as an activation that writes to its input.
     """
+    if not kinds:
+        return []
+    starts = [place for place in range(len(kinds)) if not place or not is_joined[place]]
+    units = list(zip(starts, [*starts[1:], len(kinds)], strict=True))
+    first, period, count = _repetition([tuple(kinds[slice(*unit)]) for unit in units])
+    stop = first + period * count
+    blocks = [units[place : place + period] for place in range(first, stop, max(1, period))]
+    found = {*_joined(units[:first]), *_joined(units[stop:])}
+    found.update(_joined([(block[0][0], block[-1][1]) for block in blocks]))
+    for block in blocks:
+        if block[-1][1] - block[0][0] > _SMALL:
+            found.update(_joined(block))
+    return sorted((span for span in found if span[1] - span[0] > 1), key=lambda span: (span[0], -span[1]))
+
+
+def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
+    """Return where the longest stretch begins that repeats, after how many members, and how often it has them.
+
+    Of stretches that are as long it is the one of the shortest period. Zeros if none repeats.
+    """
+    found, longest = (0, 0, 0), 0
+    for period in range(2, min(_LONGEST_PERIOD, len(kinds) // 2) + 1):
+        first = 0
+        for place in range(len(kinds) - period + 1):
+            if place < len(kinds) - period and kinds[place] == kinds[place + period]:
+                continue
+            length = place - first + period
+            if length >= 2 * period and length > longest:
+                found, longest = (first, period, length // period), length
+            first = place + 1
+    return found
+
+
+def _joined(row: Sequence[_Span]) -> list[_Span]:
+    """Return the members of a row of spans, two by two of them, two by two of these, and so on up to all."""
+    found = list(row)
+    while len(row) > 1:
+        pairs = [(row[place][0], row[place + 1][1]) for place in range(0, len(row) - 1, 2)]
+        row = [*pairs, *row[2 * len(pairs) :]]
+        found += pairs
+    return found
+
+
+_DIGITS = re.compile(r"\d+")
+_MOST_WORK = 6_000_000
+"""So many saves and regions are walked at most in all simulations of a step, and as many again with spans: a few seconds."""
+_MOST_LISTED = 512
+"""All choices are looked at where there are no more than so many."""
+_STEP_DOWN = 0.96
+"""From one limit to the next for which a choice is improved."""
+_NUM_WEIGHTS = 28
+_LESS, _FAR_LESS = 0.99, 0.9
+"""More layers are recomputed if the step takes less than this fraction of its bytes then. Below the second one, they are
+recomputed in place of those that they are in, or that are in them."""
+_MOST_SWAPPED = 24
+
+
+class RegionPlanner:
+    """The choices of regions for one step. All that are looked at are found once: so a larger budget never takes longer."""
 
     def __init__(self, step: Step, calls: Sequence[ModuleCall], costs: HostCosts, *, num_ops: int) -> None:
         self.step, self.calls, self.costs = step, calls, costs
@@ -139,6 +197,7 @@ class RegionStep:
                 self._children[parent].append(index)
                 self._ends[parent] = max(self._ends[parent], self._ends[index])
         self._work = 0
+        self._is_explored = False
         self._found: dict[tuple[int, ...], RegionChoice] = {}
 
     def _is_held(self, value: int) -> bool:
@@ -251,90 +310,6 @@ class RegionStep:
             position = stop
         held.update(self.step.saves[position:])
         return self._counted - held
-
-
-_LONGEST_PERIOD = 64
-_SMALL = 4
-"""A block of more members has spans of its own."""
-
-_Span = tuple[int, int]
-"""The place of its first member, and of the one behind its last."""
-
-
-def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
-    """Return spans of a row, of which none overlaps another, unless it is in it: those around others first.
-
-    Where the row repeats, as that of the layers of blocks without a module for each, spans begin as blocks do. These are joined
-    two by two, up to all that repeats. So are the single members of what does not, and of large blocks.
-
-    Args:
-        kinds: of each member: where these repeat, the row does.
-        is_joined: whether each is to be in a span with the one ahead of it, as an activation that writes to its input.
-    """
-    if not kinds:
-        return []
-    starts = [place for place in range(len(kinds)) if not place or not is_joined[place]]
-    units = list(zip(starts, [*starts[1:], len(kinds)], strict=True))
-    first, period, count = _repetition([tuple(kinds[slice(*unit)]) for unit in units])
-    stop = first + period * count
-    blocks = [units[place : place + period] for place in range(first, stop, max(1, period))]
-    found = {*_joined(units[:first]), *_joined(units[stop:])}
-    found.update(_joined([(block[0][0], block[-1][1]) for block in blocks]))
-    for block in blocks:
-        if block[-1][1] - block[0][0] > _SMALL:
-            found.update(_joined(block))
-    return sorted((span for span in found if span[1] - span[0] > 1), key=lambda span: (span[0], -span[1]))
-
-
-def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
-    """Return where the longest stretch begins that repeats, after how many members, and how often it has them.
-
-    Of stretches that are as long it is the one of the shortest period. Zeros if none repeats.
-    """
-    found, longest = (0, 0, 0), 0
-    for period in range(2, min(_LONGEST_PERIOD, len(kinds) // 2) + 1):
-        first = 0
-        for place in range(len(kinds) - period + 1):
-            if place < len(kinds) - period and kinds[place] == kinds[place + period]:
-                continue
-            length = place - first + period
-            if length >= 2 * period and length > longest:
-                found, longest = (first, period, length // period), length
-            first = place + 1
-    return found
-
-
-def _joined(row: Sequence[_Span]) -> list[_Span]:
-    """Return the members of a row of spans, two by two of them, two by two of these, and so on up to all."""
-    found = list(row)
-    while len(row) > 1:
-        pairs = [(row[place][0], row[place + 1][1]) for place in range(0, len(row) - 1, 2)]
-        row = [*pairs, *row[2 * len(pairs) :]]
-        found += pairs
-    return found
-
-
-_DIGITS = re.compile(r"\d+")
-_MOST_WORK = 6_000_000
-"""So many saves and regions are walked at most in all simulations of a step, and as many again with spans: a few seconds."""
-_MOST_LISTED = 512
-"""All choices are looked at where there are no more than so many."""
-_STEP_DOWN = 0.96
-"""From one limit to the next for which a choice is improved."""
-_NUM_WEIGHTS = 28
-_LESS, _FAR_LESS = 0.99, 0.9
-"""More layers are recomputed if the step takes less than this fraction of its bytes then. Below the second one, they are
-recomputed in place of those that they are in, or that are in them."""
-_MOST_SWAPPED = 24
-
-
-class RegionPlanner(RegionStep):
-    """The choices of regions for one step.
-
-    All that are looked at are found once, whatever the budget: so a larger one never takes longer.
-    """
-
-    _is_explored = False
 
     # The choice for a budget
 
@@ -572,24 +547,13 @@ class Moving(NamedTuple):
 
 
 def fit_regions(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int) -> int | None:
-    """Return what saved values may take where nothing leaves; None if no choice keeps to what the step may take.
-
-    Args:
-        problem: the step.
-        choices: what calls may be recomputed, the quickest first.
-        allowed_bytes: what the step may take on the device.
-    """
+    """Return what saved values may take where nothing leaves; None if no choice keeps to what the step may take."""
     fitting = (choice for choice in choices if choice.regions and _peak_bytes(problem, choice) <= allowed_bytes)
     return next((choice.peak_bytes for choice in fitting), None)
 
 
 def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, bytes_per_s: float) -> Moving | None:
-    """Return what may leave, for the quickest choice that keeps to what the step may take then; None if none does.
-
-    Args:
-        problem, choices, allowed_bytes: see `fit_regions`.
-        bytes_per_s: of the link, both ways at once.
-    """
+    """Return what may leave, for the quickest choice that keeps to what the step may take then; None if none does."""
     if problem.num_forward_points >= len(problem.points):
         return None
     hidden_bytes = int(_HIDDEN * problem.starts_s[problem.points[problem.num_forward_points]] * bytes_per_s)
@@ -615,13 +579,7 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
 
 
 def peak_with_regions(problem: Problem, choice: RegionNeeds, ratio: float, window_bytes: int) -> int:
-    """Return the most bytes that a step takes on the device.
-
-    Args:
-        problem, choice: see `fit_regions`.
-        ratio: the share of what is not dropped that leaves, what is saved first.
-        window_bytes: see `Moving`.
-    """
+    """Return the most bytes that a step takes on the device."""
     kept = list(_kept(problem, choice))
     most_bytes = ratio * sum(held.num_bytes for held in kept)
     reached = accumulate(held.num_bytes for held in kept)

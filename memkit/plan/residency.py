@@ -22,11 +22,9 @@ class LayerCosts:
     """What a plan has to know of one layer. Seconds that were not measured are None."""
 
     name: str
-    """The name of the layer."""
     num_bytes: int
     """Bytes of one copy, if it streams: its weights, packed."""
     forward_s: float | None = None
-    """Seconds that its forward computes."""
     backward_s: float | None = None
     """With what is computed again for it."""
     grad_bytes: int = 0
@@ -45,19 +43,13 @@ class StepPrediction:
     """How long compute waits in one step, and how long the step takes."""
 
     forward_stall_s: tuple[float, ...]
-    """Seconds of waiting before each layer's forward."""
     backward_stall_s: tuple[float, ...]
-    """Seconds of waiting before each layer's backward."""
     total_s: float
-    """Seconds of the step."""
 
 
 def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]:
-    """Return the size of each slot, largest first.
-
-    Layers that are at most an eighth smaller than the largest of them share slots of its size: `num_slots` of these, or one for
-    each such layer where they are fewer.
-    """
+    """Return the size of each slot, largest first: layers that are at most an eighth smaller than the largest of them share
+    slots of its size, `num_slots` of these, or one for each such layer where they are fewer."""
     check_num_slots(num_slots)
     slots: list[int] = []
     for members in size_classes(streamed_bytes):
@@ -66,11 +58,7 @@ def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]
 
 
 def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
-    """Return the size of the slots that a layer uses: the smallest that holds it.
-
-    Raises:
-        ValueError: none does.
-    """
+    """Return the size of the slots that a layer uses: the smallest that holds it."""
     size = min((size for size in slot_bytes if size >= num_bytes), default=None)
     if size is None:
         found = format_bytes(max(slot_bytes)) if slot_bytes else "no slots"
@@ -81,22 +69,12 @@ def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
 def predict_step(
     layers: Sequence[LayerCosts], streamed: Collection[int], slot_bytes: Sequence[int], link_bytes_per_s: float
 ) -> StepPrediction:
-    """Return how a step goes, a forward and a backward. It begins with nothing in the slots.
+    """Return how a step goes, a forward and a backward. It begins with nothing in the slots: weights may be written between
+    steps in ways that cannot be seen, so a slot keeps what it holds from the forward to the backward alone.
 
-    Weights may be written between steps in ways that cannot be seen, so a slot keeps what it holds from the forward to the
-    backward, but not to the next step. Every streamed layer is copied in the forward; in the backward those are that no slot
-    holds any more: of the layers that share slots of a size, all but the last few, as many as these slots.
-
-    The forward computes the layers in order, the backward in reverse. Copies go one by one, in the order of the uses, the first
-    when the forward begins: before the first layer, nothing hides one. A copy begins when the last one is over and the layer
-    that it overwrites has been computed: of those in slots of the same size, the one whose next use is farthest. Gradients go
-    out on a queue of their own, as fast as the other; the backward takes at least as long as they do.
-
-    Args:
-        layers: all layers, measured, in the order of the forward.
-        streamed: indices of those that stream.
-        slot_bytes: the size of each slot.
-        link_bytes_per_s: how fast copies are, in each direction.
+    Copies go one by one, in the order of the uses. A copy begins when the last one is over and the layer that it overwrites has
+    been computed: of those in slots of the same size, the one whose next use is farthest. Gradients go out on a queue of their
+    own, as fast as the other; the backward takes at least as long as they do.
 
     Raises:
         ValueError: a layer was not measured, or none of the slots holds it, or the speed is not positive.
@@ -155,11 +133,7 @@ def transfer_s(num_bytes: int, link_bytes_per_s: float) -> float:
 
 
 def check_num_slots(num_slots: object) -> None:
-    """Raise if layers cannot stream through so many slots of a size.
-
-    Raises:
-        TypeError, ValueError: so it is.
-    """
+    """Raise if layers cannot stream through so many slots of a size."""
     check_count("num_slots", num_slots, least=1, do="Pass 1 to take the least memory, 2 or more to copy while a layer computes")
 
 
@@ -191,15 +165,11 @@ class PlannedLayer:
     """Where one layer is to live, and what that is expected to cost."""
 
     name: str
-    """The name of the layer in the model."""
     residency: LayerResidency
-    """Whether it streams or stays on the device."""
     num_bytes: int
     """Bytes of its weights that stream, or would."""
     forward_s: float | None
-    """Seconds that its forward takes to compute; None if not measured."""
     backward_s: float | None
-    """Seconds that its backward takes to compute; None if not measured."""
     transfer_s: float | None
     """What one copy to the device takes, or would take; None if the speed of the link is not known."""
     stall_s: float | None
@@ -211,7 +181,6 @@ class ResidencyPlan:
     """Where each layer is to live, in the order of the forward, and the slots for those that stream."""
 
     layers: tuple[PlannedLayer, ...]
-    """One entry for each layer."""
     slot_bytes: tuple[int, ...]
     """The size of each slot, largest first. A layer uses the slots of the smallest size that holds it: see `slot_size_of`."""
     predicted_s: float | None
@@ -219,17 +188,14 @@ class ResidencyPlan:
 
     @property
     def streamed(self) -> tuple[str, ...]:
-        """The names of the layers that stream."""
         return tuple(layer.name for layer in self.layers if layer.residency is LayerResidency.STREAMED)
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of the layers that stream."""
         return sum(layer.num_bytes for layer in self.layers if layer.residency is LayerResidency.STREAMED)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the layers that stay."""
         return sum(layer.num_bytes for layer in self.layers if layer.residency is LayerResidency.RESIDENT)
 
     @property
@@ -244,15 +210,12 @@ class ResidencyPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of the device that streaming saves: what streams, less the slots. At 0 or below it saves nothing.
-
-        Weights alone: gradients and optimizer state that are in host memory with what streams are not counted.
-        """
+        """Bytes of the device that streaming saves: what streams, less the slots. Weights alone; at 0 or below it saves
+        nothing."""
         return self.streamed_bytes - sum(self.slot_bytes)
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds of a forward and a backward that wait for nothing; None if they were not measured."""
         return _compute_s(self.layers)
 
     def explain(self) -> str:
@@ -282,13 +245,6 @@ def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
 
     The last of them is the last layer, so that the first comes late: a step begins with nothing in the slots, and only layers
     that stay hide its first copy. The first layer streams only if all do.
-
-    Raises:
-        ValueError: there are not so many layers.
-
-    Example:
-        >>> spread(8, 4), spread(8, 3), spread(8, 7)
-        ((1, 3, 5, 7), (2, 5, 7), (1, 2, 3, 4, 5, 6, 7))
     """
     if not 0 <= num_streamed <= num_layers:
         raise ValueError(f"num_streamed must be from 0 to the number of layers, {num_layers}; found {num_streamed}")
@@ -322,11 +278,7 @@ def plan_streamed_ratio(
 def plan_resident(
     layers: Sequence[LayerCosts], num_resident: int, *, num_slots: int, link_bytes_per_s: float | None = None
 ) -> ResidencyPlan:
-    """Return the plan that keeps so many layers on the device and streams the others; a layer without bytes always stays.
-
-    Raises:
-        TypeError, ValueError: an argument is out of range, or there are no layers.
-    """
+    """Return the plan that keeps so many layers on the device and streams the others; a layer without bytes always stays."""
     check_count("num_resident", num_resident, least=0, most=len(layers))
     choices = _even_choices(layers, num_slots)
     num_streamed = min(len(layers) - num_resident, max(len(choice.streamed) for choice in choices))
@@ -341,20 +293,10 @@ def plan_budget(
     link_bytes_per_s: float | None = None,
     state_bytes: int = 0,
 ) -> ResidencyPlan:
-    """Return the plan that streams the fewest bytes such that resident layers and slots fit a budget.
+    """Return the plan that streams the fewest bytes such that resident layers, slots and an optimizer's states fit a budget.
 
     There are fewer slots only where nothing fits with as many as asked for: without a spare one, no copy overlaps. The least is
     that everything streams through one slot for each class of sizes.
-
-    Args:
-        layers: in the order in which they run.
-        budget_bytes: what may be taken on the device.
-        num_slots: for layers of one size.
-        link_bytes_per_s: how fast bytes come to the device, if the plan is to tell what a step takes.
-        state_bytes: what of the budget is an optimizer's, whatever streams.
-
-    Raises:
-        TypeError, ValueError: an argument is out of range, there are no layers, or not even the least fits.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
         raise TypeError(f"budget is a number of bytes (an int); found {budget_bytes!r}")
@@ -378,13 +320,8 @@ def plan_budget(
 def plan_auto(
     layers: Sequence[LayerCosts], *, num_slots: int, link_bytes_per_s: float, budget_bytes: int | None = None
 ) -> ResidencyPlan:
-    """Return the plan that streams the most that hides behind the computation; where a budget needs more, the least that fits.
-
-    It hides as long as a step takes at most 1 % longer than its computation.
-
-    Raises:
-        TypeError, ValueError: a layer was not measured, or as `plan_budget` does.
-    """
+    """Return the plan that streams the most that hides behind the computation (a step takes at most 1 % longer); where a budget
+    needs more, the least that fits."""
     choices = sorted(_even_choices(layers, num_slots))
     limit_s = HIDDEN * predict_step(layers, (), (), link_bytes_per_s).total_s
     steps = (predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s) for choice in choices)
@@ -440,10 +377,8 @@ def _fewest_streamed(choices: Iterable[_Choice]) -> _Choice:
 
 
 def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return how many layers of each class may stream together: the same share of each, rounded down or up.
-
-    With more than four classes there are too many ways to round: then they take turns, whichever is furthest behind.
-    """
+    """Return how many layers of each class may stream together: the same share of each, rounded down or up. With more than four
+    classes there are too many ways to round: then they take turns, whichever is furthest behind."""
     if len(lengths) > 4:
         turns = sorted((Fraction(2 * turn + 1, length), -kind) for kind, length in enumerate(lengths) for turn in range(length))
         before = [Counter(-kind for _, kind in turns[:num_turns]) for num_turns in range(len(turns) + 1)]

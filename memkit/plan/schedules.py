@@ -100,7 +100,6 @@ class _FitMemory:
         return self._between(self.ratio, self._fitting[-1][0] if self._fitting else 1.0)
 
     def _between(self, too_low: float, fitting: float) -> float:
-        """Return the middle of the gap, or what fitted if the gap is small enough."""
         if fitting - too_low < 1.5 * _MIN_STEP:
             self._is_settled = True
             return fitting

@@ -19,7 +19,6 @@ class ShardedParameter:
     shape: tuple[int, ...]
     """Of the whole, with one dimension at least."""
     itemsize: int
-    """Bytes of an element at rest."""
     gathered_itemsize: int | None = None
     """Bytes of an element while it is gathered; None if these are the same."""
     is_trained: bool = True
@@ -52,7 +51,6 @@ class ShardPlan:
     """What the first rank takes, which takes the most. Activations and temporaries are not in it."""
 
     num_ranks: int
-    """Between how many ranks each parameter is split."""
     param_bytes: int
     """Shards of all parameters."""
     grad_bytes: int
@@ -68,7 +66,6 @@ class ShardPlan:
 
     @property
     def total_bytes(self) -> int:
-        """What it takes of the device's memory."""
         return (
             self.param_bytes + self.grad_bytes + self.state_bytes + self.gathered_bytes + self.brought_bytes - self.host_bytes
         )

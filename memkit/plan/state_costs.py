@@ -37,16 +37,11 @@ class ParameterCosts:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of its gradient as it is stepped, and of what is stepped."""
         return aligned(4 * self.numel) if self.has_master else self.parameter_bytes
 
     def sent_bytes(self, *, runs_ahead: bool = False) -> int:
         """Return what goes to the host where it is stepped there: its gradient, and itself unless a float32 copy is there and
-        nobody has written to it.
-
-        Args:
-            runs_ahead: whether it always goes along.
-        """
+        nobody has written to it."""
         is_enough = self.has_master and not runs_ahead
         return self.gradient_bytes + (0 if is_enough else self.parameter_bytes)
 

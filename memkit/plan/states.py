@@ -6,15 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from memkit.core.sizes import DISK_PAGE_BYTES, HOST_PAGE_BYTES, check_bytes, format_bytes, rounded
 from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update
-
-if TYPE_CHECKING:
-    from memkit.plan.state_costs import StatePiece
-
 
 NUM_BUFFERS = 4
 """Buffers in host memory that pieces on a disk pass through: some are read to, one is in use, others are written from."""
@@ -27,14 +22,7 @@ _SPREAD = 0.98
 
 
 def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
-    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped.
-
-    Args:
-        pieces: all of them.
-        budget_bytes: the most that may stay.
-        moves_large: whether what is stepped in windows stays last: what stays is stepped at once, and while it is, nothing else
-            leaves. Not where somebody waits for the parameters in their order.
-    """
+    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped."""
     sizes = [piece.state_bytes for piece in pieces]
     least = min(filter(None, sizes), default=0)
     if 0 < budget_bytes < least:
@@ -77,20 +65,8 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
 
 def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
     """Return the indices of pieces in the order in which a step takes the device the least time: what stays comes evenly
-    between what moves, so that the link never waits for it long. Both stay in their own order.
-
-    By the order of the groups, what is large and stays, as a head at the end, would be stepped when nothing is left to move.
-
-    Example:
-        >>> from memkit.plan import ParameterCosts, interleaved, plan_states
-        >>> sizes = [2**19] * 4 + [2**22]
-        >>> costs = [ParameterCosts(name="", numel=n, parameter_bytes=2 * n, state_bytes=8 * n) for n in sizes]
-        >>> plan = plan_states(costs, device_budget_bytes=8 * 2**22)
-        >>> [piece.is_resident for piece in plan.pieces]
-        [False, False, False, False, True]
-        >>> interleaved(plan.pieces)
-        [0, 1, 4, 2, 3]
-    """
+    between what moves, so that the link never waits for it long. Both stay in their own order. By the order of the groups,
+    what is large and stays, as a head at the end, would be stepped when nothing is left to move."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
     if not moving or not staying:
@@ -113,12 +89,7 @@ def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
 
 
 def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return sizes in the same order, in blocks that are each taken at once.
-
-    Example:
-        >>> side_by_side([2**27, 2**27, 2**20])
-        [[134217728, 134217728], [1048576]]
-    """
+    """Return sizes in the same order, in blocks that are each taken at once."""
     blocks: list[list[int]] = []
     room = 0
     for num_bytes in sizes_bytes:
@@ -131,7 +102,6 @@ def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
 
 
 def held_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the host memory that pieces of these sizes take."""
     return sum(_in_pages(sum(block)) for block in side_by_side(sizes_bytes))
 
 
@@ -143,16 +113,7 @@ def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
 
 def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
     """Return pieces, with those on the disk that host memory has no room for: the last to be stepped, while the first are
-    stepped from host memory, the disk reads.
-
-    Args:
-        pieces: those that leave the device, and those that stay.
-        host_budget_bytes: the most host memory to take, buffers included; None for no more than the buffers.
-        is_backward: whether they are stepped in the order of a backward, from the last one to the first.
-
-    Raises:
-        HostMemoryError: that is less than the buffers take.
-    """
+    stepped from host memory, the disk reads. Without a budget no more host memory than the buffers is taken."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
     moving = moving[::-1] if is_backward else moving
     in_host: list[int] = []
@@ -218,17 +179,14 @@ class StatePlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing leaves the device."""
         return all(piece.is_resident for piece in self.pieces)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of states that stay on the device."""
         return sum(piece.state_bytes for piece in self.pieces if piece.is_resident)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of states in host memory."""
         return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident and not piece.is_on_disk)
 
     @property
@@ -243,7 +201,6 @@ class StatePlan:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of the device for pieces on their way."""
         return sum(self.slot_bytes)
 
     @property
@@ -370,7 +327,6 @@ def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator
 
 
 def is_large(cost: ParameterCosts) -> bool:
-    """Tell whether a parameter has more states than a piece should have."""
     return cost.state_bytes > PIECE_BYTES and cost.numel > WINDOW_NUMEL
 
 
@@ -440,7 +396,6 @@ def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], 
 
 
 def _room(piece: StatePiece, update: Update) -> int:
-    """Return the bytes on the device that a piece needs on its way: of its states, or of parameters and gradients."""
     return piece.state_bytes if update is Update.DEVICE else piece.way_bytes
 
 

@@ -22,17 +22,13 @@ class Lineage:
     __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
     num_bytes: Sequence[int]
-    """Bytes of each value's storage."""
     maker: Sequence[int]
     """The op that can make each value again, or `NO_OP`."""
     ins: Sequence[tuple[int, ...]]
-    """The values that each op reads."""
     outs: Sequence[tuple[int, ...]]
-    """The values that each op makes."""
     taken: Mapping[int, tuple[tuple[int, int], ...]]
     """For ops that write to their arguments: which value they write over, and which value it becomes."""
     seconds: Sequence[float]
-    """What each op takes."""
     users: list[list[int]]
     """The ops that read each value, as of the last `link`."""
 
@@ -53,11 +49,9 @@ class Lineage:
     __hash__ = None  # type: ignore[assignment]  # it may grow
 
     def frozen(self) -> Lineage:
-        """Return what is known by now, which does not change any more."""
         return self
 
     def with_seconds(self, seconds: Sequence[float]) -> Lineage:
-        """Return the lineage with what each op takes, now that this is known."""
         return Lineage(self, seconds)
 
     def ops_to(self, value: int, kept: Collection[int]) -> set[int]:
@@ -86,7 +80,6 @@ class Lineage:
                 pending.extend(self.ins[maker])
 
     def link(self) -> None:
-        """Bring `users` up to date."""
         users = self.users
         users.extend([] for _ in range(len(self.maker) - len(users)))
         for op in range(self._num_linked, len(self.ins)):
@@ -119,27 +112,19 @@ class GrowingLineage(Lineage):
         return Lineage(self, self.seconds)
 
     def add_root(self, num_bytes: int) -> int:
-        """Return the number of a new value that nothing here makes."""
         self.num_bytes.append(num_bytes)
         self.maker.append(NO_OP)
         return len(self.maker) - 1
 
     def add_roots(self, sizes_bytes: Sequence[int]) -> None:
-        """Add such values, one after the other."""
         self.num_bytes += sizes_bytes
         self.maker += [NO_OP] * len(sizes_bytes)
 
     def add_op(
         self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
     ) -> tuple[int, ...]:
-        """Return the numbers of the values that a new op makes.
-
-        Args:
-            ins: the values that it reads.
-            outs_bytes: the bytes of the values that it makes.
-            seconds: what it takes.
-            taken: the values that it writes over: its last outputs are what they become, in this order.
-        """
+        """Return the numbers of the values that a new op makes, of which the last ones are what the values that it writes
+        over become, in the order of `taken`."""
         op, first = len(self.ins), len(self.maker)
         outs = tuple(range(first, first + len(outs_bytes)))
         self.num_bytes += outs_bytes
@@ -154,11 +139,7 @@ class GrowingLineage(Lineage):
 
 
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return for each request the first after it that comes from another node.
-
-    Args:
-        nodes: which node of the graph makes each request.
-    """
+    """Return for each request the first after it that comes from another node, by the nodes of all requests."""
     ends: list[int] = []
     for start in range(len(nodes)):
         if len(ends) <= start:
@@ -178,14 +159,12 @@ class Step:
     saves: tuple[int, ...]
     """The value of each save that counts, in order. A value may be saved several times."""
     uses: tuple[int, ...]
-    """The value of each request of the backward, in order."""
     use_ends: tuple[int, ...] = ()
     """For each request, the first after it that another node of the graph makes: until then the node holds what it was given.
     Without it each request counts as a node's only one."""
     fixed: frozenset[int] = field(default_factory=frozenset)
     """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
     dropped: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that the user asked to be recomputed."""
     moved: frozenset[int] = field(default_factory=frozenset)
     """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -205,7 +184,6 @@ class Step:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the distinct values that were saved."""
         return sum(self.lineage.num_bytes[value] for value in set(self.saves))
 
 
@@ -230,13 +208,10 @@ class OpWork:
     name: str
     """As PyTorch calls it, such as "aten.mm.default"."""
     kind: OpKind
-    """What limits it: see `OpKind`."""
     flops: float
     """Source: `torch.utils.flop_counter`; 0 where that knows none."""
     num_bytes: int
-    """Bytes that it reads and writes."""
     dtype: str
-    """That of what it computes in, such as "bfloat16"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,11 +237,8 @@ class ModuleOps:
     module: str
     """Its name in the model; "" is the model."""
     kind: str
-    """Its class."""
     begin: int
-    """The first op of the lineage in it."""
     end: int
-    """The first one behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,26 +250,20 @@ class StepTrace:
     """
 
     model: str
-    """The class of the model."""
     inputs: str
-    """Shapes and dtypes of the inputs, for people."""
     target: str
-    """Whose kernels are imitated: "cuda" or "cpu"."""
     min_bytes: int
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
     """All ops that compute or make anything, also those that make nothing that is saved: of the forward and the loss, then of
     the backward. What returns a view is none."""
     num_forward_ops: int
-    """How many of `ops` belong to the forward and the loss."""
     step: Step
     """Which op made which value, what is saved, and when it is asked for. Its ops take no seconds."""
     op_places: tuple[int, ...]
     """For each op of the lineage, its place among `ops`."""
     save_places: tuple[int, ...]
-    """For each of `step.saves`, how many ops have run. An op saves what it reads before it runs, what it makes just after."""
     use_places: tuple[int, ...]
-    """For each of `step.uses`, how many ops have run."""
     lifetimes: Mapping[int, Lifetime]
     """Of each saved value, and of each other value of at least `min_bytes` that an op of the forward makes."""
     live_bytes: tuple[int, ...]
@@ -305,11 +271,8 @@ class StepTrace:
     base_bytes: int
     """What is there before: parameters, buffers, inputs."""
     trainable_numel: int
-    """Elements of the parameters that require grad."""
     trainable_bytes: int
-    """Their bytes."""
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """For values that an op makes, the op and the module."""
     modules: tuple[ModuleOps, ...] = ()
     """The calls of modules in the forward, in the order in which they begin."""
     backend_dependent: tuple[str, ...] = ()
@@ -318,12 +281,15 @@ class StepTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the plain step at once."""
         return self.base_bytes + max(self.live_bytes, default=0)
 
 
 _KINDS = tuple(OpKind)
 _T = TypeVar("_T")
+_TEXTS = ("model", "inputs", "target")
+_NUMBERS = ("min_bytes", "num_forward_ops", "base_bytes", "trainable_numel", "trainable_bytes")
+_ROWS = ("op_places", "save_places", "use_places")
+_STEP_ROWS, _STEP_SETS = ("saves", "uses", "use_ends"), ("fixed", "dropped", "moved")
 
 
 def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
@@ -331,38 +297,22 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
     texts = _Texts()
     step, lineage = trace.step, trace.step.lineage
     return {
-        "model": trace.model,
-        "inputs": trace.inputs,
-        "target": trace.target,
-        "min_bytes": trace.min_bytes,
-        "num_forward_ops": trace.num_forward_ops,
-        "base_bytes": trace.base_bytes,
-        "trainable_numel": trace.trainable_numel,
-        "trainable_bytes": trace.trainable_bytes,
+        **{name: getattr(trace, name) for name in (*_TEXTS, *_NUMBERS, *_ROWS, "live_bytes", "backend_dependent")},
         "ops": [
             [texts.number(op.name), _KINDS.index(op.kind), _number(op.flops), op.num_bytes, texts.number(op.dtype)]
             for op in trace.ops
         ],
-        "live_bytes": trace.live_bytes,
-        "op_places": trace.op_places,
-        "save_places": trace.save_places,
-        "use_places": trace.use_places,
         "lifetimes": [[value, life.made_at, life.released_at, life.freed_at] for value, life in trace.lifetimes.items()],
         "names": [[value, texts.number(op), texts.number(module)] for value, (op, module) in trace.names.items()],
         "modules": [[texts.number(call.module), texts.number(call.kind), call.begin, call.end] for call in trace.modules],
-        "backend_dependent": trace.backend_dependent,
         "step": {
             "num_bytes": lineage.num_bytes,
             "ins": lineage.ins,
             "outs": [[outs[0], len(outs)] if outs else [0, 0] for outs in lineage.outs],
             "taken": [[op, *pairs] for op, pairs in lineage.taken.items()],
             "seconds": lineage.seconds if any(lineage.seconds) else [],
-            "saves": step.saves,
-            "uses": step.uses,
-            "use_ends": step.use_ends,
-            "fixed": sorted(step.fixed),
-            "dropped": sorted(step.dropped),
-            "moved": sorted(step.moved),
+            **{name: getattr(step, name) for name in _STEP_ROWS},
+            **{name: sorted(getattr(step, name)) for name in _STEP_SETS},
             "retained_bytes": list(step.retained_bytes.items()),
             "why_kept": [[value, texts.number(why)] for value, why in step.why_kept.items()],
         },
@@ -376,33 +326,32 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
     Raises:
         KeyError, TypeError, ValueError, IndexError, AttributeError: it has made no such thing.
     """
-    texts = content["texts"]
-    text = _texts_of(texts)
-    step = _step_from(content["step"], text)
+    text = _texts_of(content["texts"])
+    of_step = content["step"]
+    rows: dict[str, Any] = {name: _wholes(of_step[name]) for name in _STEP_ROWS}  # of several types, as those below
+    rows |= {name: frozenset(_wholes(of_step[name])) for name in _STEP_SETS}
+    step = Step(
+        lineage=_lineage_from(of_step),
+        **rows,
+        retained_bytes={_whole(value): _whole(num_bytes) for value, num_bytes in of_step["retained_bytes"]},
+        why_kept={_whole(value): text(why) for value, why in of_step["why_kept"]},
+    )
+    plain: dict[str, Any] = {name: _checked(content[name], str) for name in _TEXTS}
+    plain |= {name: _whole(content[name]) for name in _NUMBERS} | {name: _wholes(content[name]) for name in _ROWS}
     trace = StepTrace(
-        model=_checked(content["model"], str),
-        inputs=_checked(content["inputs"], str),
-        target=_checked(content["target"], str),
-        min_bytes=_whole(content["min_bytes"]),
+        **plain,
         ops=tuple(
             OpWork(
                 name=text(name), kind=_KINDS[_whole(kind)], flops=_flops(flops), num_bytes=_whole(num_bytes), dtype=text(dtype)
             )
             for name, kind, flops, num_bytes, dtype in content["ops"]
         ),
-        num_forward_ops=_whole(content["num_forward_ops"]),
         step=step,
-        op_places=_wholes(content["op_places"]),
-        save_places=_wholes(content["save_places"]),
-        use_places=_wholes(content["use_places"]),
         lifetimes={
             _whole(value): Lifetime(made_at=_whole(made_at), released_at=_whole(released_at), freed_at=_whole(freed_at))
             for value, made_at, released_at, freed_at in content["lifetimes"]
         },
         live_bytes=_wholes(content["live_bytes"], least=None),
-        base_bytes=_whole(content["base_bytes"]),
-        trainable_numel=_whole(content["trainable_numel"]),
-        trainable_bytes=_whole(content["trainable_bytes"]),
         names={_whole(value): (text(op), text(module)) for value, op, module in content["names"]},
         modules=tuple(
             ModuleOps(module=text(module), kind=text(kind), begin=_whole(begin), end=_whole(end))
@@ -412,20 +361,6 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
     )
     _check(trace)
     return trace
-
-
-def _step_from(content: Mapping[str, Any], text: Callable[[Any], str]) -> Step:
-    return Step(
-        lineage=_lineage_from(content),
-        saves=_wholes(content["saves"]),
-        uses=_wholes(content["uses"]),
-        use_ends=_wholes(content["use_ends"]),
-        fixed=frozenset(_wholes(content["fixed"])),
-        dropped=frozenset(_wholes(content["dropped"])),
-        moved=frozenset(_wholes(content["moved"])),
-        retained_bytes={_whole(value): _whole(num_bytes) for value, num_bytes in content["retained_bytes"]},
-        why_kept={_whole(value): text(why) for value, why in content["why_kept"]},
-    )
 
 
 def _lineage_from(content: Mapping[str, Any]) -> Lineage:

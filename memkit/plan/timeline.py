@@ -42,22 +42,14 @@ class Timeline:
         self._free_s = [0.0] * len(Lane)
 
     def now_s(self, moment_s: float) -> float:
-        """Return when compute comes to a moment."""
         return moment_s + self.late_s
 
     def issue(self, lane: Lane, seconds: float, *, after_s: float = 0.0, latency_s: float = 0.0) -> float:
-        """Put something on a lane; return when it is over. It begins when what was put there before is, and not before a time.
-
-        Args:
-            seconds: how long it takes.
-            after_s: the time.
-            latency_s: what it takes besides.
-        """
+        """Put something on a lane; return when it is over. It begins when what was before it is, and not before a time."""
         end_s = self._free_s[lane] = max(self._free_s[lane], after_s) + latency_s + seconds
         return end_s
 
     def free_s(self, lane: Lane) -> float:
-        """Return when all that was put on a lane is over."""
         return self._free_s[lane]
 
     def wait(self, moment_s: float, until_s: float) -> float:
@@ -82,10 +74,8 @@ class Levels:
             self._changes[end] -= num_bytes
 
     def each(self) -> list[int]:
-        """Return the bytes at each place, and behind the last."""
         return list(accumulate(self._changes))
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at a place."""
         return max(accumulate(self._changes))

@@ -15,7 +15,7 @@ import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import ReferenceDevice
 from memkit.plan import Action, MemoryPlan
-from memkit.plan.budget import simulate
+from memkit.plan.budget.simulate import simulate
 from tests.activations.budgeting.plans import planner_of
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.calls import num_calls

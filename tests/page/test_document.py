@@ -33,7 +33,7 @@ from memkit.page.document import (
 )
 from memkit.plan import Action, find_gpu
 from memkit.plan.asked import problem_of, trace_of
-from memkit.plan.budget import plan_budget_jointly
+from memkit.plan.budget.planning import plan_budget_jointly
 from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from tests.page.browser import needs_browser, opened

@@ -9,7 +9,8 @@ import pytest
 from memkit.errors import BudgetInfeasible
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace
-from memkit.plan.budget import JointPlanner, make_problem, plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner, plan_budget_jointly
+from memkit.plan.budget.problem import make_problem
 from tests.page.reports import plans_of, report_of_blocks
 from tests.plan.budget.steps import gpu, layers, random_trace
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,18 +26,9 @@ def test_regions_lie_side_by_side_behind_the_header(groups: list[list[tuple[int,
     assert 0 <= layout.num_bytes - ends[-1] < ALIGNMENT_BYTES
 
 
-def test_chunk_of_nothing_is_its_header() -> None:
-    assert lay_out([]).num_bytes == HEADER_BYTES
-
-
 def test_bytes_that_are_newest_on_the_device_or_on_disk_are_not_lost() -> None:
     allowed = {(before, after) for before, after in itertools.product(Residency, Residency) if before.may_become(after)}
 
     assert {after for before, after in allowed if before is Residency.DIRTY} == {Residency.DIRTY, Residency.DEVICE}
     assert {after for before, after in allowed if before is Residency.DISK} == {Residency.DISK, Residency.HOST}
     assert {before for before, after in allowed if after is Residency.DISK} == {Residency.HOST, Residency.DISK}
-
-
-@pytest.mark.parametrize("residency", Residency)
-def test_bytes_may_stay_where_they_are(residency: Residency) -> None:
-    assert residency.may_become(residency)

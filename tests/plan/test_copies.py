@@ -72,117 +72,49 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
-def _live_bytes(step: Step, copies: CopySchedule, place: int) -> int:
-    """Return what of the values is on the device once a save was seen to, counted anew."""
-    gone = {value for batch in copies.out[: copies.num_released[place]] for value in batch}
-    return sum(step.sizes_bytes[value] for value in {value for value in step.saves[: place + 1] if value >= 0} - gone)
-
-
-@settings(max_examples=15)
+@settings(max_examples=60)
 @given(steps())
-def test_each_value_that_leaves_is_in_one_batch(step: Step) -> None:
+def test_forward_of_any_step(step: Step) -> None:
     copies = step.schedule()
 
-    assert sorted(value for batch in copies.out for value in batch) == sorted(step.leaving)
-    assert all(copies.out)
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_what_is_let_go_was_sent_and_counts_never_fall(step: Step) -> None:
-    copies = step.schedule()
-
+    assert sorted(value for batch in copies.out for value in batch) == sorted(step.leaving)  # each is in one batch
     assert len(copies.num_sent) == len(copies.num_released) == len(step.saves) + 1
-    assert len(copies.num_fetched) == len(copies.requests)
     assert all(released <= sent for released, sent in zip(copies.num_released, copies.num_sent, strict=True))
     for counts in (copies.num_sent, copies.num_released, copies.num_fetched):
         assert all(before <= after for before, after in pairwise(counts))
     assert copies.num_sent[-1] == len(copies.out)
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_nothing_is_sent_before_it_is_there_and_written(step: Step) -> None:
-    copies = step.schedule()
-
     for number, batch in enumerate(copies.out):
+        sizes = [step.sizes_bytes[value] for value in batch]
+        assert 0 < len(batch) <= 64
+        assert sum(sizes[:-1]) < BATCH_BYTES  # small copies share a batch, and a large one never waits
+        assert len(batch) == 1 or max(sizes) < BATCH_BYTES
         sent_at = next(place for place, num_sent in enumerate(copies.num_sent) if num_sent > number)
-        assert all(step.ready_at(value) <= sent_at for value in batch)
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_what_leaves_is_sent_before_many_more_saves(step: Step) -> None:
-    copies = step.schedule()
-
-    for number, batch in enumerate(copies.out):
-        sent_at = next(place for place, num_sent in enumerate(copies.num_sent) if num_sent > number)
+        assert all(step.ready_at(value) <= sent_at for value in batch)  # there, and written
         assert sent_at - min(step.ready_at(value) for value in batch) <= 8
 
 
-@settings(max_examples=15)
+@settings(max_examples=60)
 @given(steps())
-def test_small_copies_share_a_batch_and_a_large_one_never_waits(step: Step) -> None:
-    copies = step.schedule()
-
-    for batch in copies.out:
-        sizes = [step.sizes_bytes[value] for value in batch]
-        assert len(batch) <= 64
-        assert sum(sizes[:-1]) < BATCH_BYTES
-        assert len(batch) == 1 or max(sizes) < BATCH_BYTES
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_forward_keeps_to_the_limit_where_what_has_gone_can(step: Step) -> None:
-    copies = step.schedule()
-
-    for place in range(len(step.saves) + 1):
-        live_bytes = _live_bytes(step, copies, place)
-        may_go = [value for value in step.leaving if step.ready_at(value) <= place]
-        if live_bytes > step.limit_bytes:  # then nothing more can go
-            gone = {value for batch in copies.out[: copies.num_released[place]] for value in batch}
-            assert set(may_go) <= gone
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_forward_lets_go_of_no_more_than_it_must(step: Step) -> None:
-    copies = step.schedule()
-
-    for place in range(len(step.saves) + 1):
-        before = copies.num_released[place - 1] if place else 0
-        if copies.num_released[place] > before:
-            last = sum(step.sizes_bytes[value] for value in copies.out[copies.num_released[place] - 1])
-            assert _live_bytes(step, copies, place) + last > step.limit_bytes
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_peak_is_that_of_a_forward_that_is_carried_out(step: Step) -> None:
-    copies = step.schedule()
-
-    on_device, peak_bytes, released = set[int](), 0, 0
-    for place in range(len(step.saves) + 1):
+def test_forward_keeps_to_the_limit_and_lets_go_of_no_more_than_it_must(step: Step) -> None:
+    copies, on_device, peak_bytes, gone = step.schedule(), set[int](), 0, set[int]()
+    for place, num_released in enumerate(copies.num_released):
         if place < len(step.saves) and step.saves[place] >= 0 and step.saves[place] not in step.saves[:place]:
             on_device.add(step.saves[place])
         peak_bytes = max(peak_bytes, sum(step.sizes_bytes[value] for value in on_device))
-        while released < copies.num_released[place]:
-            on_device -= set(copies.out[released])
-            released += 1
+        before = copies.num_released[place - 1] if place else 0
+        leaves = {value for batch in copies.out[before:num_released] for value in batch}
+        on_device, gone = on_device - leaves, gone | leaves
+        live_bytes = sum(step.sizes_bytes[value] for value in on_device)
+        if live_bytes > step.limit_bytes:  # then nothing more can go
+            assert {value for value in step.leaving if step.ready_at(value) <= place} <= gone
+        if leaves:
+            assert live_bytes + sum(step.sizes_bytes[value] for value in copies.out[num_released - 1]) > step.limit_bytes
 
     assert copies.peak_bytes == peak_bytes
-
-
-@settings(max_examples=15)
-@given(steps())
-def test_peak_exceeds_the_limit_by_the_largest_and_what_stays_or_waits(step: Step) -> None:
-    copies = step.schedule()
-
     largest = max(step.sizes_bytes.values(), default=0)
     stays = sum(size for value, size in step.sizes_bytes.items() if value not in step.leaving)
     unwritten = sum(step.sizes_bytes[value] for value in step.leaving if value in step.ready)
-    assert copies.peak_bytes <= max(step.limit_bytes, stays + unwritten) + largest
+    assert peak_bytes <= max(step.limit_bytes, stays + unwritten) + largest
 
 
 # The backward
@@ -202,33 +134,6 @@ def _forecast_of(step: Step, working_bytes: int) -> Forecast | None:
         [value not in step.leaving for value in order],
         limit_bytes=step.limit_bytes,
     )
-
-
-@settings(max_examples=15)
-@given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
-def test_all_that_is_gone_and_asked_for_comes_back_once_and_in_time(step: Step, working_bytes: int | None) -> None:
-    forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
-    copies = step.schedule(forecast)
-
-    wanted = [value for value in step.order if value in _gone(copies)]
-    assert [value for batch in copies.back for value in batch] == wanted
-    for number, batch in enumerate(copies.back):
-        fetched_at = next(place for place, num_fetched in enumerate(copies.num_fetched) if num_fetched > number)
-        assert all(fetched_at <= copies.requests.index(value) for value in batch)
-
-
-@settings(max_examples=15)
-@given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
-def test_requests_are_what_leaves_and_what_something_is_fetched_at(step: Step, working_bytes: int | None) -> None:
-    forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
-    copies = step.schedule(forecast)
-
-    assert list(copies.requests) == [value for value in step.order if value in set(copies.requests)]
-    assert set(step.order) & step.leaving <= set(copies.requests)
-    before = 0
-    for value, num_fetched in zip(copies.requests, copies.num_fetched, strict=True):
-        assert value in step.leaving or num_fetched > before
-        before = num_fetched
 
 
 def _backward_levels(step: Step, copies: CopySchedule) -> list[tuple[int, bool]]:
@@ -251,20 +156,24 @@ def _backward_levels(step: Step, copies: CopySchedule) -> list[tuple[int, bool]]
     return levels
 
 
-def _batch_overhang(step: Step, copies: CopySchedule) -> int:
-    """Return the most by which what cannot wait, and comes with others, exceeds the limit."""
-    return max((sum(step.sizes_bytes[value] for value in batch) for batch in copies.back), default=0)
-
-
-@settings(max_examples=15)
+@settings(max_examples=60)
 @given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
-def test_backward_fetches_ahead_only_within_the_limit(step: Step, working_bytes: int | None) -> None:
-    forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
-    copies = step.schedule(forecast)
+def test_backward_of_any_step(step: Step, working_bytes: int | None) -> None:
+    copies = step.schedule(None if working_bytes is None else _forecast_of(step, working_bytes))
 
+    wanted = [value for value in step.order if value in _gone(copies)]
+    assert [value for batch in copies.back for value in batch] == wanted  # once
+    for number, batch in enumerate(copies.back):
+        fetched_at = next(place for place, num_fetched in enumerate(copies.num_fetched) if num_fetched > number)
+        assert all(fetched_at <= copies.requests.index(value) for value in batch)  # and in time
+    assert list(copies.requests) == [value for value in step.order if value in set(copies.requests)]
+    assert set(step.order) & step.leaving <= set(copies.requests)
+    for value, before, num_fetched in zip(copies.requests, (0, *copies.num_fetched), copies.num_fetched, strict=False):
+        assert value in step.leaving or num_fetched > before
+    largest_batch = max((sum(step.sizes_bytes[value] for value in batch) for batch in copies.back), default=0)
     for live_bytes, is_ahead in _backward_levels(step, copies):
         # a batch may have been gathered for earlier requests, which were served by then: its own room was there
-        assert not is_ahead or live_bytes <= step.limit_bytes + _batch_overhang(step, copies)
+        assert not is_ahead or live_bytes <= step.limit_bytes + largest_batch
 
 
 def test_chain_leaves_and_comes_back_in_reverse() -> None:

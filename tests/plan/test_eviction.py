@@ -132,34 +132,6 @@ def test_bad_score_is_refused(changes: dict[str, Any], text: str) -> None:
     assert str(caught.value) == f"DTRScore: {text}"
 
 
-@pytest.mark.parametrize(
-    ("next_uses", "victim"),
-    [
-        ({1: 1, 2: 1, 3: 1, 4: 1}, 4),  # 2 s for 50 bytes: 0.04
-        ({1: 1, 2: 4, 3: 1, 4: 1}, 2),  # 6 s for 100 bytes, 4 requests away: 0.015
-        ({1: 1, 2: 4, 3: 8, 4: 1}, 3),  # 10 s for 120 bytes, 8 requests away: 0.0104
-        ({1: 11, 2: 4, 3: 1, 4: 1}, 1),  # 1 s for 10 bytes, 11 requests away: 0.0091
-    ],
-)
-def test_lowest_score_goes(next_uses: dict[int, int], victim: int) -> None:
-    residents = Storages(star([10, 100, 120, 50], [1.0, 6.0, 10.0, 2.0]), 279)
-    residents.next_uses = next_uses
-
-    residents.walk.make_room(0)
-
-    assert residents.logged("drop") == [victim]
-
-
-def test_staleness_takes_what_came_first() -> None:
-    residents = Storages(star([10, 10, 10], [1.0, 1.0, 1.0]), 29, DTRScore(distance="staleness"))
-    residents.next_uses = {1: 1, 2: 1, 3: 100}
-    residents.walk.clock += 1
-
-    assert [residents.walk.staleness(value) for value in (1, 2, 3)] == [4, 3, 2]
-    assert residents.walk.make_room(0)
-    assert residents.logged("drop") == [1]
-
-
 def test_what_came_back_makes_others_cheaper_again() -> None:
     lineage = GrowingLineage()
     root = lineage.add_root(0)
@@ -195,24 +167,6 @@ def test_missing_cost_equals_brute_force(step: Step, data: st.DataObject) -> Non
             assert min(expected, 5.0) <= residents.walk.missing_cost_s(value, 5.0) <= expected
 
 
-def test_max_replays_keeps_a_value_that_came_back_often() -> None:
-    step = star([10, 10], [1.0, 100.0])
-    residents = Storages(step, math.inf, DTRScore(max_replays=2))
-
-    for _ in range(4):
-        residents.walk.limit_bytes = 19
-        residents.walk.make_room(0)
-        residents.walk.limit_bytes = math.inf
-        for value in (1, 2):
-            if value not in residents.saved:
-                residents.walk.rebuild(value)
-
-    assert residents.logged("drop") == [1, 1, 2, 2]
-    residents.walk.limit_bytes = 0
-    assert not residents.walk.make_room(0)
-    assert set(residents.saved) == {1, 2}
-
-
 def test_ranking_of_many_finds_the_lowest_scores() -> None:
     rng = random.Random(0)
     seconds = [float(rng.randint(1, 10**6)) for _ in range(1000)]
@@ -236,68 +190,6 @@ def test_make_room_tells_when_nothing_can_go() -> None:
 
 
 # Replays
-
-
-def test_rebuild_runs_each_missing_op_once_in_order() -> None:
-    step = chain(4)
-    residents = Storages(step)
-    for value in (2, 3, 4):
-        residents.walk.drop(value)
-    residents.log.clear()
-
-    residents.walk.rebuild(4)
-
-    assert residents.log == [("run", 1), ("run", 2), ("keep", 2), ("run", 3), ("keep", 3), ("keep", 4)]
-    assert (residents.walk.num_replayed_ops, residents.walk.replayed_s) == (3, 3.0)
-    assert residents.walk.num_replays == {2: 1, 3: 1, 4: 1}
-    assert residents.walk.temp_bytes == 0
-
-
-def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
-    step = chain(5)
-    residents = Storages(step, 3000)
-    residents.next_uses = {1: 100}
-    for value in (2, 3):
-        residents.walk.drop(value)
-    residents.log.clear()
-
-    residents.walk.rebuild(3)
-
-    assert residents.log == [("drop", 5), ("run", 1), ("drop", 1), ("run", 2), ("drop", 4), ("keep", 2), ("keep", 3)] or (
-        residents.walk.peak_bytes <= 3000 and residents.log.index(("run", 1)) < residents.log.index(("drop", 1))
-    )
-    assert 3 in residents.saved
-
-
-def test_what_a_node_was_given_stays_until_another_asks() -> None:
-    """The node holds it: to drop it would free nothing."""
-    step = chain(5)
-    residents = Storages(step, 0)
-    walk = residents.walk
-    for value in (2, 4):
-        walk.note_request(value, node=7)
-
-    assert not walk.make_room(0)
-    assert residents.saved.keys() == {2, 4}
-
-    walk.note_request(3, node=6)
-
-    assert walk.make_room(0)
-    assert not residents.saved
-
-
-def test_op_in_place_copies_what_is_read_again() -> None:
-    lineage = GrowingLineage()
-    (before,) = lineage.add_op([lineage.add_root(0)], [100])
-    (after,) = lineage.add_op([before], [100], taken=[before])
-    (last,) = lineage.add_op([before, after], [1])  # as if it had been cloned by the recorder
-    residents = Storages(Step(lineage=lineage, saves=(last,), uses=()))
-    residents.walk.drop(last)
-
-    residents.walk.rebuild(last)
-
-    assert residents.walk.peak_bytes == 201
-    assert residents.walk.temp_bytes == 0
 
 
 def test_missing_root_is_an_error() -> None:

@@ -34,21 +34,6 @@ from memkit.plan.step import ModuleOps, StepTrace
 from tests.plan.budget.steps import MIB, gpu, layers
 
 
-@pytest.mark.parametrize("begin", [1, 3, 32, 1000, 10**6])
-@pytest.mark.parametrize("budget_bytes", [130, 5000, 123456])
-def test_what_rises_in_proportion_is_found_in_few(begin: int, budget_bytes: int) -> None:
-    tried = []
-
-    def num_bytes(batch: int) -> int:
-        tried.append(batch)
-        return 100 + 27 * batch
-
-    found = largest(num_bytes, budget_bytes, begin=begin, most=7)
-
-    assert found == ((budget_bytes - 100) // 27, True)
-    assert len(tried) == len(set(tried)) <= 7
-
-
 def test_steps_and_kinks_are_found_as_well() -> None:
     for seed in range(50):
         draw = random.Random(seed)
@@ -76,10 +61,6 @@ def test_any_start_leads_to_the_same_batch() -> None:
         budget_bytes = draw.randrange(num_bytes(answer), num_bytes(answer + 1))
         for begin in (1, 8, 64, 4096, 10**6):
             assert largest(num_bytes, budget_bytes, begin=begin, most=7) == (answer, True)
-
-
-def test_nothing_may_fit() -> None:
-    assert largest(lambda batch: 100 + batch, 50, begin=8, most=10) == (0, True)
 
 
 def test_a_search_that_stops_says_so() -> None:
@@ -111,10 +92,6 @@ def trace_of_blocks() -> StepTrace:
 
 def problem_of_blocks() -> Problem:
     return make_problem(trace_of_blocks(), gpu())
-
-
-def test_blocks_are_members_of_lists_alike() -> None:
-    assert [block.module for block in blocks_of(trace_of_blocks())] == [f"layers.{layer}" for layer in range(NUM_LAYERS)]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +145,7 @@ def test_the_curve_is_as_by_hand() -> None:
     curve = checkpoint_curve(problem)
 
     assert [found.num_blocks for found in curve] == [1, 2, 3, 4, 5, 6]
+    assert [found.num_blocks for found in checkpoint_curve(problem, most=3)] == [2, 4, 6]  # of many some numbers
     for found in curve:
         assert found.step_s == pytest.approx(problem.plain_s + found.num_blocks * (10 + 400 + 15 + 400) * 1e-6)
     # the base; what came into five of the layers; all that is saved in the last one; 4 more to work with
@@ -200,10 +178,6 @@ def test_a_result_that_is_saved_and_read_behind_the_block_is_made_again_as_well(
     found = checkpoint_curve(problem)[-1]
 
     assert found.step_s == pytest.approx(problem.plain_s + NUM_LAYERS * (10 + 400 + 15 + 400 + 8) * 1e-6)
-
-
-def test_of_many_blocks_some_numbers_are_tried() -> None:
-    assert [found.num_blocks for found in checkpoint_curve(problem_of_blocks(), most=3)] == [2, 4, 6]
 
 
 def test_the_fewest_that_fit_are_taken() -> None:
@@ -275,14 +249,6 @@ def test_the_whole_table() -> None:
     assert to_text(FRONT) == TEXT
 
 
-def test_what_was_not_measured_is_marked_and_states_are_named() -> None:
-    text = to_text(replace(FRONT, is_measured=False, optimizer="adamw", gpu="RTX 4090"))
-
-    assert text.startswith(
-        "ResNet, float32[256, 3, 224, 224], with the states of adamw, on RTX 4090\n(predicted; not measured)\n\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("found", "line"),
     [
@@ -300,9 +266,12 @@ def test_small_models_are_in_mib_and_lines_fit_80_columns() -> None:
     rows = tuple(
         replace(row, budget_bytes=row.budget_bytes // 400, num_kept=1234, num_moved=1234, num_again=1234) for row in FRONT.rows
     )
-    small = to_text(replace(FRONT, plain_peak_bytes=FRONT.plain_peak_bytes // 400, rows=rows, inputs="a" * 70))
+    less = {"plain_peak_bytes": FRONT.plain_peak_bytes // 400, "rows": rows, "inputs": "a" * 70}
+    small = to_text(replace(FRONT, is_measured=False, optimizer="adamw", **less))
 
-    assert "MiB" in small.splitlines()[4]
+    assert any("MiB" in line for line in small.splitlines()[4:6])
+    assert "with the states of adamw" in small
+    assert "(predicted; not measured)" in small
     assert max(map(len, to_text(FRONT).splitlines())) <= 80
     assert max(map(len, small.splitlines()[:2])) <= 80
 
@@ -336,9 +305,6 @@ def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     draw(FRONT, path)
 
     assert path.stat().st_size > 1000
-
-
-pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -388,6 +354,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Problem, Measured]:
     return problem_of(trace_of(report), GPUS["H200"], None), measured
 
 
+@pytest.mark.slow
 def test_seconds_of_the_plain_step(case: tuple[Problem, Measured]) -> None:
     problem, measured = case
     trace, gpu = problem.trace, problem.gpu
@@ -398,12 +365,14 @@ def test_seconds_of_the_plain_step(case: tuple[Problem, Measured]) -> None:
     assert problem.plain_s == pytest.approx(measured.forward_s + measured.backward_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_peak_of_the_plain_step(case: tuple[Problem, Measured]) -> None:
     problem, measured = case
 
     assert problem.plain_peak_bytes == pytest.approx(measured.peak_mib * MIB, rel=0.005)
 
 
+@pytest.mark.slow
 def test_all_blocks_checkpointed(case: tuple[Problem, Measured]) -> None:
     problem, measured = case
     found = checkpoint_curve(problem)[-1]

@@ -29,7 +29,7 @@ from memkit.plan import (
 )
 from memkit.plan import ratio as costs
 from memkit.plan.plans import limit_of
-from memkit.profile import MemoryReport, SavedCategory, timed_saves
+from memkit.profile import MemoryReport, SavedCategory, SavedTensorRecord, timed_saves
 from memkit.transfer import Link
 
 MIB = 2**20
@@ -78,15 +78,6 @@ def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window:
     assert plan.window_bytes == window
     assert plan.predicted_peak_bytes == min(plan.saved_bytes, plan.limit_bytes)
     assert plan.ratio == percent / 100
-
-
-@pytest.mark.parametrize("num_saves", [10, 100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_rounding_of_the_ratio_chooses_nothing_more(num_saves: int) -> None:
-    sizes = [7 * MIB] * num_saves
-
-    chosen = [len(leaving(plan_ratio(sizes, count / num_saves, window_bytes=0))) for count in range(num_saves + 1)]
-
-    assert chosen == list(range(num_saves + 1))
 
 
 @pytest.mark.parametrize(
@@ -316,123 +307,50 @@ def moved_bytes(saves: list[TimedSave], offloaded: set[int], limit_bytes: int | 
     return moved
 
 
-def test_roofline_is_the_longer_of_work_and_copies_in_each_half() -> None:
-    link = Link(d2h_bytes_per_s=50, h2d_bytes_per_s=25, latency_s=9)
-
-    assert roofline_s(forward_s=4, backward_s=8, out_bytes=100, back_bytes=100, link=link) == 4 + 8
-    assert roofline_s(forward_s=4, backward_s=8, out_bytes=300, back_bytes=100, link=link) == 6 + 8
-    assert roofline_s(forward_s=4, backward_s=8, out_bytes=100, back_bytes=300, link=link) == 4 + 12
-    assert roofline_s(forward_s=4, backward_s=8, out_bytes=300, back_bytes=300, link=link) == 6 + 12
+OUT_ONLY, BACK_ONLY = (Link(d2h_bytes_per_s=50, h2d_bytes_per_s=math.inf), Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=50))
+LATE = Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=math.inf, latency_s=2)
+HELD = [save(1000, 0, 19, is_held=True), save(1000, 9, 0, is_held=True)]
+ALL = {0, 1, 2, 3, 4}
 
 
-def test_step_without_offload_takes_its_plain_time() -> None:
-    assert simulated(chain(5), set(), SLOW, 0) == (FORWARD_S, BACKWARD_S)
-    assert simulated([], {0}, SLOW, 0) == (FORWARD_S, BACKWARD_S)
-
-
-@pytest.mark.parametrize("limit_bytes", [None, 0, 150, 10**6])
-def test_infinite_link_costs_nothing(limit_bytes: int | None) -> None:
-    assert simulated(chain(5), set(range(5)), FAST, limit_bytes) == (FORWARD_S, BACKWARD_S)
-
-
-def test_forward_waits_for_room() -> None:
-    # 0 is copied from 1 to 3. At 2, when 1 is saved, there is room for one: the forward waits from 2 to 3.
-    saves = [save(100, 1, 15), save(100, 2, 0)]
-
-    forward_s, _ = simulated(saves, {0}, SLOW, 100)
-
-    assert forward_s == FORWARD_S + 1
-
-
-def test_save_larger_than_the_limit_leaves_at_once_and_is_back_for_its_use() -> None:
-    assert simulated([save(100, 1, 5)], {0}, SLOW, 50) == (FORWARD_S + 2, BACKWARD_S + 4)
-
-
-def test_waits_of_the_forward_add_up() -> None:
-    # Copies of 2 s, saves 1 s apart. 0 is copied from 0 to 2, 1 from 2 to 4, and 2 from 4 to 6: 1 is saved at 1 and waits until
-    # 2; 2, saved at 3 then, waits until 4; 3, saved at 5, until 6. 3 itself stays.
-    saves = [save(100, index, 19 - index) for index in range(4)]
-
-    forward_s, _ = simulated(saves, {0, 1, 2, 3}, Link(d2h_bytes_per_s=50, h2d_bytes_per_s=math.inf), 100)
-
-    assert forward_s == FORWARD_S + 3
-
-
-def test_backward_waits_for_what_comes_late() -> None:
-    # Copies back take 4 s. There is no room for 0 beside 1, which is used at 3; at 5, when 0 is needed, its copy begins.
-    saves = [save(100, 1, 5), save(100, 9, 3)]
-
-    assert simulated(saves, {0}, SLOW, 100) == (FORWARD_S, BACKWARD_S + 4)
-
-
-def test_what_came_back_fills_the_device_until_it_was_used() -> None:
-    # 1 is fetched at 2, when 2 is done with, and 0 not before it is needed: at 9, and 4 s late by then.
-    saves = [save(100, 0, 9), save(100, 3, 2), save(100, 9, 0)]
-
-    assert simulated(saves, {0, 1}, SLOW, 100) == (FORWARD_S, BACKWARD_S + 4 + 4)
-
-
-def test_copies_back_are_in_the_order_of_need() -> None:
-    # 0 is back at 4, 3 s late, and 1 at 8.
-    assert simulated([save(100, 0, 1), save(100, 5, 15)], {0, 1}, SLOW, None) == (FORWARD_S, BACKWARD_S + 3)
-
-
-def test_backward_fetches_ahead_where_there_is_room() -> None:
-    # As above, and 2 makes room: 0 is fetched from 3, when 1 is needed and 2 is done with, to 7, which is 2 s late.
-    saves = [save(100, 1, 5), save(100, 8, 3), save(100, 9, 1)]
-
-    assert simulated(saves, {0}, SLOW, 200) == (FORWARD_S, BACKWARD_S + 2)
-
-
-def test_copies_back_are_one_after_the_other() -> None:
-    # With a limit there is room for 0 and 1 from 3 on, when 1 is needed and 2 is done with: 1 is back at 7, 4 s late, and 0,
-    # now needed at 8, at 11, 3 s late. Without, copies begin at 0: 1 is back at 4, 1 s late, and 0, now needed at 5, at 8.
-    saves = [save(100, 0, 4), save(100, 3, 3), save(300, 9, 2)]
-
-    assert simulated(saves, {0, 1}, SLOW, 300) == (FORWARD_S, BACKWARD_S + 4 + 3)
-    assert simulated(saves, {0, 1}, SLOW, None) == (FORWARD_S, BACKWARD_S + 1 + 3)
-
-
-def test_without_a_limit_fetching_begins_with_the_backward() -> None:
-    assert simulated([save(100, 1, 5)], {0}, SLOW, None) == (FORWARD_S, BACKWARD_S)
-    assert simulated([save(100, 1, 3)], {0}, SLOW, None) == (FORWARD_S, BACKWARD_S + 1)
-
-
-def test_without_a_limit_the_forward_ends_with_the_last_copy() -> None:
-    assert simulated([save(100, 8, 15)], {0}, SLOW, None) == (FORWARD_S, BACKWARD_S)
-    assert simulated([save(100, 9, 15)], {0}, SLOW, None) == (FORWARD_S + 1, BACKWARD_S)
-    assert simulated([save(100, 9, 15), save(100, 9, 12)], {0, 1}, SLOW, None) == (FORWARD_S + 3, BACKWARD_S)
-
-
-def test_what_fits_the_limit_never_moves() -> None:
-    assert simulated(chain(5), {0, 1, 2, 3, 4}, SLOW, 500) == (FORWARD_S, BACKWARD_S)
-    assert simulated(chain(5), {0, 1, 2, 3, 4}, LIMP, 500) == (FORWARD_S, BACKWARD_S)
-    assert simulated(chain(5), {0, 1, 2, 3, 4}, LIMP, 499) == (FORWARD_S + 2, BACKWARD_S)  # 0 is out at 10, 4 is saved at 8
-
-
-def test_copies_of_the_last_saves_may_go_on_in_the_backward() -> None:
-    assert simulated([save(1000, 9, 0)], {0}, SLOW, 1000) == (FORWARD_S, BACKWARD_S)
-
-
-def test_each_copy_takes_its_latency() -> None:
-    link = Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=math.inf, latency_s=2)
-
-    assert simulated([save(1, 9, 0)], {0}, link, None) == (FORWARD_S + 1, BACKWARD_S + 2)
-    assert simulated([save(1, 9, 0), save(1, 9, 0)], {0, 1}, link, None) == (FORWARD_S + 3, BACKWARD_S + 4)
-
-
-def test_directions_have_their_own_speeds() -> None:
-    saves = [save(100, 10, 0)]
-
-    assert simulated(saves, {0}, Link(d2h_bytes_per_s=50, h2d_bytes_per_s=math.inf), None) == (FORWARD_S + 2, BACKWARD_S)
-    assert simulated(saves, {0}, Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=50), None) == (FORWARD_S, BACKWARD_S + 2)
-
-
-def test_held_saves_neither_move_nor_fill_the_device() -> None:
-    held = [save(1000, 0, 19, is_held=True), save(1000, 9, 0, is_held=True)]
-
-    assert simulated(held, {0, 1}, SLOW, 0) == (FORWARD_S, BACKWARD_S)
-    assert simulated([held[0], save(100, 1, 15), held[1]], {0, 1, 2}, SLOW, 100) == (FORWARD_S, BACKWARD_S)
+@pytest.mark.parametrize(
+    ("saves", "offloaded", "link", "limit_bytes", "late_s"),
+    [
+        (chain(5), set(), SLOW, 0, (0, 0)),
+        (chain(5), ALL, FAST, None, (0, 0)),
+        (chain(5), ALL, FAST, 150, (0, 0)),
+        # 0 is copied from 1 to 3. At 2, when 1 is saved, there is room for one: the forward waits from 2 to 3.
+        ([save(100, 1, 15), save(100, 2, 0)], {0}, SLOW, 100, (1, 4)),
+        ([save(100, 1, 5)], {0}, SLOW, 50, (2, 4)),  # larger than the limit: it leaves at once
+        # Copies of 2 s, saves 1 s apart: each save waits for the copy of the one before, and 3 itself stays.
+        ([save(100, index, 19 - index) for index in range(4)], ALL, OUT_ONLY, 100, (3, 0)),
+        # Copies back take 4 s. There is no room for 0 beside 1, which is used at 3; at 5, when 0 is needed, its copy begins.
+        ([save(100, 1, 5), save(100, 9, 3)], {0}, SLOW, 100, (0, 4)),
+        # 1 is fetched at 2, when 2 is done with, and 0 not before it is needed: at 9, and 4 s late by then.
+        ([save(100, 0, 9), save(100, 3, 2), save(100, 9, 0)], {0, 1}, SLOW, 100, (0, 8)),
+        ([save(100, 0, 1), save(100, 5, 15)], {0, 1}, SLOW, None, (0, 3)),  # in the order of need
+        # 0 is fetched from 3, when 1 is needed and 2 is done with, to 7, which is 2 s late.
+        ([save(100, 1, 5), save(100, 8, 3), save(100, 9, 1)], {0}, SLOW, 200, (0, 2)),
+        # There is room for 0 and 1 from 3 on: 1 is back at 7, 4 s late, and 0, now needed at 8, at 11, 3 s late.
+        ([save(100, 0, 4), save(100, 3, 3), save(300, 9, 2)], {0, 1}, SLOW, 300, (0, 7)),
+        ([save(100, 0, 4), save(100, 3, 3), save(300, 9, 2)], {0, 1}, SLOW, None, (0, 4)),  # copies begin at 0
+        ([save(100, 1, 5)], {0}, SLOW, None, (0, 0)),  # without a limit fetching begins with the backward
+        ([save(100, 1, 3)], {0}, SLOW, None, (0, 1)),
+        ([save(100, 8, 15)], {0}, SLOW, None, (0, 0)),  # and the forward ends with the last copy
+        ([save(100, 9, 15), save(100, 9, 12)], {0, 1}, SLOW, None, (3, 0)),
+        (chain(5), ALL, LIMP, 500, (0, 0)),  # what fits never moves
+        (chain(5), ALL, LIMP, 499, (2, 0)),  # 0 is out at 10, 4 is saved at 8
+        ([save(1000, 9, 0)], {0}, SLOW, 1000, (0, 0)),  # the last copies may go on in the backward
+        ([save(1, 9, 0), save(1, 9, 0)], {0, 1}, LATE, None, (3, 4)),  # each copy takes its latency
+        ([save(100, 10, 0)], {0}, OUT_ONLY, None, (2, 0)),
+        ([save(100, 10, 0)], {0}, BACK_ONLY, None, (0, 2)),
+        ([HELD[0], save(100, 1, 15), HELD[1]], {0, 1, 2}, SLOW, 100, (0, 0)),  # what is held neither moves nor fills
+    ],
+)
+def test_lanes_by_hand(
+    saves: list[TimedSave], offloaded: set[int], link: Link, limit_bytes: int | None, late_s: tuple[int, int]
+) -> None:
+    assert simulated(saves, offloaded, link, limit_bytes) == (FORWARD_S + late_s[0], BACKWARD_S + late_s[1])
 
 
 @settings(max_examples=75)
@@ -456,63 +374,39 @@ def report() -> MemoryReport:
     return memkit.profile_memory(model, batch, print_table=False)
 
 
-def with_times(report: MemoryReport, *, backward_s: float | None = 2.0) -> MemoryReport:
+def with_times(report: MemoryReport) -> MemoryReport:
     saved = tuple(
         dataclasses.replace(record, saved_at_s=0.25 * index, needed_at_s=1.5 - 0.25 * index)
         for index, record in enumerate(report.saved)
     )
-    root = dataclasses.replace(report.modules[0], forward_s=1.0, backward_s=backward_s)
+    root = dataclasses.replace(report.modules[0], forward_s=1.0, backward_s=2.0)
     return dataclasses.replace(report, saved=saved, modules=(root, *report.modules[1:]))
 
 
 def test_timed_saves_are_those_of_the_report(report: MemoryReport) -> None:
-    saves = timed_saves(with_times(report), 0)
+    timed = with_times(report)
+    first, second, *rest = timed.saved
 
-    assert saves == [
+    def of(*saved: SavedTensorRecord, min_bytes: int = 0) -> list[TimedSave]:
+        return timed_saves(dataclasses.replace(timed, saved=saved), min_bytes)
+
+    assert of(*timed.saved) == [
         save(16384, 0.0, 1.5, is_held=True),  # the input: the caller holds it
         save(16384, 0.25, 1.25),
         save(16384, 0.5, 1.0),
         save(16384, 0.75, 0.75),
     ]
-
-
-def test_timed_saves_leave_out_what_is_small(report: MemoryReport) -> None:
-    timed = with_times(report)
-    saved = (timed.saved[0], dataclasses.replace(timed.saved[1], storage_bytes=16385), *timed.saved[2:])
-
-    assert [item.num_bytes for item in timed_saves(dataclasses.replace(timed, saved=saved), 16385)] == [16385]
-    assert len(timed_saves(timed, 16384)) == len(timed.saved)
-
-
-def test_timed_saves_leave_out_parameters_in_another_dtype(report: MemoryReport) -> None:
-    timed = with_times(report)
-    cast = dataclasses.replace(timed.saved[1], category=SavedCategory.PARAM_CAST)
-
-    saves = timed_saves(dataclasses.replace(timed, saved=(timed.saved[0], cast, *timed.saved[2:])), 0)
-
-    assert [item.saved_at_s for item in saves] == [0.0, 0.5, 0.75]
-
-
-def test_save_that_the_backward_never_asked_for_is_needed_at_its_end(report: MemoryReport) -> None:
-    timed = with_times(report)
-    unasked = dataclasses.replace(timed.saved[1], needed_at_s=None)
-
-    saves = timed_saves(dataclasses.replace(timed, saved=(timed.saved[0], unasked)), 0)
-
-    assert [item.needed_at_s for item in saves] == [1.5, 2.0]
+    larger = dataclasses.replace(second, storage_bytes=16385)
+    assert [item.num_bytes for item in of(first, larger, *rest, min_bytes=16385)] == [16385]  # what is small is left out
+    cast = dataclasses.replace(second, category=SavedCategory.PARAM_CAST)
+    assert [item.saved_at_s for item in of(first, cast, *rest)] == [0.0, 0.5, 0.75]  # and parameters in another dtype
+    unasked = dataclasses.replace(second, needed_at_s=None)
+    assert [item.needed_at_s for item in of(first, unasked)] == [1.5, 2.0]  # what is never asked for, at the end
 
 
 def test_report_without_times_is_refused(report: MemoryReport) -> None:
     with pytest.raises(ValueError, match=r"^the report has no times: profile on a GPU, with backward=True"):
         timed_saves(report, 0)
-
-
-def test_report_without_a_backward_is_refused(report: MemoryReport) -> None:
-    timed = with_times(report, backward_s=None)
-    saved = tuple(dataclasses.replace(record, needed_at_s=None) for record in timed.saved)
-
-    with pytest.raises(ValueError, match=r"^the report has no backward: profile with backward=True$"):
-        timed_saves(dataclasses.replace(timed, saved=saved), 0)
 
 
 def auto(saves: list[TimedSave], link: Link, *, window_bytes: int | None = None, tolerance: float = 0.01) -> float:
@@ -532,15 +426,6 @@ def test_auto_ratio_is_0_where_nothing_can_move() -> None:
     assert auto([], FAST) == 0.0
     assert auto([save(100, 0, 0, is_held=True)], FAST) == 0.0
     assert auto([save(0, 0, 0), save(0, 1, 0)], FAST) == 0.0
-
-
-def test_auto_ratio_is_1_with_an_infinite_link() -> None:
-    assert auto(chain(7), FAST, window_bytes=0) == 1.0
-    assert auto([*chain(7), save(100, 10, 0, is_held=True)], FAST) == 1.0
-
-
-def test_auto_ratio_is_0_with_no_link_to_speak_of() -> None:
-    assert auto(chain(7), Link(d2h_bytes_per_s=1e-3, h2d_bytes_per_s=1e-3), window_bytes=0) == 0.0
 
 
 def test_auto_ratio_by_hand() -> None:
@@ -599,11 +484,6 @@ def _played(backward: list[tuple[int, int, bool]]) -> int:
     return peak
 
 
-@given(records)
-def test_peak_is_that_of_the_backward_without_fetching_ahead(backward: list[tuple[int, int, bool]]) -> None:
-    assert _forecast(backward).peak_bytes == max(_played(backward), backward[0][1])
-
-
 @given(records, st.integers(0, 500))
 def test_peak_has_room_for_what_the_backward_begins_with(backward: list[tuple[int, int, bool]], limit_bytes: int) -> None:
     found = _forecast(backward, limit_bytes=limit_bytes).peak_bytes
@@ -626,7 +506,3 @@ def test_level_is_the_most_on_the_way(backward: list[tuple[int, int, bool]], dat
             wanted -= backward[place - 2][0]
         levels.append(wanted + backward[place][0] + backward[place][1])
     assert found == max(levels, default=live_bytes)
-
-
-def test_nothing_is_on_the_way_to_a_place_that_is_passed() -> None:
-    assert _forecast([(4, 10, True), (4, 10, True)]).level_bytes(1, 1, 7) == 7

@@ -79,13 +79,7 @@ PEAKS: dict[str, Peak] = {
 }
 
 named_peaks = pytest.mark.parametrize("peak", PEAKS.values(), ids=PEAKS)
-targets = pytest.mark.parametrize("target", ["4.25GiB", "8GiB", "12.5GiB", "14GiB", "19GiB"])
-
-
-def test_constant_never_changes() -> None:
-    schedule = schedules.constant(0.3)
-
-    assert [schedule(iteration) for iteration in (0, 1, 10**6)] == [0.3] * 3
+targets = pytest.mark.parametrize("target", ["4.25GiB", "12.5GiB"])
 
 
 def test_linear_goes_in_a_straight_line_and_stays() -> None:
@@ -127,15 +121,6 @@ def test_piecewise_holds_each_ratio_until_the_next() -> None:
     schedule = schedules.piecewise({10: 0.5, 0: 0, 12: 1})
 
     assert [schedule(iteration) for iteration in (0, 1, 9, 10, 11, 12, 13, 10**6)] == [0, 0, 0, 0.5, 0.5, 1, 1, 1]
-
-
-def test_piecewise_keeps_no_reference_to_its_argument() -> None:
-    ratios = {0: 0.25}
-    schedule = schedules.piecewise(ratios)
-
-    ratios[0] = 0.75
-
-    assert schedule(3) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -183,48 +168,26 @@ def test_values_of_another_type_are_refused(make: Callable[[], object], message:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "wants_peak"),
+    ("schedule", "wants_peak", "ratio"),
     [
-        (lambda iteration: 0.5, False),
-        (lambda iteration, last_peak_bytes: 0.5, True),
-        (lambda iteration, /, last_peak_bytes=None: 0.5, True),
-        (lambda *args: 0.5, True),
-        (lambda iteration, *rest: 0.5, True),
-        (lambda iteration, *, rate=1.0: 0.5, False),
-        (lambda iteration, **options: 0.5, False),
-        (functools.partial(lambda rate, iteration: 0.5, 1.0), False),
-        (Halving(), True),
-        (Unsigned(), False),
-        (math.sqrt, False),
-        ([0.5].__getitem__, False),
-        (schedules.constant(0.5), False),
-        (schedules.linear(0, 1, num_iterations=3), False),
-        (schedules.piecewise({0: 0.5}), False),
-        (schedules.fit_memory("1B"), True),
+        (lambda iteration: iteration / 10, False, 0.4),
+        (lambda iteration, last_peak_bytes: iteration / 10 + last_peak_bytes / 2, True, 0.9),
+        (lambda iteration, /, last_peak_bytes=None: last_peak_bytes / 2, True, 0.5),
+        (lambda *args: len(args) / 2, True, 1.0),
+        (lambda iteration, *rest: len(rest) / 2, True, 0.5),
+        (lambda iteration, *, rate=1.0: rate, False, 1.0),
+        (lambda iteration, **options: 0.5, False, 0.5),
+        (Halving(), True, 0.5),
+        (Unsigned(), False, 0.4),
+        ([0.0, 0.1, 0.2, 0.3, 0.7].__getitem__, False, 0.7),
+        (functools.partial(lambda rate, iteration: rate * iteration, 0.1), False, 0.4),
+        (schedules.constant(0.5), False, 0.5),
+        (schedules.fit_memory("1B"), True, 0.9),
     ],
 )
-def test_peak_goes_to_those_that_take_a_second_argument(schedule: schedules.Schedule, wants_peak: bool) -> None:
+def test_schedule_is_called_with_what_it_takes(schedule: schedules.Schedule, wants_peak: bool, ratio: float) -> None:
     assert takes_peak(schedule) is wants_peak
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ratio"),
-    [
-        (lambda iteration: iteration / 10, 0.4),
-        (lambda iteration, last_peak_bytes: iteration / 10 + last_peak_bytes / 2, 0.9),
-        (lambda *args: len(args) / 2, 1.0),
-        (Halving(), 0.5),
-        (Unsigned(), 0.4),
-        ([0.0, 0.1, 0.2, 0.3, 0.7].__getitem__, 0.7),
-        (functools.partial(lambda rate, iteration: rate * iteration, 0.1), 0.4),
-    ],
-)
-def test_schedule_is_called_with_what_it_takes(schedule: schedules.Schedule, ratio: float) -> None:
     assert call_schedule(schedule, 4, 1) == ratio
-
-
-def test_ratio_of_a_schedule_is_a_float() -> None:
-    assert type(call_schedule(lambda iteration: iteration, 1, None)) is float
 
 
 @pytest.mark.parametrize("ratio", [math.nan, -0.25, 1.25])
@@ -236,21 +199,6 @@ def test_bad_ratio_names_the_iteration(ratio: float) -> None:
         "the ratio that the schedule gives for iteration 17 must be from 0 (move nothing) to 1 (move everything); "
         f"found {ratio}"
     )
-
-
-def test_no_ratio_at_all_names_the_iteration() -> None:
-    with pytest.raises(
-        TypeError, match=r"^the ratio that the schedule gives for iteration 3 must be .*found None \(NoneType\)"
-    ):
-        call_schedule(lambda iteration: None, 3, None)  # type: ignore[arg-type, return-value]
-
-
-def test_error_of_a_schedule_is_not_masked() -> None:
-    def fail(iteration: int) -> float:
-        raise KeyError(iteration)
-
-    with pytest.raises(KeyError, match="5"):
-        call_schedule(fail, 5, None)
 
 
 @named_peaks
@@ -296,19 +244,6 @@ def test_fit_memory_finds_it_whatever_the_shape(levels: list[int], places: list[
     assert sum(peak_bytes > target_bytes for peak_bytes in peaks) <= 3
 
 
-def test_fit_memory_is_quick_where_the_peak_is_linear() -> None:
-    ratios, peaks = run(schedules.fit_memory("10GiB"), PEAKS["linear"])
-
-    assert len(set(ratios[12:])) == 1
-    assert max(peaks) <= 10 * GIB + 16 * GIB * 0.025
-
-
-def test_fit_memory_moves_nothing_where_all_fits() -> None:
-    ratios, _ = run(schedules.fit_memory("20GiB"), PEAKS["linear"])
-
-    assert ratios[20:] == [0.0] * (NUM_ITERATIONS - 20)
-
-
 def test_fit_memory_is_not_misled_by_memory_that_comes_late() -> None:
     """What an optimizer allocates in its first step is there from the second iteration on."""
     late_bytes, target_bytes, num_calls = 6 * GIB, 18 * GIB, 0
@@ -325,7 +260,7 @@ def test_fit_memory_is_not_misled_by_memory_that_comes_late() -> None:
     assert peaks[-1] <= target_bytes
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_fit_memory_bears_noise(seed: int) -> None:
     source, target_bytes = random.Random(seed), 10 * GIB
 
@@ -404,18 +339,3 @@ def test_fit_memory_warns_once_where_nothing_fits_any_more() -> None:
 
     assert len(caught) == 1
     assert ratios[-1] == 1.0
-
-
-def test_each_fit_memory_has_its_own_state() -> None:
-    first, second = schedules.fit_memory("10GiB"), schedules.fit_memory("10GiB")
-
-    run(first, PEAKS["linear"])
-
-    assert second(0, None) == 1.0
-
-
-@pytest.mark.parametrize("target", [10 * GIB, "10GiB", "10240 MiB", "10 gib"])
-def test_fit_memory_takes_sizes_as_text(target: int | str) -> None:
-    ratios, _ = run(schedules.fit_memory(target), PEAKS["linear"])
-
-    assert ratios == run(schedules.fit_memory(str(10 * GIB)), PEAKS["linear"])[0]

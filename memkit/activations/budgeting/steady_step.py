@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memkit.activations.offloading.schedule import Schedule, ready_at
 from memkit.activations.saved.traces import NO_VALUE, Capture, Trace
 from memkit.core import torch_private
-from memkit.plan import NO_OP, Action, CopySchedule, Plan, PlannedSave
+from memkit.plan import NO_OP, Action, CopySchedule, Plan, PlannedValue
 from memkit.recording.expected import ExpectedOp
 from memkit.recording.recorded import OpClass
 
@@ -55,7 +55,7 @@ def schedule_of_moves(
     actions = {numbers[planned.value]: planned.action for planned in plan.values}
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     saves = tuple(
-        PlannedSave(index=index, num_bytes=sizes_bytes[index], action=actions.get(index, Action.KEEP), reason="as planned")
+        PlannedValue(index=index, num_bytes=sizes_bytes[index], action=actions.get(index, Action.KEEP), reason="as planned")
         for index in range(len(sizes_bytes))
     )
     told = Plan(saves=saves, limit_bytes=float(plan.budget_bytes), predicted_peak_bytes=plan.predicted_peak_bytes)

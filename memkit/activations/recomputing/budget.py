@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import Follower, OpTrace, Trace, Traces
+from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.device import Device
 from memkit.errors import BudgetInfeasible
@@ -65,12 +65,6 @@ def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, pol
         device=device,
         kinds=kinds,
     )
-
-
-def least_plan(trace: OpTrace, budget_bytes: int, score: DTRScore) -> Plan:
-    """Return the plan of single ops with the fewest bytes, for a budget that none keeps to."""
-    planner = trace.planner(score)
-    return planner.plan(budget_bytes, planner.least_found())
 
 
 class BudgetDecider(Decider):
@@ -154,7 +148,7 @@ class BudgetDecider(Decider):
         try:
             return trace.ops.plan(budget_bytes, options.score)
         except BudgetInfeasible as error:
-            least = least_plan(trace.ops, budget_bytes, options.score)
+            least = trace.ops.planner(options.score).least(budget_bytes)
             if self._with_regions is not None:
                 # where it is no entry, the next one follows the same trace, and tells
                 smallest = self._with_regions(trace, least) if is_entry else 0

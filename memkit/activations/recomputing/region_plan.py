@@ -16,7 +16,7 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.settled import TimedWays
 from memkit.activations.saved.traces import OpTrace
 from memkit.core.sequentials import SpanReference
-from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionNeeds, RegionPlanner
+from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedValue, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
 
 Reference = weakref.ref[nn.Module] | SpanReference
@@ -157,7 +157,7 @@ def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budge
         drops = value in dropped
         reason = f"{inside[value]} runs again" if drops else step.why_kept.get(value, "fits the budget")
         saves.append(
-            PlannedSave(
+            PlannedValue(
                 index=index,
                 value=value,
                 num_bytes=lineage.num_bytes[value],

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, least_plan
+from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
 from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions, region_choices
 from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
 from memkit.activations.saved.state import RematState
@@ -70,7 +70,7 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
     try:
         of_ops = trace.ops.plan(budget_bytes, options.score)
     except BudgetInfeasible:
-        of_ops = least_plan(trace.ops, budget_bytes, options.score)
+        of_ops = trace.ops.planner(options.score).least(budget_bytes)
     regions = _regions_of(state, trace, of_ops, against_ops=False)
     if regions is not None:
         state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)

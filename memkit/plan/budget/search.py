@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memkit.plan.budget.simulate import ReplayCosts, dropped_of, simulate
 from memkit.plan.plans import Action
-from memkit.plan.remat import CutPlaces
+from memkit.plan.remat import CutPlaces, Outcome
 from memkit.plan.step import NO_OP
 from memkit.plan.timeline import Levels
 
@@ -45,16 +45,7 @@ _MOST_STALE = 5
 
 
 class Search:
-    """Simulates plans of one problem under one budget, and knows the best so far.
-
-    Args:
-        problem: the step.
-        budget_bytes: what it may take, with the base.
-        allowed: what may be done with values beside keeping them.
-        most_simulated: so many plans are simulated before stages that could go on stop.
-        handling_s: what the host takes for a value that is dropped. It is in the prices of values, and thrice in those of what
-            moves: the higher it is, the larger and the fewer are those that go.
-    """
+    """Simulates plans of one problem under one budget, and knows the best so far."""
 
     def __init__(
         self,
@@ -78,11 +69,9 @@ class Search:
 
     @property
     def is_spent(self) -> bool:
-        """Whether as many plans were simulated as may be."""
         return self.num_simulated >= self.most_simulated
 
     def simulate(self, actions: Sequence[Action]) -> Simulated:
-        """Simulate a step, and remember it if it is the best so far."""
         most_s = _MOST_REPLAYED * self.problem.plain_s
         if not self.best.over_bytes:
             beside_s = self.best.seconds - self.problem.plain_s
@@ -93,7 +82,6 @@ class Search:
         return found
 
     def consider(self, found: Simulated) -> None:
-        """Remember a step if it is the best so far, or takes the fewest bytes."""
         if found.rank < self.best.rank:
             self.best = found
         if (found.peak_bytes, found.seconds) < (self.least.peak_bytes, self.least.seconds):
@@ -283,7 +271,6 @@ _NUM_SPARED = 40
 
 
 def is_better(found: Simulated, than: Simulated) -> bool:
-    """Tell whether a step is nearer to its budget than another, or as near and faster."""
     return (found.excess_bytes, found.seconds) < (than.excess_bytes, than.seconds - _LESS_S)
 
 
@@ -314,22 +301,7 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
         if kept is found:
             break
         found = kept
-    return without_idle_anchors(search, found)
-
-
-def without_idle_anchors(search: Search, found: Simulated) -> Simulated:
-    """Return the step without anchors that nothing is made sooner from."""
-    problem, actions = search.problem, list(found.actions)
-    costs = ReplayCosts(problem, actions)
-    idle: list[tuple[int, Action]] = []
-    for index, held in enumerate(problem.values):
-        if held.is_anchor and actions[index] is not _RECOMPUTE and costs.cost(held.value) <= _LESS_S:
-            costs.drop(held.value)
-            idle.append((index, _RECOMPUTE))
-    if not idle:
-        return found
-    without = _with(search, found, idle)
-    return without if without.rank <= found.rank else found
+    return found
 
 
 def refill_link(search: Search, found: Simulated) -> Simulated:
@@ -458,9 +430,6 @@ _SHARES = (1.0, 0.8, 1.06)
 """How full the lane out is."""
 _MILD = 1.08
 """Cuts are tried where the step takes longer than so many times the plain one."""
-_FINER = 1.5
-"""Into how many segments a step is cut: from two on by this factor."""
-_MOST_PARTS = 32
 _SIMULATED_ALONE = 150
 _SIMULATED = 190
 """So many plans are simulated, about, with one mechanism and with both."""
@@ -477,17 +446,10 @@ def search_plan(
     allowed: Collection[Action] = BOTH,
     *,
     starts: Iterable[Simulated] = (),
+    seeds: Iterable[Outcome] = (),
     handling_s: float = 0.0,
 ) -> Simulated:
-    """Return the best step that was found; above the budget only if none was found that is not.
-
-    Args:
-        problem: the step.
-        budget_bytes: what it may take.
-        allowed: what may be done with values beside keeping them.
-        starts: steps that are known to keep to the budget: what is found is no slower.
-        handling_s: see `JointPlanner.handling_s`.
-    """
+    """Return the best step that was found; above the budget only if none was found that is not."""
     most_simulated = _most_simulated(problem, allowed)
     search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)
     if not search.best.over_bytes:
@@ -500,10 +462,21 @@ def search_plan(
             search.grow(search.best.actions)
         return search.best
     _grow_all(search)
+    for seed in seeds:
+        found = search.simulate(_actions_of(problem, seed))
+        if not found.over_bytes:
+            keep_what_fits(search, found)
     if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
         _cut(search)
     _improve(search)
     return search.best
+
+
+def _actions_of(problem: Problem, seed: Outcome) -> list[Action]:
+    return [
+        _RECOMPUTE if held.value in seed.dropped or (held.is_anchor and held.value not in seed.anchors) else _KEEP
+        for held in problem.values
+    ]
 
 
 def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
@@ -564,22 +537,8 @@ def _grow_all(search: Search) -> None:
         if search.is_spent:
             return
         search.grow(search.fill_link(plain, prices, share=share))
-    if search.is_spent:
-        return
-    search.grow(plain)
-    anchors = [
-        index for index, held in enumerate(problem.values) if held.is_anchor and search.best.actions[index] is not _RECOMPUTE
-    ]
-    if anchors:
-        seeded = list(plain)
-        for index in anchors:
-            seeded[index] = _KEEP
-        costs = ReplayCosts(problem, seeded)
-        prices = search.prices(costs, seeded)
-        for index, held in enumerate(problem.values):
-            if held.is_anchor:
-                prices[index] = costs.cost(held.value) / held.num_bytes if seeded[index] is _KEEP else -1.0
-        search.grow(search.fill_link(seeded, prices))
+    if not search.is_spent:
+        search.grow(plain)
 
 
 def _cut(search: Search) -> None:
@@ -602,17 +561,11 @@ def _improve(search: Search) -> None:
 
 def _cut_plans(search: Search) -> list[tuple[Action, ...]]:
     """Return the plans where what crosses some cuts stays, and all between is dropped, for ever more cuts."""
-    problem = search.problem
-    segments = CutPlaces(problem.trace.step)
-    saved = [held for held in problem.values if not held.is_anchor]
-    total, parts, plans = sum(held.num_bytes for held in saved), 2.0, dict[tuple[Action, ...], None]()
-    while parts <= max(_MOST_PARTS, len(saved) // 5):
-        stays = segments.skeleton(total / parts)
-        parts *= _FINER
-        plans[
-            tuple(
-                _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
-                for index, held in enumerate(problem.values)
-            )
-        ] = None
-    return list(plans)
+    plans = (
+        tuple(
+            _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
+            for index, held in enumerate(search.problem.values)
+        )
+        for stays in CutPlaces(search.problem.trace.step).skeletons()
+    )
+    return list(dict.fromkeys(plans))

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import add
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from memkit.plan.timeline import Lane, Levels, Timeline
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
-    from memkit.plan.plans import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +30,9 @@ class Move:
     index: int
     """Its place in `Problem.values`."""
     copy: int
-    """When its copy to the host is put on the lane."""
     let_go: int
     """When compute waits for that copy, and the device forgets the value."""
     fetch: int
-    """When its copy back is put on the lane."""
     need: int
     """When compute waits for that one: its first request, or the first replay that reads it."""
 
@@ -47,9 +44,7 @@ class SimulatedReplay:
     index: int
     """The value that is asked for, by its place in `Problem.values`."""
     point: int
-    """The slot of the request."""
     ops: tuple[int, ...]
-    """The ops that run, in order."""
     stays: tuple[int, ...]
     """Other dropped values that are made on the way and stay until they are freed, by their places in `Problem.values`."""
 
@@ -61,33 +56,25 @@ class Simulated:
     actions: tuple[Action, ...]
     """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
     seconds: float
-    """Seconds of the step."""
     peak_bytes: int
     """The most bytes at once, with the base."""
     over_bytes: int
     """Bytes above the budget at the worst slot; 0 if it fits."""
     excess_bytes: int
     """The same, summed over all points."""
-    worst_slot: int
-    """The slot with the most bytes."""
+    worst_slot: int = 0
     replayed_s: float
-    """Seconds of ops that run again."""
-    stall_s: float
-    """What compute waits for copies, either way."""
-    moved_bytes: int
-    """Bytes that leave; as many come back."""
-    moves: tuple[Move, ...]
-    """The copies to the host and back, one entry for each value."""
-    replays: tuple[SimulatedReplay, ...]
-    """What runs again, in the order of requests."""
-    held_until: dict[int, int]
+    stall_s: float = 0.0
+    moved_bytes: int = 0
+    moves: tuple[Move, ...] = ()
+    replays: tuple[SimulatedReplay, ...] = ()
+    held_until: dict[int, int] = field(default_factory=dict)
     """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
     levels: tuple[int, ...]
     """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
 
     @property
     def num_handled(self) -> int:
-        """How often the host has to see to a value that moves, or to an op that runs again."""
         return len(self.moves) + sum(len(replay.ops) for replay in self.replays)
 
     @property
@@ -123,7 +110,6 @@ class ReplayCosts:
                 self.drop(held.value)
 
     def drop(self, value: int) -> float:
-        """Let a value that was there be gone; return the seconds that it takes more."""
         before_s = self.seconds
         self._is_there[value] = 0
         if value not in self._anchors:
@@ -140,7 +126,6 @@ class ReplayCosts:
         return self._want(value) if self._wanting[value] else []
 
     def hold(self, value: int) -> float:
-        """Let a value that was gone be there; return the seconds that it takes less."""
         before_s = self.seconds
         if self._wanting[value]:
             self._leave(value)
@@ -150,13 +135,11 @@ class ReplayCosts:
         return before_s - self.seconds
 
     def cost(self, value: int) -> float:
-        """Return the seconds that it takes more without a value that is there."""
         cost_s = self.drop(value)
         self.hold(value)
         return cost_s
 
     def gain(self, value: int) -> float:
-        """Return the seconds that it takes less with a value that is gone."""
         gain_s = self.hold(value)
         self.drop(value)
         return gain_s
@@ -202,21 +185,9 @@ class ReplayCosts:
                         pending.append(source)
 
 
-def first_and_last_reads(
-    problem: Problem, dropped: Sequence[int], is_there: bytearray
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return at which slots values that are there, and retained roots, are read first and last by what makes dropped ones
-    again, if nothing that is made on the way stays.
-
-    Args:
-        problem: the step.
-        dropped: the dropped values, in the order of their requests, as places in `Problem.values`.
-        is_there: for each value of the lineage, whether it stays or comes back.
-    """
-    return _reads(problem, dropped, is_there), _reads(problem, reversed(dropped), is_there)
-
-
-def _reads(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
+def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
+    """Return at which slots values that are there, and retained roots, are first read by what makes dropped ones again, in this
+    order, if nothing that is made on the way stays."""
     maker, ins, values, retained = problem.lineage.maker, problem.lineage.ins, problem.values, problem.retained
     found, seen = dict[int, int](), set[int]()
     for index in dropped:
@@ -235,13 +206,7 @@ def _reads(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dic
 
 
 def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[int]) -> int:
-    """Return the most bytes that ops have made and still hold: what no later one of them reads goes, but for what stays.
-
-    Args:
-        lineage: what the ops read and make.
-        ops: in the order in which they run.
-        stays: values that are held to the end.
-    """
+    """Return the most bytes that ops have made and still hold: what no later one of them reads goes, but for what stays."""
     ins, outs, sizes, taken = lineage.ins, lineage.outs, lineage.num_bytes, lineage.taken
     last = {source: op for op in ops for source in ins[op]}
     made = set[int]()
@@ -263,7 +228,6 @@ def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[in
 
 
 def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
-    """Return the saved values that are recomputed, as places in `Problem.values`."""
     return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]
 
 
@@ -275,20 +239,21 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, 
 
     Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where
     the step is above the budget. What comes back is fetched in the order in which it is needed, each as early as that keeps to
-    the budget. A replay makes one value, and what it makes on the way stays if it is wanted later and there is room.
-
-    Args:
-        problem: the step.
-        actions: for each of `Problem.values` one of its choices.
-        budget_bytes: what the step may take, with the base. A step that takes more is told as it is.
-        most_replayed_s: a step whose replays take longer is not looked at any further: it takes for ever, and everything.
-    """
+    the budget. A replay makes one value, and what it makes on the way stays if it is wanted later and there is room."""
     while True:
         run = _Run(problem, actions, budget_bytes - problem.base_bytes)
         run.most_replayed_s = most_replayed_s
         stays = run.memory()
         if run.most_replayed_s < 0:
-            return run.given_up()
+            return Simulated(
+                actions=tuple(actions),
+                seconds=math.inf,
+                peak_bytes=_EVERYTHING,
+                over_bytes=_EVERYTHING,
+                excess_bytes=_EVERYTHING,
+                replayed_s=math.inf,
+                levels=tuple(run.levels),
+            )
         if not stays:
             return run.outcome()
         changed = list(actions)
@@ -321,7 +286,8 @@ class _Run:
                 dropped.append(index)
         dropped.sort(key=lambda index: (self.values[index].use, -self.values[index].made))
         self.dropped = dropped
-        self.first_read, self.last_read = first_and_last_reads(problem, dropped, self._is_there)
+        self.first_read = reads_of(problem, dropped, self._is_there)
+        self.last_read = reads_of(problem, reversed(dropped), self._is_there)
         self.need: dict[int, int] = {}
         """For each value that is to leave, the point at which it is to be back."""
 
@@ -416,11 +382,7 @@ class _Run:
         self._free_s = timeline.free_s(Lane.OUT)
 
     def _replay_all(self, asked: list[int]) -> None:
-        """Let all that was dropped be recomputed, in the order of requests.
-
-        Args:
-            asked: for each point the bytes there as its requests begin, but for what was made on the way.
-        """
+        """Let all that was dropped be recomputed, in the order of requests."""
         problem, values, lineage = self.problem, self.values, self.problem.lineage
         levels, static = self.levels, list(self.levels)
         is_there, index_of = self._is_there, problem.index
@@ -480,12 +442,7 @@ class _Run:
 
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
-
-        Args:
-            levels: bytes at each point.
-            begin: the point.
-            wanted: for each value the other point and its place in `Problem.values`, in that order.
-        """
+        `wanted` has for each value the other point and its place in `Problem.values`, in that order."""
         fitting: list[tuple[int, int]] = []
         reached, most = begin, 0
         smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)
@@ -508,7 +465,6 @@ class _Run:
         return [index for _, index in fitting]
 
     def _fetch(self) -> None:
-        """Let all that has left come back, each as early as there is room all along."""
         levels, values, limit_bytes, point_of = self.levels, self.values, self.limit_bytes, self.problem.point_of
         previous, fetched_bytes, gone_bytes, done = self.back, 0, 0, self.back
         order = sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index))
@@ -565,23 +521,6 @@ class _Run:
             replays=tuple(self.replays),
             held_until=self.last_read,
             levels=self.beside_fetches,
-        )
-
-    def given_up(self) -> Simulated:
-        return Simulated(
-            actions=tuple(self.actions),
-            seconds=math.inf,
-            peak_bytes=_EVERYTHING,
-            over_bytes=_EVERYTHING,
-            excess_bytes=_EVERYTHING,
-            worst_slot=0,
-            replayed_s=math.inf,
-            stall_s=0.0,
-            moved_bytes=0,
-            moves=(),
-            replays=(),
-            held_until={},
-            levels=tuple(self.levels),
         )
 
     def _slot_of(self, point: int) -> int:

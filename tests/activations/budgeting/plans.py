@@ -15,7 +15,7 @@ import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
 from memkit.plan import Action, JointPlanner, MemoryPlan
-from memkit.plan.budget import simulate
+from memkit.plan.budget.simulate import simulate
 from tests.activations.cases import assert_same_bits
 
 Make = Callable[[], AbstractContextManager[object]]

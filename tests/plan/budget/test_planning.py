@@ -7,7 +7,6 @@ import random
 import re
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,20 +17,13 @@ from torch import nn
 import memkit
 from memkit.errors import BudgetInfeasible, PlanFormatError
 from memkit.plan import Action, GrowingLineage, find_gpu
-from memkit.plan.budget import (
-    JointPlanner,
-    MemoryPlan,
-    Problem,
-    Simulated,
-    find_bound,
-    floor_bytes,
-    least_budget,
-    make_problem,
-    plan_budget_jointly,
-    planning,
-    simulate,
-    why_no_bound,
-)
+from memkit.plan.budget import planning
+from memkit.plan.budget.bound import find_bound, why_no_bound
+from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly
+from memkit.plan.budget.problem import Problem, make_problem
+from memkit.plan.budget.search import floor_bytes, without_needless_moves
+from memkit.plan.budget.simulate import Simulated, simulate
+from memkit.plan.plans import MemoryPlan
 from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
 
 OFFLOAD, RECOMPUTE, KEEP = Action.OFFLOAD, Action.RECOMPUTE, Action.KEEP
@@ -85,31 +77,14 @@ def test_least_budget_is_near_the_least_there_is(seed: int) -> None:
     assert plan_budget_jointly(problem, found).predicted_peak_bytes <= found
 
 
-def test_plan_of_fewer_bytes_than_the_least_budget_does_not_claim_them_as_a_budget() -> None:
-    problem = problem_of(33)
-    least = least_budget(problem)
-
-    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
-
-    assert plan.predicted_peak_bytes < least  # or this test is about nothing
-    assert plan.min_budget_bytes == least
-    assert plan_budget_jointly(problem, plan.min_budget_bytes).min_budget_bytes == least
-    with pytest.raises(BudgetInfeasible):
-        plan_budget_jointly(problem, plan.min_budget_bytes - 1)
-
-
-def check_never_worse(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_never_worse_than_one_mechanism(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
 
     joint = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
 
     assert joint <= min(seconds_of(problem, budget_bytes, OFFLOAD), seconds_of(problem, budget_bytes, RECOMPUTE))
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_never_worse_than_one_mechanism(seed: int) -> None:
-    check_never_worse(seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -139,7 +114,7 @@ def check_each_larger_budget_is_no_slower(problem: Problem, shares: list[float])
     assert math.isfinite(found_s[-1])
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
 def test_larger_budget_is_never_slower_whatever_else_was_asked(seed: int) -> None:
     pytest.importorskip("scipy")
     chance = random.Random(seed)
@@ -167,9 +142,8 @@ def _dense(num_layers: int = 10) -> tuple[nn.Module, torch.Tensor]:
     return Dense(), torch.empty(64, 16, 56, 56, device="meta")
 
 
-def _vision(name: str) -> tuple[nn.Module, torch.Tensor]:
-    torchvision = pytest.importorskip("torchvision")
-    return getattr(torchvision.models, name)(), torch.empty(64, 3, 224, 224, device="meta")
+def _resnet50() -> tuple[nn.Module, torch.Tensor]:
+    return pytest.importorskip("torchvision").models.resnet50(), torch.empty(64, 3, 224, 224, device="meta")
 
 
 def _llama() -> tuple[nn.Module, torch.Tensor]:
@@ -183,8 +157,7 @@ def _llama() -> tuple[nn.Module, torch.Tensor]:
 STEPS = {
     "dense": _dense,
     "Llama": _llama,
-    "ResNet-50": partial(_vision, "resnet50"),
-    "DenseNet-169": partial(_vision, "densenet169"),
+    "ResNet-50": _resnet50,
 }
 
 
@@ -241,6 +214,7 @@ def test_bound_is_near_the_plan() -> None:
     plan = plan_budget_jointly(problem, problem.plain_peak_bytes // 2, with_bound=True)
 
     assert plan.bound_s is not None
+    assert f"no plan is faster than {1e3 * plan.bound_s:.2f} ms" in plan.explain()
     assert plan.bound_s <= plan.predicted_s <= 1.03 * plan.bound_s
 
 
@@ -283,15 +257,6 @@ def test_budget_that_keeps_all_changes_nothing() -> None:
     assert plan.moved_bytes == plan.recompute_bytes == 0
 
 
-def test_what_the_free_link_takes_costs_nothing() -> None:
-    problem = make_problem(layers(12), gpu(20_000))
-
-    plan = plan_budget_jointly(problem, round(0.93 * problem.plain_peak_bytes))
-
-    assert plan.offload_bytes > 0
-    assert plan.predicted_s <= 1.001 * plan.plain_s
-
-
 def test_both_mechanisms_beat_each_alone() -> None:
     problem = make_problem(layers(12), gpu(20_000))
     budget_bytes = round(0.5 * problem.plain_peak_bytes)
@@ -315,14 +280,6 @@ def test_budget_that_is_too_small_names_the_least_and_what_fills_it() -> None:
     assert text.endswith("10.00 MiB that is there all along")
 
 
-def test_optimizer_states_are_there_all_along() -> None:
-    trace = layers(4)
-    without, beside = make_problem(trace, gpu()), make_problem(trace, gpu(), optimizer_bytes=50 * MIB)
-
-    assert beside.plain_peak_bytes == without.plain_peak_bytes + 50 * MIB
-    assert least_budget(beside) == least_budget(without) + 50 * MIB
-
-
 def test_what_the_user_asked_for_is_done() -> None:
     trace = layers(4)
     trace = replace(trace, step=replace(trace.step, fixed=frozenset({2}), dropped=frozenset({1})))
@@ -336,7 +293,7 @@ def test_what_the_user_asked_for_is_done() -> None:
         assert actions[2] is KEEP
 
 
-def test_moments_are_saves_and_requests() -> None:
+def test_moments_are_saves_and_requests_and_totals_those_of_the_values() -> None:
     problem = make_problem(layers(8), gpu(20_000))
     step = problem.trace.step
 
@@ -344,6 +301,11 @@ def test_moments_are_saves_and_requests() -> None:
 
     moved = [value for value in plan.values if value.action is OFFLOAD]
     assert moved
+    saved = sum(problem.lineage.num_bytes[value] for value in set(step.saves))
+    assert plan.kept_bytes + plan.offload_bytes + plan.recompute_bytes == saved
+    assert plan.moved_bytes == sum(value.num_bytes for value in moved)
+    assert sum(value.cost_s for value in plan.values) == pytest.approx(plan.replayed_s)
+    assert plan.predicted_s == pytest.approx(plan.plain_s + plan.replayed_s + plan.stall_s)
     for value in moved:
         assert 0 <= value.copy_at <= value.let_go_at <= len(step.saves)
         assert 0 <= value.fetch_at <= value.needed_at < len(step.uses)
@@ -353,18 +315,6 @@ def test_moments_are_saves_and_requests() -> None:
     assert [step.uses[replay.request] for replay in plan.replays] == [replay.value for replay in plan.replays]
     made = {value for replay in plan.replays for value in (replay.value, *replay.stays)}
     assert made == {value.value for value in plan.values if value.action is RECOMPUTE}
-
-
-def test_totals_are_those_of_the_values() -> None:
-    problem = make_problem(layers(8), gpu(20_000))
-
-    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
-
-    saved = sum(problem.lineage.num_bytes[value] for value in set(problem.trace.step.saves))
-    assert plan.kept_bytes + plan.offload_bytes + plan.recompute_bytes == saved
-    assert plan.moved_bytes == sum(value.num_bytes for value in plan.values if value.action is OFFLOAD)
-    assert sum(value.cost_s for value in plan.values) == pytest.approx(plan.replayed_s)
-    assert plan.predicted_s == pytest.approx(plan.plain_s + plan.replayed_s + plan.stall_s)
 
 
 def test_json_gives_the_plan_back() -> None:
@@ -380,40 +330,23 @@ def test_json_gives_the_plan_back() -> None:
         ({"schema_version": 2}, "this text has schema version 2; this memkit reads versions up to 1. Update memkit"),
         ({"schema": "other"}, 'this text is not a memkit plan: it has no "schema": "memkit.MemoryPlan"'),
         ({"values": [{"value": 1}]}, "this text is not a whole memkit plan: KeyError: 'action'"),
+        ({"budget_bytes": "12"}, "budget_bytes must be a whole number; found '12'"),
+        ({"predicted_peak_bytes": 1.5}, "predicted_peak_bytes must be a whole number; found 1.5"),
+        ({"predicted_s": None}, "predicted_s must be a number; found None"),
     ],
 )
-def test_json_of_something_else_is_refused(change: dict[str, object], message: str) -> None:
+def test_json_of_something_else_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     problem = make_problem(layers(2), gpu())
     content = json.loads(plan_budget_jointly(problem, problem.plain_peak_bytes).to_json())
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
 
     with pytest.raises(PlanFormatError, match=re.escape(message)):
         MemoryPlan.from_json(json.dumps(content | change))
     with pytest.raises(PlanFormatError, match="not JSON"):
         MemoryPlan.from_json("{")
-
-
-def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"\xff\xfe\x00")
-
     with pytest.raises(PlanFormatError, match=r"plan\.json' is not a memkit plan: it is not JSON"):
         MemoryPlan.from_json(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("budget_bytes", "12", "budget_bytes must be a whole number; found '12'"),
-        ("predicted_peak_bytes", 1.5, "predicted_peak_bytes must be a whole number; found 1.5"),
-        ("predicted_s", None, "predicted_s must be a number; found None"),
-    ],
-)
-def test_json_of_a_plan_with_other_figures_is_refused(name: str, value: object, message: str) -> None:
-    problem = make_problem(layers(2), gpu())
-    content = json.loads(plan_budget_jointly(problem, problem.plain_peak_bytes).to_json())
-
-    with pytest.raises(PlanFormatError, match=re.escape(message)):
-        MemoryPlan.from_json(json.dumps(content | {name: value}))
 
 
 def test_plan_of_another_step_names_the_first_difference() -> None:
@@ -435,7 +368,7 @@ def test_budget_that_was_planned_is_not_searched_again(monkeypatch: pytest.Monke
     assert all(planner.alone[action].best(budget_bytes).seconds >= found.seconds for action in planner.alone)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))])
 def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
@@ -492,3 +425,36 @@ def test_explains_by_module() -> None:
     assert "GPU: made up; predictions for it are not measured" in table
     assert "layers.0" in plan.explain(2)
     assert "op0" in plan.explain()
+
+
+def _all_offloaded(problem: Problem) -> list[Action]:
+    pairs = zip(problem.values, problem.plain, strict=True)
+    return [OFFLOAD if OFFLOAD in held.choices else action for held, action in pairs]
+
+
+def test_all_stays_where_all_fits() -> None:
+    problem = make_problem(layers(4), gpu(400_000))
+    actions = _all_offloaded(problem)
+    moving = simulate(problem, actions, problem.plain_peak_bytes)
+    assert moving.moves
+    found = without_needless_moves(problem, moving, problem.plain_peak_bytes)
+
+    assert found.moves == ()
+    assert found.seconds <= moving.seconds
+    assert found.peak_bytes <= problem.plain_peak_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.7])
+@pytest.mark.parametrize("seed", range(8))
+def test_step_is_as_fast_and_fits_as_well(seed: int, share: float) -> None:
+    problem = make_problem(random_trace(seed), gpu((4_000, 40_000, 400_000)[seed % 3]))
+    budget_bytes = round(share * problem.plain_peak_bytes)
+    actions = _all_offloaded(problem)
+    moving = simulate(problem, actions, budget_bytes)
+    found = without_needless_moves(problem, moving, budget_bytes)
+
+    assert found.seconds <= moving.seconds
+    assert found.excess_bytes <= moving.excess_bytes
+    assert found.moved_bytes <= moving.moved_bytes
+    assert {move.index for move in found.moves} <= {move.index for move in moving.moves}
+    assert simulate(problem, found.actions, budget_bytes) == found
