@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,9 +20,10 @@ from torch.nn import functional
 import memkit
 from memkit.core.tensors import byte_view, storages_of
 from memkit.core.torch_state import has_own_dispatch
-from memkit.device import Device, ReferenceDevice
+from memkit.device import ReferenceDevice
 from tests.activations.cases import Computation, assert_same_bits, gradients, inputs_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.contexts import KINDS, MORE_KINDS
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -36,36 +37,11 @@ pytestmark = [
 ]
 
 
-# Contexts
-
-
-def _offload(device: Device) -> memkit.CPUOffload:
-    return memkit.CPUOffload(1.0, "odd", device=device, min_bytes=0, window_bytes=0)
-
-
-def _remat(device: Device, **options: Any) -> memkit.Rematerialize:
-    return memkit.Rematerialize("1B", "odd", device=device, min_bytes=0, policy="dtr", **options)
-
-
-@contextmanager
-def _both(device: Device) -> Iterator[None]:
-    with _offload(device), _remat(device):
-        yield
-
-
-CONTEXTS: dict[str, Callable[[Device], AbstractContextManager[object]]] = {
-    "CPUOffload": _offload,
-    "Rematerialize": _remat,
-    "verify": functools.partial(_remat, verify=True),
-    "both": _both,
-}
-
-
-@pytest.fixture(params=CONTEXTS)
+@pytest.fixture(params=["offload all", "remat dtr of nothing", "remat dtr, verified", "budget", "offload around remat"])
 def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    """Return contexts on the device of the host: ops on most of these tensors are there alone."""
     device = ReferenceDevice()
-    yield functools.partial(CONTEXTS[request.param], device)
-    memkit.reset("odd")
+    yield functools.partial((KINDS | MORE_KINDS)[request.param].make, device, "odd")
     device.synchronize()
 
 
