@@ -58,17 +58,6 @@ def test_schedule_of_the_iteration_and_the_last_peak(device: Device, offloading:
     assert asked[1][1] > asked[2][1]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: schedules.linear(0, 1, num_iterations=4), lambda: schedules.piecewise({0: 0.0, 2: 1.0})]
-)
-def test_ready_made_schedules(make: object, device: Device, offloading: Offload) -> None:
-    x, schedule = leaf_on(device.torch_device), make()
-    for _ in range(6):
-        step(x, [1] * 8, lambda: offloading(schedule, "made", window_bytes=0))
-
-    assert memkit.stats("made").ratios == tuple(schedule(iteration) for iteration in range(6))
-
-
 def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None:
     if not isinstance(device, ReferenceDevice):
         pytest.skip("the allocator of a GPU counts more than what is saved")
@@ -103,15 +92,6 @@ def test_no_offload_keeps_what_is_saved_in_it(device: Device, offloading: Offloa
 
         assert _moved("region") == 5
         assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 11))
-
-
-def test_no_offload_ends_with_an_error(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    with pytest.raises(KeyError), memkit.no_offload():
-        raise KeyError
-    step(x, [1] * 3, lambda: offloading(1.0, "error", window_bytes=0))
-
-    assert _moved("error") == 3
 
 
 def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from memkit.device import CpuDevice, ReferenceDevice
 from memkit.plan import plan_ratio
-from tests.bench.cases import BENCHES, NUM_LAYERS, bench_module, layers, lines_of, printed_by, tiny_setting
+from tests.bench.cases import BENCHES, bench_module, layers, lines_of, printed_by, tiny_setting
 
 pytestmark = [
     pytest.mark.slow,
@@ -140,9 +140,9 @@ def test_ratios_move_what_their_plan_says_and_are_set_beside_the_roofline(monkey
     monkeypatch.setattr(script, "_on_gpu", lambda make: make())
     options = argparse.Namespace(ratios=[0, 0.5, 1], steps=1, fast=False, peers=False)
 
-    line, close = script.against_roofline(lambda: layers(torch.randn(512, 512)), options, ReferenceDevice())
+    line, close = script.against_roofline(lambda: layers(torch.randn(512, 512), num_layers=3), options, ReferenceDevice())
 
-    sizes = [2**20] * (2 * NUM_LAYERS - 1)  # each GELU's input and each Linear's, the model's own input apart
+    sizes = [2**20] * (2 * 3 - 1)  # each GELU's input and each Linear's, the model's own input apart
     assert line["saved_bytes"] == sum(sizes)
     for row in line["rows"]:
         assert row["moved_bytes"] == plan_ratio(sizes, row["ratio"], window_bytes=row["window_bytes"]).offload_bytes

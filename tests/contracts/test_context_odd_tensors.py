@@ -270,6 +270,7 @@ def zeros_without_bytes(x: Tensor, w: Tensor) -> Tensor:
     zeros = torch._efficientzerotensor((8, 32))
     y = functional.linear(x, w).sin()
     first = (y.atan2(zeros) + y * zeros).exp() + (zeros + y).sin().exp() + (zeros * 2 * y.exp()).exp()
+    y = (y * (zeros + 0.1)).exp() * y.atan2(3 - zeros) * (y + (zeros + 2)).sin() * (y * (zeros - True)).exp()
     second = y.clone() * zeros.t().clone().t()  # the one op that is given such zeros, and makes bytes of them
     return first * (second + y.sin()).exp() * torch.cat([zeros[:, :16], y[:, 16:]], 1).exp()
 
@@ -277,12 +278,6 @@ def zeros_without_bytes(x: Tensor, w: Tensor) -> Tensor:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     INTEGERS = [torch.quantize_per_tensor(torch.rand(8, 32), scale, 10, torch.quint8) for scale in (0.1, 0.2)]
-
-
-def zeros_and_numbers(x: Tensor, w: Tensor) -> Tensor:
-    zeros = torch._efficientzerotensor((8, 32))
-    y = functional.linear(x, w).sin()
-    return (y * (zeros + 0.1)).exp() * y.atan2(3 - zeros) * (y + (zeros + 2)).sin() * (y * (zeros - True)).exp()
 
 
 def from_integers(x: Tensor, w: Tensor) -> Tensor:
@@ -314,16 +309,11 @@ def sparse_products(x: Tensor, w: Tensor) -> Tensor:
     return torch.sparse.mm(coo, y.t()).t().exp() * (csr @ y.t().exp()).t().sin()
 
 
-def fakes_beside(x: Tensor, w: Tensor) -> Tensor:
+def without_data_beside(x: Tensor, w: Tensor) -> Tensor:
     y = functional.linear(x, w).sin()
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(8, 32)).requires_grad_()
         (fake.sin() * fake.exp()).sum().backward()
-    return y.exp() * y.cos()
-
-
-def meta_beside(x: Tensor, w: Tensor) -> Tensor:
-    y = functional.linear(x, w).sin()
     meta = torch.empty(8, 32, device="meta", requires_grad=True)
     (meta.sin() * meta.exp()).sum().backward()
     return y.exp() * y.cos()
@@ -350,14 +340,12 @@ COMPUTATIONS: dict[str, Computation] = {
         jagged_elementwise,
         forward_mode,
         zeros_without_bytes,
-        zeros_and_numbers,
         from_integers,
         of_each_sample,
         jacobian_product,
         jacobian_product_of_each,
         sparse_products,
-        fakes_beside,
-        meta_beside,
+        without_data_beside,
         class_of_its_own,
         wrapped,
     )
