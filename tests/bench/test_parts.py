@@ -322,5 +322,6 @@ def test_benches_run_one_after_the_other_in_processes_of_their_own(tmp_path: Pat
 @pytest.mark.parametrize("script", ["bench_budget", "bench_states", "bench_steady"])
 def test_names_of_parts_are_those_that_are_described(script: str) -> None:
     module = bench_module(script)
+    described = {name: "peer_*" if name.startswith("peer_") else name for name in module.PARTS}
 
-    assert [name for name in module.PARTS if f"\n    {name} " not in module.__doc__] == []
+    assert [name for name, text in described.items() if f"\n    {text} " not in module.__doc__] == []
