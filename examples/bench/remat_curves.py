@@ -39,7 +39,7 @@ def llama_curve(setting: Setting) -> Iterator[Line]:
     curve = _curve(workload, WHOLE_SHARES, setting)
     yield curve
     (peer,) = curve["peers"].values()
-    target = peer["peak_allocated_bytes"] or 2 * curve["saved_bytes"] // 3
+    target = peer["peak_allocated_bytes"] or curve["saved_bytes"] // 3
     yield {"bench": "remat_fit", "name": workload.name, **setting.attempt(lambda: _fit(workload, curve, target, setting))}
 
 

@@ -115,11 +115,11 @@ def test_states(part: str, num_rows: int) -> None:
         ),
         ("planning", ["planning"] * 3),
         ("recorder_host", ["recorder_host"] * 4),
-        ("llama", ["remat", "remat", "remat_fit"]),
+        ("resnet50", ["remat", "remat_fit"]),
     ],
 )
 def test_remat(part: str, benches: list[str]) -> None:
-    prefix = {"supernet": "remat_supernet", "llama": ""}.get(part, "remat_")
+    prefix = {"supernet": "remat_supernet", "resnet50": ""}.get(part, "remat_")
 
     found = [line["bench"] for line in _lines_of("bench_remat", part, device=CpuDevice(), fast=True)]
 
