@@ -59,7 +59,7 @@ class _Lines:
         if not is_inside or self.within not in (None, frame.f_code.co_name):
             return None
         caller: FrameType | None = frame
-        while caller is not None:
+        while caller is not None and caller.f_code is not _run.__code__:
             if caller.f_code.co_filename in _HARDWARE:
                 return None
             caller = caller.f_back

@@ -8,7 +8,6 @@ import pkgutil
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,40 +63,27 @@ LINES = (
 
 @pytest.mark.slow
 @ON_THE_CPU
-def test_readme_begins_with_what_memkit_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = ROOT / "README.md"
-    block = _blocks(readme, "python")[0]
-
-    once, reset, by_schedule = block.partition('memkit.reset("resnet")')
-    names: dict[str, object] = {}
-
-    exec(compile(once, str(readme), "exec"), names)
-    ratios = memkit.stats("resnet").ratios
-    exec(compile(reset + by_schedule, str(readme), "exec"), names)
-
-    assert all(re.search(rf"^ *{re.escape(line)}", block, re.MULTILINE) for line in LINES)
-    assert ratios == (0.3,)
-    assert memkit.stats("resnet").ratios == (0.0, 0.125, 0.25, 0.375, 0.5)
-    assert capsys.readouterr().out.startswith("ResNet on ")
-    memkit.reset("resnet")
-
-
-@pytest.mark.slow
-def test_readme_begins_with_what_moves_on_a_device_with_memory_of_its_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moves", [False, True])
+def test_readme_begins_with_what_memkit_is_for(
+    moves: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = memkit.device.ReferenceDevice()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(stage, "open_device", lambda _: device)
-    once, reset, by_schedule = _blocks(ROOT / "README.md", "python")[0].partition('memkit.reset("resnet")')
+    if moves:
+        monkeypatch.setattr(stage, "open_device", lambda _: device)
+    block = _blocks(ROOT / "README.md", "python")[0]
+    once, reset, by_schedule = block.partition('memkit.reset("resnet")')
     names: dict[str, object] = {}
 
     exec(compile(once, "README.md", "exec"), names)
-    num_copies = memkit.stats("resnet").num_copies_out
+    before = memkit.stats("resnet")
     exec(compile(reset + by_schedule, "README.md", "exec"), names)
+    after = memkit.stats("resnet")
 
-    assert num_copies > 0
-    assert memkit.stats("resnet").num_copies_out > 0
+    assert all(re.search(rf"^ *{re.escape(line)}", block, re.MULTILINE) for line in LINES)
+    assert (before.ratios, after.ratios) == ((0.3,), (0.0, 0.125, 0.25, 0.375, 0.5))
+    assert [stats.num_copies_out > 0 for stats in (before, after)] == [moves] * 2
+    assert capsys.readouterr().out.startswith("ResNet on ")
     memkit.reset("resnet")
 
 
@@ -111,29 +97,37 @@ def test_no_page_is_unfinished(page: Path) -> None:
     assert [phrase for phrase in UNFINISHED if phrase in text] == []
 
 
-def test_readme_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = ROOT / "README.md"
+@pytest.mark.parametrize(
+    ("name", "of_blocks", "shown"),
+    [
+        ("README.md", [1], ""),
+        ("docs/answers.md", [0], "Of 5.3 GiB"),
+        ("docs/tutorial.md", None, ""),
+        ("docs/layer-offload.md", [0, 1], ""),
+        ("docs/layer-offload-details.md", [0, "profile_memory"], "Model on meta"),
+    ],
+)
+def test_page_shows_what_its_example_prints(
+    name: str, of_blocks: list[Any] | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for where lines are broken, and the version of torch.
 
-    exec(
-        compile(_blocks(readme, "python")[1], str(readme), "exec"),
-        {"memkit": memkit, "torch": torch, "torchvision": torchvision},
-    )
+    Args:
+        of_blocks: which blocks run, by their numbers or by what they have; None for all.
+        shown: how the text begins that is compared; the first one, or all where all blocks run.
+    """
+    blocks, texts = (_blocks(ROOT / name, language) for language in ("python", "text"))
+    names: dict[str, object] = {"memkit": memkit, "torch": torch, "torchvision": torchvision}
+    for which in range(len(blocks)) if of_blocks is None else of_blocks:
+        block = blocks[which] if isinstance(which, int) else next(found for found in blocks if which in found)
+        exec(compile(block, name, "exec"), names)
 
-    def without_version(text: str) -> str:
-        return re.sub(r"torch \S+", "torch", text)
-
-    assert without_version(_blocks(readme, "text")[0]) == without_version(capsys.readouterr().out)
+    text = "".join(texts) if of_blocks is None else next(found for found in texts if found.startswith(shown))
+    assert _words(text) in _words(capsys.readouterr().out)
 
 
-def test_page_of_answers_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "answers.md"
-    block = _blocks(page, "python")[0]
-
-    exec(compile(block, str(page), "exec"), {})
-
-    shown = re.search(re.escape(block) + r"```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    assert shown[1].split() == capsys.readouterr().out.split(), "but for where lines are broken"
+def _words(text: str) -> str:
+    return " ".join(re.sub(r"torch \d\S*", "torch", text).split())
 
 
 def _commands_with_samples(page: Path) -> list[tuple[str, str]]:
@@ -201,27 +195,6 @@ def test_every_other_command_on_a_page_can_be_pasted(
             _parser().parse_args(arguments)
         else:
             assert main(arguments) == 0, command
-
-
-def test_page_on_layer_offload_shows_the_plan_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "layer-offload.md"
-    names: dict[str, object] = {}
-
-    for block in _blocks(page, "python")[:2]:
-        exec(compile(block, str(page), "exec"), names)
-
-    assert _blocks(page, "text")[0] in capsys.readouterr().out
-
-
-def test_page_on_streaming_in_depth_shows_the_report_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "layer-offload-details.md"
-    blocks, names = _blocks(page, "python"), dict[str, object]()
-    report = next(block for block in _blocks(page, "text") if block.startswith("Model on meta"))
-
-    for block in (blocks[0], next(block for block in blocks if "profile_memory" in block)):
-        exec(compile(block, str(page), "exec"), names)
-
-    assert re.sub(r"torch \S+", "torch", report) in re.sub(r"torch \S+", "torch", capsys.readouterr().out)
 
 
 def test_page_on_streaming_in_depth_draws_the_schedule_that_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,24 +285,6 @@ def test_examples_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     runpy.run_path(str(path), run_name="__main__")
 
     assert capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_example_runs_as_a_program() -> None:
-    done = subprocess.run([sys.executable, "examples/profile_resnet50.py"], capture_output=True, text=True, cwd=ROOT)
-
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_bench_runs_without_a_gpu() -> None:
-    script = ROOT / "examples" / "bench" / "bench_profile.py"
-
-    done = subprocess.run(
-        [sys.executable, str(script), "--meta", "--models", "resnet50"], capture_output=True, text=True, cwd=ROOT
-    )
-
-    assert '"activation_bytes": 21993045504' in done.stdout, done.stderr
 
 
 def _curve_of(picture: Path) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""Contexts that know whether a thread is in them, and hooks that are taken off when none is."""
+"""Contexts that know whether a thread is in them, hooks that are taken off when none is, and modes that an interrupt leaves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memkit
 from memkit.core.hooks import SavedTensorHooks, end_left, innermost_pack
 from memkit.core.interrupts import Block, Exclusive
 from memkit.core.torch_state import leave_mode
+from memkit.recording.recorder import QuietMode
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.interrupts import hooks_around, interrupts
 
 
 class Context(Exclusive):
@@ -91,16 +96,84 @@ def test_context_that_somebody_is_in_is_refused_and_stays_on(by_hand: bool) -> N
     assert innermost_pack() is None
 
 
-def test_mode_is_left_from_below_others() -> None:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
+# Dispatch modes
 
-    below, above = Mode(), Mode()
-    below.__enter__()
-    with above:
+
+class Quiet(QuietMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Loud(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_mode_is_left_whole_after_an_interrupt_at_any_line() -> None:
+    modes: list[QuietMode] = []
+
+    def step() -> None:
+        modes.append(Quiet())
+        with modes[-1]:
+            torch.ones(1).sin()
+
+    before, places = hooks_around(), []
+    for place in interrupts(step, 1000):
+        places.append(place)
+        leave_mode(modes[-1])
+        assert hooks_around() == before, place
+
+    assert {place.split(" in ")[1].split(":")[0] for place in places} >= {"__enter__", "__exit__", "leave_mode"}
+    assert any("_python_dispatch.py" in place for place in places)
+
+
+def test_modes_above_stay_on_after_an_interrupt_at_any_line() -> None:
+    below, above = Quiet(), Loud()
+
+    def enter() -> None:
+        for mode in (*_python_dispatch._get_current_dispatch_mode_stack(), below):
+            leave_mode(mode)
+        below.__enter__()
+        above.__enter__()
+
+    for place in interrupts(lambda: leave_mode(below), 1000, prepare=enter):
         leave_mode(below)
-        leave_mode(below)
-        assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == [above]
+        assert _python_dispatch._get_current_dispatch_mode_stack() == [above], place
+    leave_mode(above)
 
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_flags_around_other_modes_are_set_back() -> None:
+    with Loud():
+        before = hooks_around()
+        with Quiet():
+            pass
+        assert hooks_around() == before
+
+        with Quiet():
+            with Loud():
+                pass
+            assert torch._C._len_torch_dispatch_stack() == 2
+        assert hooks_around() == before
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*saved tensors for a backward, and none came")
+def test_context_that_was_interrupted_in_torchs_own_lines_breaks_no_other() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    before = hooks_around()
+
+    def step() -> None:
+        with memkit.Rematerialize(0.5, "interrupted in torch", min_bytes=0):
+            y = x.sin().exp().sin().exp().sin().exp()
+        y.sum().backward()
+
+    step()
+    for name in ("__enter__", "__exit__"):
+        for place in interrupts(step, 1000, within=name):
+            with memkit.CPUOffload(1.0, "another", min_bytes=0, device=memkit.device.ReferenceDevice()):
+                x.sin()
+            step()
+            assert hooks_around() == before, place
+    memkit.reset("interrupted in torch")
+    memkit.reset("another")

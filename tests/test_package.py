@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -297,24 +298,22 @@ print(json.dumps(found))
 """What a process that has just started finds: first what is there at once, then the rooms, at last all public names."""
 
 
-@pytest.fixture(scope="module")
-def fresh() -> dict[str, object]:
+def test_import_is_lean_and_waits_for_torch_until_it_is_needed() -> None:
     done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True)
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
 
-
-def test_nothing_else_is_at_the_top_level(fresh: dict[str, object]) -> None:
-    assert fresh["others"] == []
+    assert json.loads(done.stdout) == {
+        "version": memkit.__version__,
+        "torch before it is needed": False,
+        "rooms": ["MemoryReport", "Action", "MemkitError", "SavedTensorStats", "LayerStats"],
+        "others": [],
+        "CUDA": False,
+        "libraries": [],
+    }
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'Offload'"):
         memkit.Offload  # noqa: B018
-
-
-def test_rooms_are_there_without_an_import_of_their_own(fresh: dict[str, object]) -> None:
-    assert fresh["rooms"] == ["MemoryReport", "Action", "MemkitError", "SavedTensorStats", "LayerStats"]
 
 
 def test_public_objects_are_documented() -> None:
@@ -323,18 +322,10 @@ def test_public_objects_are_documented() -> None:
     assert undocumented == []
 
 
-def test_import_is_lean(fresh: dict[str, object]) -> None:
-    assert (fresh["CUDA"], fresh["libraries"]) == (False, [])
-
-
 def test_planning_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import memkit.plan.front"
 
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_import_waits_for_torch_until_it_is_needed(fresh: dict[str, object]) -> None:
-    assert (fresh["torch before it is needed"], fresh["version"]) == (False, memkit.__version__)
 
 
 @pytest.mark.parametrize(
@@ -361,18 +352,37 @@ def test_newer_torch_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> No
     _torch_floor.require_torch()
 
 
-def test_oldest_torch_is_the_one_that_pip_asks_for() -> None:
+def test_setup_asks_for_the_oldest_torch_and_names_no_version() -> None:
     setup = (PACKAGE.parent / "setup.cfg").read_text()
 
     assert f"torch>={'.'.join(map(str, _torch_floor.OLDEST))}\n" in setup
-
-
-def test_version_is_written_once() -> None:
-    setup = (PACKAGE.parent / "setup.cfg").read_text()
-
     assert "version = attr: memkit._version.__version__" in setup
     assert memkit.__version__ not in setup
-
-
-def test_type_information_is_shipped() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+# The lists of files in the docstrings of folders
+
+
+FOLDERS = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("*/**/__init__.py"))
+
+
+def _listed(folder: Path) -> list[str]:
+    """Return what a folder's docstring lists, in order: files without their ending, and folders with a slash."""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    return re.findall(r"^- `([\w/]+)`: \S", docstring, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_docstring_of_a_folder_lists_each_of_its_files_once(name: str) -> None:
+    folder = PACKAGE / name
+    files = [path.stem for path in folder.glob("*.py") if path.name != "__init__.py"]
+    folders = [f"{path.parent.name}/" for path in folder.glob("*/__init__.py")]
+
+    assert sorted(_listed(folder)) == sorted(files + folders)
+
+
+def test_check_of_lists_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text('"""Room.\n\n- `one`: first\n- `two`:\n"""\n')
+
+    assert _listed(tmp_path) == ["one"]

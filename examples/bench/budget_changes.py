@@ -51,7 +51,7 @@ def changes(setting: Setting) -> Iterator[Line]:
 
 
 def _link(setting: Setting) -> Line:
-    workload = setting.workload(MODEL)
+    workload = setting.workload("gpt2" if setting.tiny else MODEL)
     budget = of_plain(SHARE, plain_peak(workload, setting))
     budgeted = Budgeted(workload, budget, setting)
     budgeted.learn()

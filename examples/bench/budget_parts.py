@@ -78,7 +78,7 @@ def beside_spaced(model: str, setting: Setting) -> Iterator[Line]:
 
 def fits(setting: Setting) -> Iterator[Line]:
     """A budget that keeps all, and one within what the link moves for nothing, over plain."""
-    for model, share in WITHIN_LINK.items():
+    for model, share in setting.few(list(WITHIN_LINK.items())):
         workload = setting.resnet50() if model == "resnet50" else llama_of(8, setting)
         plain_bytes = plain_peak(workload, setting)
         num_steps = CLOSE * setting.steps if model == "resnet50" else setting.steps  # a Llama's are alike, and long

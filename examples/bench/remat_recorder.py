@@ -78,7 +78,7 @@ def recorder_host(setting: Setting) -> Iterator[Line]:
             out = out + 1.0
         return out
 
-    rounds = 60 if setting.fast or setting.tiny else 300
+    rounds = 2 if setting.tiny else 60 if setting.fast else 300
     for name, chain in (("sin, each saves", sines), ("add, none saves", sums)):
         times = _host_seconds(chain, rounds)
         per_op = {
@@ -109,7 +109,7 @@ def recorder_host(setting: Setting) -> Iterator[Line]:
     images = torch.randn(2, 3, 32, 32)
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     transformer, tokens = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(2, 16, 64)
-    rounds = 5 if setting.tiny else 20 if setting.fast else 50
+    rounds = 2 if setting.tiny else 20 if setting.fast else 50
     for name, forward in (("resnet50", lambda: model(images)), ("transformer", lambda: transformer(tokens))):
         times = _host_seconds(forward, rounds)
         over_empty, over_recorder = _difference(times, "empty", "plain"), _difference(times, "recorder", "plain")

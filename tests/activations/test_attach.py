@@ -154,45 +154,36 @@ def test_inner_model_decides_for_itself(device: Device, attaching: Attach) -> No
     assert memkit.stats("outer").moved_out_bytes == 3 * HIDDEN_BYTES
 
 
-def test_module_that_is_called_twice(device: Device, attaching: Attach) -> None:
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        x = self.linear(x).sin()
+        return self(x, depth - 1).cos() if depth else x
+
+
+@pytest.mark.parametrize(("build", "num_calls"), [(lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU()), 2), (Recursive, 4)])
+def test_module_that_is_called_several_times(
+    build: Callable[[], nn.Module], num_calls: int, device: Device, attaching: Attach
+) -> None:
     def run(block: nn.Module) -> list[Tensor]:
         block.zero_grad()
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
         block(block(x).tanh()).sum().backward()
         return [param.grad.clone() for param in block.parameters()]
 
-    block = nn.Sequential(nn.Linear(32, 32), nn.GELU()).to(device.torch_device)
+    block = build().to(device.torch_device)
     plain = run(block)
-    attaching(block, 1.0, "twice")
+    attaching(block, 1.0, "several")
 
     for count in (1, 2):
         assert_same_bits(run(block), plain)
-        assert memkit.stats("twice").num_iterations == 2 * count
-
-
-def test_module_that_calls_itself(device: Device, attaching: Attach) -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
-        def forward(self, x: Tensor, depth: int) -> Tensor:
-            x = self.linear(x).sin()
-            return self(x, depth - 1).cos() if depth else x
-
-    torch.manual_seed(0)
-    model = Recursive().to(device.torch_device)
-    x = torch.randn(16, 32, device=device.torch_device)
-    model(x, 3).sum().backward()
-    plain = [param.grad.clone() for param in model.parameters()]
-    attaching(model, 1.0, "recursive")
-    for _ in range(2):
-        model.zero_grad()
-        model(x, 3).sum().backward()
-
-        assert_same_bits([param.grad for param in model.parameters()], plain)
+        assert memkit.stats("several").num_iterations == num_calls * count
     assert innermost_pack() is None
-    assert memkit.stats("recursive").num_iterations == 8
 
 
 def _report_and_plan(device: Device, tag: str, widths: tuple[int, ...] = (32, 64, 16)) -> tuple[nn.Module, Tensor, int]:
@@ -226,15 +217,9 @@ def test_report_of_another_model_warns_and_is_not_used(device: Device, attaching
 
     assert memkit.profile.find_report("other") is None
     assert_same_bits(found, _train(*_net(device)))
-
-
-def test_report_that_is_passed_in_of_another_model_warns(device: Device, attaching: Attach) -> None:
-    model, x, shift = _net(device)
     _report_and_plan(device, "elsewhere")
     with pytest.warns(UserWarning, match="is of another model"):
-        attaching(model, 1.0, "passed", profile=memkit.profile.find_report("elsewhere"))
-
-    assert_same_bits(_train(model, x, shift), _train(*_net(device)))
+        attaching(_net(device)[0], 1.0, "passed", profile=memkit.profile.find_report("elsewhere"))
 
 
 def test_beside_a_context_the_attached_one_decides(device: Device, attaching: Attach, offloading: Offload) -> None:

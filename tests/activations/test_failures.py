@@ -6,7 +6,6 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -26,23 +25,6 @@ pytestmark = pytest.mark.usefixtures("only_new_objects")
 MIB_NUMEL = 2**18
 
 
-class Fails(torch.autograd.Function):
-    """Saves its input and raises in the direction that it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException, is_forward: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.error = error
-        if is_forward:
-            raise error
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        assert len(ctx.saved_tensors) == 1
-        raise ctx.error
-
-
 def _assert_nothing_is_left(tag: str, device: Device) -> None:
     gc.collect()
     device.synchronize()
@@ -53,9 +35,6 @@ def _assert_nothing_is_left(tag: str, device: Device) -> None:
     for window in offload_states[tag].windows():
         assert not window.ledger.backlog
         assert not window.ledger.coming
-
-
-ERRORS = [ValueError("mine"), KeyboardInterrupt()]
 
 
 def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offload) -> None:

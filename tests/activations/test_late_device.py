@@ -2,172 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.recomputing import recording_stage as stage
 from memkit.activations.saved.state import remat_states
 from tests.activations.cases import assert_same_bits
-from tests.gpus import ON_GPU
+from tests.contracts.conftest import open_found_late
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(as little as can be|no memory apart from|MemoryBudget)")
-
-Around = Callable[[], AbstractContextManager[object]]
+pytestmark = pytest.mark.filterwarnings("ignore:.*as little as can be")
 
 
-@pytest.fixture(params=["cpu", "found late", *ON_GPU])
-def torch_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    if request.param == "found late":  # as a GPU is, after ops have run
-        device = memkit.device.ReferenceDevice()
-        monkeypatch.setattr(stage, "open_device", lambda _: device)
-    return torch.device("cuda" if request.param == "cuda" else "cpu")
+def _remat(device: str | None = None) -> memkit.Rematerialize:
+    return memkit.Rematerialize(0.2, "late", min_bytes=0, device=device)
 
 
-class Net(nn.Module):
-    """One that begins with an op that saves nothing, and writes to what it has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.add(1).mul_(2).add_(x.neg())
-        return self.layers(y)  # type: ignore[no-any-return]
-
-
-def _once(net: nn.Module, x: Tensor, around: Around) -> Sequence[Tensor]:
-    with around():
-        loss = net(x).square().sum()
-    loss.backward()
-    return [loss]
-
-
-def _penalty(net: nn.Module, x: Tensor, around: Around) -> Sequence[Tensor]:
-    with around():
-        (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-        loss = grad.square().sum()
-    loss.backward()
-    return [loss]
-
-
-def _product_with_hessian(net: nn.Module, x: Tensor, around: Around) -> Sequence[Tensor]:
-    parameters = list(net.parameters())
-    with around():
-        loss = net(x).square().sum()
-    grads = torch.autograd.grad(loss, parameters, create_graph=True)
-    return torch.autograd.grad(sum((grad * grad.detach().cos()).sum() for grad in grads), parameters, allow_unused=True)
-
-
-def _two_backwards(net: nn.Module, x: Tensor, around: Around) -> Sequence[Tensor]:
-    with around():
-        loss = net(x).square().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [loss]
-
-
-def _two_forwards(net: nn.Module, x: Tensor, around: Around) -> Sequence[Tensor]:
-    with around():
-        first, second = net(x).square().sum(), net(x.sin()).cos().sum()
-        first.backward(retain_graph=True)
-        third = net(x.cos()).sum()
-    third.backward()
-    (first + second).backward()
-    return [first, second, third]
-
-
-STEPS = {
-    "once": _once,
-    "penalty": _penalty,
-    "product with Hessian": _product_with_hessian,
-    "two backwards": _two_backwards,
-    "two forwards": _two_forwards,
-}
-
-
-def _rematerialize() -> memkit.Rematerialize:
-    return memkit.Rematerialize(0.2, "late", min_bytes=0)
-
-
-def _score() -> memkit.Rematerialize:
-    return memkit.Rematerialize(0.2, "late", min_bytes=0, policy="dtr", verify=True)
-
-
-def _offload() -> memkit.CPUOffload:
-    return memkit.CPUOffload(0.5, "late", min_bytes=0)
-
-
-def _inside() -> AbstractContextManager[object]:
-    both = ExitStack()
-    both.enter_context(_offload())
-    both.enter_context(_rematerialize())
-    return both
-
-
-def _budget() -> memkit.MemoryBudget:
-    return memkit.MemoryBudget(0.5, "late", min_bytes=0)
-
-
-CONTEXTS: dict[str, Around] = {
-    "Rematerialize": _rematerialize,
-    "by the score": _score,
-    "inside CPUOffload": _inside,
-    "MemoryBudget": _budget,
-}
-
-
-def _run(step: str, torch_device: torch.device, around: Around) -> list[list[Tensor]]:
-    torch.manual_seed(0)
-    net, found = Net().to(torch_device), []
-    for _ in range(2):
-        x = torch.randn(6, 4, device=torch_device, requires_grad=True)
-        results = STEPS[step](net, x, around)
-        grads = [tensor.grad.clone() for tensor in (x, *net.parameters()) if tensor.grad is not None]
-        found.append([*(result.detach().clone() for result in results), *grads])
-    return found
-
-
-ON_DEVICES = [
-    pytest.param(context, device, marks=pytest.mark.slow if device == "cpu" and context != "Rematerialize" else ())
-    for context in CONTEXTS
-    for device in ("cpu", "found late")
-]
-ON_DEVICES += [pytest.param(context, "cuda", marks=pytest.mark.gpu) for context in CONTEXTS]
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("context", "torch_device"), ON_DEVICES, indirect=["torch_device"])
-def test_graph_is_used_again_in_first_steps(step: str, context: str, torch_device: torch.device) -> None:
-    plain = _run(step, torch_device, nullcontext)
-
-    for found, expected in zip(_run(step, torch_device, CONTEXTS[context]), plain, strict=True):
-        assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_device_is_known_once_a_step_saves(step: str, torch_device: torch.device) -> None:
+@pytest.mark.parametrize("is_found_late", [False, True])
+def test_device_is_known_once_a_step_saves(is_found_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps before have saved nothing: the first was not recorded, the second failed."""
-    plain = _run(step, torch_device, nullcontext)
-    with _rematerialize(), torch.no_grad():
-        Net()(torch.ones(6, 4))
-    with _rematerialize():
+    if is_found_late:
+        open_found_late(monkeypatch)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def gradients(x: Tensor, context: object) -> list[Tensor]:
+        with context:  # type: ignore[attr-defined]  # either is a context
+            loss = net(x.add(1).mul_(2)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    plain = gradients(torch.ones(6, 4), torch.enable_grad())
+    net.zero_grad()
+    with _remat(), torch.no_grad():
+        net(torch.ones(6, 4))
+    with _remat():
         torch.ones(4).add(1)
-    with pytest.raises(ZeroDivisionError), _rematerialize():
+    with pytest.raises(ZeroDivisionError), _remat():
         1 / 0  # noqa: B018
 
-    for found, expected in zip(_run(step, torch_device, _rematerialize), plain, strict=True):
-        assert_same_bits(found, expected)
+    assert_same_bits(gradients(torch.ones(6, 4), _remat()), plain)
 
 
 def test_later_contexts_share_one_window_of_the_cpu() -> None:
     for _ in range(2):
-        with memkit.Rematerialize(0.5, "late", min_bytes=0, device="cpu"):
-            loss = Net()(torch.ones(6, 4)).sum()
+        with _remat("cpu"):
+            loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh())(torch.ones(6, 4)).sum()
         loss.backward()
 
     assert len(remat_states["late"].windows()) == 1

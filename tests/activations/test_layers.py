@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.activations.budgeting import opening
 from memkit.activations.budgeting.learning import Learning
-from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import ForwardContext
 from memkit.activations.saved import state
 from memkit.core.hooks import innermost_pack
@@ -321,15 +320,19 @@ def test_layer_that_is_not_exact_is_told_once_and_ops_are_recorded_from_then_on(
     assert memkit.stats("fickle").is_recorded
 
 
-def test_word_of_the_user_has_ops_recorded_again(context: Contexts) -> None:
+@pytest.mark.parametrize("by_reset", [False, True])
+def test_word_or_reset_of_the_user_has_ops_recorded_again(by_reset: bool, context: Contexts) -> None:
     device = ReferenceDevice()
     net, make = _Stack(3), functools.partial(context, "word", device)
     _learn_in_vain(net, make, device)
     for is_recorded in (False, True):
         with make():
-            loss = memkit.recompute(net(_rows(11 + is_recorded, device)).exp()).sin().sum()
+            hidden = net(_rows(11 + is_recorded, device)).exp()
+            loss = (hidden if by_reset else memkit.recompute(hidden)).sin().sum()
         loss.backward()
         assert memkit.stats("word").is_recorded == is_recorded
+        if by_reset:
+            memkit.reset("word")
 
 
 # When
@@ -378,83 +381,19 @@ def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:
 
 @pytest.mark.slow
 def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a step that runs its ops again many times."""
     assert _recorded(_Stack(6), "16KiB", 9) == [True] * 9  # single ops take less
 
     memkit.reset("tight")
     monkeypatch.setattr(Learning, "takes_less", lambda *_: True)
     assert _recorded(_Stack(6), "16KiB", 9) == [True] * 5 + [False] * 4
 
-
-def test_plans_that_turn_out_too_small_are_counted_once_no_more_are_made() -> None:
-    net, device = _Stack(6), ReferenceDevice()
-    for _ in range(3):
-        _of_rows(net, 64, device, functools.partial(_budget, "judged", device, "64KiB"))
-    found = budget_states["judged"]
-    trace, limits, planned = found.traces.latest, found.limits, found.learning._last
-    assert trace is not None
-    assert limits is not None
-    assert planned is not None
-
-    assert [found.learning.judge(trace, planned, 2**20, limits) for _ in range(5)] == [False] * 3 + [True] * 2
-    assert not found.learning.judge(trace, planned, 1, limits)
-
-
-def test_step_that_runs_its_ops_again_many_times_is_the_last_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    memkit.reset("tight")
     monkeypatch.setattr(opening, "_MOST_REPLAYED", 0.5)
-
     assert _recorded(_Stack(6), "16KiB", 4) == [True] + [False] * 3
 
 
-def test_reset_starts_over(context: Contexts) -> None:
-    device = ReferenceDevice()
-    net, make = _Stack(3), functools.partial(context, "over", device)
-    _learn_in_vain(net, make, device)
-    _of_rows(net, 8, device, make)
-    assert not memkit.stats("over").is_recorded
-    memkit.reset("over")
-
-    _of_rows(net, 9, device, make)
-    assert memkit.stats("over").is_recorded
-
-
 # Models
-
-
-class _Experts(nn.Module):
-    """Tokens go to experts by what they are: how many go to each differs from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.experts = nn.ModuleList(_Mlp() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, chosen = x.clone(), self.router(x).argmax(-1)
-        weights = self.router(x).softmax(-1)
-        for number, expert in enumerate(self.experts):
-            (token,) = (chosen == number).nonzero(as_tuple=True)
-            if len(token):
-                out = out.index_add(0, token, expert(x[token]) * weights[token, number, None])
-        return out
-
-
-@pytest.mark.slow
-def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(nn.LayerNorm(16), _Experts()) for _ in range(4)])
-    net = net.to(device.torch_device)
-    make = functools.partial(context, "routes", device)
-    for seed in range(6):
-        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)).to(device.torch_device)
-
-        def train(used: Make, x: Tensor = x) -> Tensor:
-            with used():
-                loss: Tensor = net(x).square().sum()
-            loss.backward()
-            return loss
-
-        assert_same_bits(*[_bits(net, functools.partial(train, used)) for used in (make, nullcontext)])
-    assert not memkit.stats("routes").is_recorded
 
 
 def _models() -> Iterator[object]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace, TracebackType
 
 import pytest
 import torch
@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import memkit
-from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.saved.counts import Counts
+from memkit.activations.saved import state
+from memkit.activations.saved.records import Record
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import CpuDevice, ReferenceDevice
-from memkit.plan import DTRScore
-from memkit.recording.recording import Recording
 
 UNIT_BYTES = 64 * 64 * 4
 
@@ -42,17 +40,6 @@ def _chain(x: Tensor, word: Callable[[Tensor], Tensor] = lambda y: y, length: in
     return x
 
 
-def test_iterations_of_a_recorded_offload_count_once() -> None:
-    x, device = _leaf(), ReferenceDevice()
-    for _ in range(4):
-        with _offload("once", device):
-            y = _chain(x, memkit.recompute)
-        y.sum().backward()
-
-    stats = memkit.stats("once")
-    assert (stats.num_iterations, stats.num_dropped > 0) == (4, True)
-
-
 def test_iterations_under_one_tag_count_once_with_hooks_of_others_in_between() -> None:
     x, device = _leaf(), ReferenceDevice()
     for _ in range(3):
@@ -60,7 +47,12 @@ def test_iterations_under_one_tag_count_once_with_hooks_of_others_in_between() -
             y = _chain(x)
         y.sum().backward()
 
-    assert memkit.stats("both").num_iterations == 3
+        with _offload("once", device):
+            y = _chain(x, memkit.recompute)
+        y.sum().backward()
+
+    assert memkit.stats("both").num_iterations == memkit.stats("once").num_iterations == 3
+    assert memkit.stats("once").num_dropped > 0
 
 
 def test_a_device_that_was_asked_for_once_is_not_that_of_later_contexts() -> None:
@@ -136,14 +128,64 @@ def test_a_warning_that_is_raised_leaves_no_forward_behind() -> None:
         gc.enable()
 
 
-def test_what_another_context_was_given_is_known_though_addresses_are_used_again() -> None:
-    """What leaves is freed, and the next tensor may be where it was: that is another value."""
-    device = CpuDevice()
-    window = OffloadWindow(device, "Rematerialize", "offered", threading.RLock(), lambda *_: None)
-    forward = RecordedForward(Recording(device), window, DTRScore(), math.inf, Counts())
+# Locks
 
-    for value in range(20):
-        tensor = torch.empty(8)  # its storage, and itself, where those of the last one were
-        assert forward.note_offer(value, tensor)
-        assert not forward.note_offer(value + 100, tensor)  # written to where this tensor does not count it
-        del tensor
+Edges = set[tuple[int, int]]
+
+
+class WatchedLock:
+    """A lock that notes which others its thread holds when it is taken."""
+
+    edges: Edges = set()  # noqa: RUF012  # set anew by the test
+    held: list[int] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.edges |= {(other, id(self)) for other in self.held if other != id(self)}
+        self._lock.acquire()
+        self.held.append(id(self))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.held.pop()
+        self._lock.release()
+
+
+def test_what_is_to_be_made_again_after_it_was_offered_takes_locks_as_a_save_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WatchedLock, "edges", set())
+    monkeypatch.setattr(WatchedLock, "held", [])
+    monkeypatch.setattr(state, "threading", SimpleNamespace(RLock=WatchedLock))
+    device = ReferenceDevice()
+    x = _leaf()
+
+    def forward() -> Tensor:
+        outer = memkit.CPUOffload(1.0, "outer lock", min_bytes=0, window_bytes=0, device=device)
+        with outer, memkit.Rematerialize(1.0, "inner lock", policy="dtr", min_bytes=0, device=device):
+            y = x
+            for _ in range(6):
+                hidden = y.clone()
+                y = hidden.sin()
+                memkit.recompute(hidden)  # it was saved, and has left
+            return y.sum()
+
+    make, are_held = RecordedForward.make, []
+
+    def watched(recorded: RecordedForward, record: Record) -> None:
+        are_held.append(id(recorded.window.lock) in WatchedLock.held)
+        make(recorded, record)
+
+    monkeypatch.setattr(RecordedForward, "make", watched)
+    for _ in range(2):
+        forward().backward()
+
+    assert are_held
+    assert all(are_held)
+
+    assert memkit.stats("inner lock").num_replays > 0
+    edges = WatchedLock.edges
+    assert edges
+    assert not [edge for edge in edges if edge[::-1] in edges]
+    for tag in ("outer lock", "inner lock"):
+        memkit.reset(tag)
+    assert torch.isfinite(x.grad).all()

@@ -113,18 +113,6 @@ def test_shapes_that_begin_alike_move_no_less_than_their_plan(device: Device, of
             assert plans[number].offload_bytes <= _moved("alike") <= most_bytes
 
 
-def test_shape_that_is_the_beginning_of_another_is_remembered_once(device: Device, offloading: Offload) -> None:
-    x, context = leaf_on(device.torch_device), lambda: offloading(0.5, "beginning", window_bytes=0)
-    step(x, (4, *UNITS), context)
-    for _ in range(20):
-        step(x, UNITS, context)
-        step(x, UNITS[:6], context)
-
-    step(x, (4, *UNITS), context)
-    plan = plan_ratio([units * UNIT_BYTES for units in (4, *UNITS)], 0.5, window_bytes=0)
-    assert _moved("beginning") == plan.offload_bytes
-
-
 @pytest.mark.parametrize("ratio", [0.25, 0.6])
 def test_steps_that_take_another_path_each_time(ratio: float, device: Device, offloading: Offload) -> None:
     """A supernet: each step draws its layers anew. Exact, and about the ratio all the same."""
@@ -148,23 +136,16 @@ def test_first_step_follows_a_report(
 ) -> None:
     model, x = Tower(widths).to(device.torch_device), torch.randn(32, widths[0], device=device.torch_device)
     x.requires_grad_(has_grad)
-    memkit.profile_memory(model, x, backward=True, tag="report", print_table=False)
-    context, plan = functools.partial(offloading, ratio, "report", window_bytes=512), _tower_plan(widths, 32, ratio, 512)
+    report = memkit.profile_memory(model, x, backward=True, tag="report", print_table=False)
+    passed = {"tag": "passed in", "profile": report} if has_grad else {"tag": "report"}
+    context, plan = functools.partial(offloading, ratio, window_bytes=512, **passed), _tower_plan(widths, 32, ratio, 512)
     for _ in range(3):
         found = _train(model, x, context)
 
-        stats = memkit.stats("report")
+        stats = memkit.stats(passed["tag"])
         assert (stats.moved_out_bytes, stats.kept_bytes) == (plan.offload_bytes, plan.kept_bytes)
         assert stats.wasted_bytes == 0
         assert_same_bits(found, _train(model, x))
-
-
-def test_first_step_follows_a_report_that_is_passed_in(device: Device, offloading: Offload) -> None:
-    model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
-    report = memkit.profile_memory(model, x, backward=True, tag="elsewhere", print_table=False)
-    _train(model, x, lambda: offloading(0.5, "passed in", window_bytes=0, profile=report))
-
-    assert _moved("passed in") == _tower_plan(WIDTHS, 6, 0.5, 0).offload_bytes
 
 
 def test_first_step_with_a_report_finds_its_host_memory_pinned(device: Device, offloading: Offload) -> None:
@@ -178,34 +159,21 @@ def test_first_step_with_a_report_finds_its_host_memory_pinned(device: Device, o
     assert memkit.stats("pinned").num_pins == stats.num_pins > 0
 
 
-def test_report_of_another_model_warns_and_plans_anew(device: Device, offloading: Offload) -> None:
+@pytest.mark.parametrize("is_of_model", [False, True])
+def test_report_of_another_model_or_batch_warns_and_plans_anew(is_of_model: bool, device: Device, offloading: Offload) -> None:
     model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
-    other = Tower((16, 32, 32)).to(device.torch_device)
-    memkit.profile_memory(other, x, backward=True, tag="other", print_table=False)
+    profiled = model if is_of_model else Tower((16, 32, 32)).to(device.torch_device)
+    memkit.profile_memory(profiled, x, backward=True, tag="other", print_table=False)
     context = functools.partial(offloading, 0.5, "other", window_bytes=0)
 
-    with pytest.warns(
-        UserWarning, match=r"report under the tag \"other\" is of another model, or of other shapes.*Profile again"
-    ):
-        found = _train(model, x, context)
-    assert_same_bits(found, _train(model, x))
+    with pytest.warns(UserWarning, match=r"tag \"other\" is of another model, or of other shapes.*Profile again"):
+        found = _train(model, x[:4], context)
+    assert_same_bits(found, _train(model, x[:4]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):  # in the first it turns out whose the input is
-            assert_same_bits(_train(model, x, context), _train(model, x))
-    assert _moved("other") == _tower_plan(WIDTHS, 6, 0.5, 0).offload_bytes
-
-
-def test_report_of_another_batch_warns_and_plans_anew(device: Device, offloading: Offload) -> None:
-    model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
-    memkit.profile_memory(model, x, backward=True, tag="batch", print_table=False)
-    context = functools.partial(offloading, 0.5, "batch", window_bytes=0)
-
-    with pytest.warns(UserWarning, match="other shapes"):
-        _train(model, x[:4], context)
-    for _ in range(2):
-        _train(model, x[:4], context)
-    assert _moved("batch") == _tower_plan(WIDTHS, 4, 0.5, 0).offload_bytes
+            assert_same_bits(_train(model, x[:4], context), _train(model, x[:4]))
+    assert _moved("other") == _tower_plan(WIDTHS, 4, 0.5, 0).offload_bytes
 
 
 def test_small_storages_stay_and_are_not_counted(device: Device) -> None:

@@ -17,7 +17,7 @@ from memkit.device import ReferenceDevice
 from memkit.plan import copies
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.contracts.test_context_random_graphs import Step, _outcome, steps
+from tests.programs import Op, graphs, outcome
 
 # some programs ask for nothing that they save, or save nothing large enough, or take more than there is
 pytestmark = pytest.mark.filterwarnings(
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 TAG = "random steps"
-Program = tuple[list[Step], list[int], str]
+Program = tuple[list[Op], list[int], str]
 """The ops, what backwards begin at, and what is asked for in this step."""
 SETTINGS = (
     "another ratio",
@@ -43,16 +43,16 @@ SETTINGS = (
 def programs(draw: st.DrawFn) -> list[Program]:
     """Draw the steps of a training: a program, and others that differ from it a little or wholly."""
     parts = st.lists(st.integers(0, 99), min_size=1, max_size=3)
-    first = draw(steps), draw(parts), ""
+    first = draw(graphs), draw(parts), ""
     graph = list(first[0])
     place = draw(st.integers(0, len(graph) - 1))
     change = draw(st.sampled_from(["one step", "shorter", "longer", "other parts", "all", *SETTINGS]))
     other = {
-        "one step": lambda: ([*graph[:place], *draw(steps)[:1], *graph[place + 1 :]], first[1], ""),
+        "one step": lambda: ([*graph[:place], *draw(graphs)[:1], *graph[place + 1 :]], first[1], ""),
         "shorter": lambda: (graph[: max(1, place)], first[1], ""),
-        "longer": lambda: ([*graph, *draw(steps)], first[1], ""),
+        "longer": lambda: ([*graph, *draw(graphs)], first[1], ""),
         "other parts": lambda: (graph, draw(parts), ""),
-        "all": lambda: (draw(steps), draw(parts), ""),
+        "all": lambda: (draw(graphs), draw(parts), ""),
     }.get(change, lambda: (*first[:2], change))()
     return [first] * 3 + [other] + [first] * draw(st.integers(1, 3)) + [other] * draw(st.integers(0, 3)) + [first]
 
@@ -85,8 +85,8 @@ def _compare(taken: list[Program], ratio: float, window_bytes: int | None, seed:
     device = ReferenceDevice(seed=seed)
     options = {"offload_ratio": ratio, "window_bytes": window_bytes, "device": device}
     for graph, parts, setting in taken:
-        wanted, wanted_errors = _outcome(graph, parts, _hooks_of_the_user() if setting == "hooks" else nullcontext())
-        found, errors = _outcome(graph, parts, _asked(setting, options))
+        wanted, wanted_errors = outcome(graph, parts, _hooks_of_the_user() if setting == "hooks" else nullcontext())
+        found, errors = outcome(graph, parts, _asked(setting, options))
         assert errors == wanted_errors
         assert_same_bits(found, wanted)
     device.synchronize()

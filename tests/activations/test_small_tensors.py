@@ -39,36 +39,25 @@ def _step(context: Context, *args: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "share", "message"),
-    [
-        (
-            memkit.CPUOffload,
-            0.5,
-            r'CPUOffload \(tag "small"\): nothing was moved: only tensors of at least min_bytes \(1.00 MiB\) are, and the 9 '
-            r"saved tensors have 18.00 KiB in all, and the largest 2.00 KiB. Pass a smaller min_bytes \(min_bytes=0 to",
-        ),
-        (
-            memkit.Rematerialize,
-            0.5,
-            r'Rematerialize \(tag "small"\): nothing was dropped: only tensors of at least min_bytes \(1.00 MiB\) are, and the '
-            r"8 saved tensors have 16.00 KiB in all, and the largest 2.00 KiB. Pass a smaller min_bytes \(min_bytes=0 to",
-        ),
-    ],
+    ("context", "did", "num_saved", "kib"),
+    [(memkit.CPUOffload, "moved", 9, "18.00"), (memkit.Rematerialize, "dropped", 8, "16.00")],
 )
-def test_nothing_large_enough_warns_once_at_the_users_line(context: Context, share: float, message: str) -> None:
-    with pytest.warns(UserWarning, match=message) as caught:
-        _step(context, share, "small")
-    for _ in range(2):
-        _step(context, share, "small")
-
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
-def test_each_tag_warns_for_itself(context: Context) -> None:
-    for tag in ("one", "other"):
-        with pytest.warns(UserWarning, match=f'tag "{tag}"'):
+def test_nothing_large_enough_warns_once_for_a_tag_at_the_users_line(
+    context: Context, did: str, num_saved: int, kib: str
+) -> None:
+    message = (
+        rf'{context.__name__} \(tag "(one|other)"\): nothing was {did}: only tensors of at least min_bytes \(1.00 MiB\) are, '
+        rf"and the {num_saved} saved tensors have {kib} KiB in all, and the largest 2.00 KiB. Pass a smaller min_bytes \(min_"
+    )
+    for tag in ("one", "other", "one"):
+        with pytest.warns(UserWarning, match=message) as caught:
             _step(context, 0.5, tag)
+        for _ in range(2):
+            _step(context, 0.5, tag)
+
+        assert [warning.filename for warning in caught] == [__file__]
+        if tag == "other":
+            memkit.reset("one")  # which warns again
 
 
 @pytest.mark.parametrize(
@@ -88,23 +77,14 @@ def test_what_does_all_that_was_asked_for_does_not_warn(context: Context, args: 
         _step(context, *args, **options)
 
 
-def test_bytes_below_what_small_tensors_take_warn() -> None:
-    with pytest.warns(UserWarning, match="nothing was dropped"):
-        _step(memkit.Rematerialize, 8 * 2048 - 1)
-
-
 @pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
-def test_small_steps_after_a_large_one_do_not_warn(context: Context) -> None:
-    _step(context, 0.5, "mixed", min_bytes=1)
-    _step(context, 0.5, "mixed")
-
-
-@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
-def test_parameters_alone_do_not_warn(context: Context) -> None:
+def test_small_steps_after_a_large_one_and_parameters_alone_do_not_warn(context: Context) -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     with context(0.5, "parameters", device=DEVICE):
         loss = (weight * weight).sum()
     loss.backward()
+    _step(context, 0.5, "mixed", min_bytes=1)
+    _step(context, 0.5, "mixed")
 
 
 @pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
@@ -125,13 +105,6 @@ def test_schedule_that_begins_at_zero_warns_when_something_is_to_move() -> None:
 
     with pytest.warns(UserWarning, match="nothing was moved"):
         _step(memkit.CPUOffload, ratio)
-
-
-def test_reset_tag_warns_again() -> None:
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="nothing was moved"):
-            _step(memkit.CPUOffload, 0.5, "again")
-        memkit.reset("again")
 
 
 def test_attached_model_warns_without_its_parameters_and_inputs() -> None:

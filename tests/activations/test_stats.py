@@ -106,18 +106,6 @@ def test_figures_of_a_small_chain(device: Device, offloading: Offload) -> None:
         assert (after.peak_allocated_bytes, after.peak_reserved_bytes) == (after.peak_live_bytes, None)
 
 
-def test_seen_bytes_count_every_save(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    with offloading(1.0, "seen"):
-        y = x.sin()  # a leaf: seen, and not moved
-        y = y.sin() + y.cos() + y[:10].sin().sum()
-    stats = memkit.stats("seen")
-
-    assert stats.seen_bytes == 3 * UNIT_BYTES + 40
-    assert stats.unique_bytes == UNIT_BYTES
-    y.sum().backward()
-
-
 def test_served_bytes_are_those_still_on_the_device(device: Device, offloading: Offload) -> None:
     x, units, window_units = leaf_on(device.torch_device), [1, 2, 3, 2, 1], 6
     stays = units_that_stay(units, window_units)
@@ -176,16 +164,6 @@ def test_what_the_forwards_frame_holds_is_not_wasted(device: Device, offloading:
         assert (stats.wasted_bytes, stats.moved_in_bytes) == (0, 3 * UNIT_BYTES)
 
 
-def test_figures_are_of_the_last_iteration(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    for length in (8, 2, 5):
-        step(x, [1] * length, lambda: offloading(1.0, "last", window_bytes=0))
-        stats = memkit.stats("last")
-
-        assert stats.seen_bytes == stats.moved_out_bytes == stats.moved_in_bytes == length * UNIT_BYTES
-        assert stats.num_copies_out == stats.num_copies_in == length
-
-
 @pytest.mark.parametrize(("outer", "expected"), [("shared", 2 + 1), ("other", 6 + 1)])
 def test_iterations_are_those_of_the_context_outside(outer: str, expected: int, device: Device, offloading: Offload) -> None:
     """A step enters one context and in it another several times, for its micro-batches; a last one enters that alone."""
@@ -211,14 +189,11 @@ def test_tag_with_nothing_saved(device: Device, offloading: Offload) -> None:
     assert "ratio asked / reached  0.500 / 0.000" in str(stats)
 
 
-def test_stats_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        GIVEN.num_iterations = 4  # type: ignore[misc]
-
-
 def test_text() -> None:
     assert str(GIVEN) == TABLE
     assert str(dataclasses.replace(GIVEN, hint="Do this.")) == f"{TABLE}\nDo this."
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GIVEN.num_iterations = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -228,20 +203,18 @@ def test_text() -> None:
 def test_hint_when_the_allocator_is_fragmented(
     allocated: int | None, reserved: int | None, is_hinted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
 
     hint = fragmentation_hint(allocated, reserved)
 
     assert bool(hint) == is_hinted
     assert not is_hinted or (f"reserved {reserved / 100:.2f} times" in hint and "expandable_segments:True" in hint)
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_no_hint_where_the_setting_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
-
-    assert fragmentation_hint(100, 300) == ""
+    for name in names:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+            assert fragmentation_hint(allocated, reserved) == ""
 
 
 def test_event_pairs_count_what_is_reached() -> None:

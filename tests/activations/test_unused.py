@@ -66,28 +66,21 @@ def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
 
 
-def test_forward_that_is_called_as_a_method_warns(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("run", ["method", "parts behind a validation", "copy"])
+def test_only_a_call_with_grad_mode_is_use_of_it(run: str, lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
     model, x, optimizer = lit
+    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     _attach(model)
-    with pytest.warns(UserWarning, match="does nothing: a Lit is trained"):
-        _step(model.forward(x).sum(), optimizer)
-
-
-def test_validation_without_grad_mode_is_no_use_of_it(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, optimizer = lit
-    _attach(model)
+    if run == "copy":  # it is left alone
+        copied = copy.deepcopy(model)
+        _step(copied.training_step(x), torch.optim.SGD(copied.parameters(), lr=0.1))
     with torch.no_grad():
         model(x)
+    with pytest.warns(UserWarning, match="does nothing: a Lit is trained"):
+        _step(model.forward(x).sum() if run == "method" else model.training_step(x), optimizer)
+    model(x)
 
-    with pytest.warns(UserWarning, match="does nothing"):
-        _step(model.training_step(x), optimizer)
-
-
-def test_module_without_modules_is_not_told_about_parts() -> None:
-    model = nn.Linear(8, 2)
-    _attach(model)
-    with pytest.warns(UserWarning, match="Attach to what is called, or"):
-        _step(nn.functional.linear(torch.ones(1, 8), model.weight).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks  # the hook goes with the first forward
 
 
 def test_model_that_is_called_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
@@ -122,13 +115,6 @@ def test_steps_of_others_and_without_gradients_do_not_warn(lit: tuple[Lit, Tenso
         model.training_step(x)
     optimizer.step()
     _step(model(x).sum(), optimizer)
-
-
-def test_copy_is_left_alone(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, _ = lit
-    _attach(model)
-    copied = copy.deepcopy(model)
-    _step(copied.training_step(x), torch.optim.SGD(copied.parameters(), lr=0.1))
 
 
 def test_model_that_is_gone_leaves_no_hook() -> None:
@@ -184,17 +170,6 @@ def test_step_of_a_module_that_is_not_called_beside_one_whose_layers_stream() ->
         optimizer = torch.optim.SGD([*model.parameters(), *streamed.parameters()], lr=0.1)
         with pytest.warns(UserWarning, match="does nothing"):
             _step(model.training_step(x) + streamed(x).sum(), optimizer)
-
-
-def test_hook_goes_with_the_first_forward_after_the_warning(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, optimizer = lit
-    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    _attach(model)
-    with pytest.warns(UserWarning, match="does nothing"):
-        _step(model.training_step(x), optimizer)
-    model(x)
-
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
 
 
 def test_model_that_is_collected_within_a_step_does_not_break_it(request: pytest.FixtureRequest) -> None:

@@ -85,24 +85,6 @@ def test_peak_of_uneven_storages(ratio: float, seed: int, device: Device, offloa
         assert x.grad is not None
 
 
-@pytest.mark.parametrize("window_units", [0, 2, 6])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_peak_of_two_passes(ratio: float, window_units: int, device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    context = offloading(ratio, "two", window_bytes=window_units * UNIT_BYTES)
-
-    for _ in range(3):
-        losses = []
-        for _ in range(2):
-            with context:
-                losses.append(chain(x, [1] * DEPTH).sum())
-        losses[1].backward()
-        losses[0].backward()
-
-        kept_units = max(_kept_units(ratio), window_units)  # the latest stay in any case, as many as the window holds
-        assert memkit.stats("two").peak_live_bytes <= (2 * kept_units + window_units + 1) * UNIT_BYTES
-
-
 @pytest.mark.parametrize("window_units", [0, 3])
 def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Device, offloading: Offload) -> None:
     def run(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
@@ -125,18 +107,6 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-def test_copies_that_nobody_waits_for_do_not_add_up(offloading: Offload, device: Device) -> None:
-    """What is served from the device may be on its way to the host still when the graph is long gone."""
-    x = leaf_on(device.torch_device)
-    for _ in range(3):
-        step(x, [1] * DEPTH, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
-    peak_bytes = memkit.stats("served").peak_live_bytes
-    for _ in range(10):
-        step(x, [1] * DEPTH, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
-
-    assert memkit.stats("served").peak_live_bytes == peak_bytes
-
-
 def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None:
     x = leaf_on(device.torch_device)
     storages = []
@@ -153,14 +123,6 @@ def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None
         if len(set(memkit.stats("earliest").ratios)) > 1:  # the first one keeps the ratio as it goes
             assert alive == [index >= round(10 * ratio) for index in range(10)]
         y.sum().backward()
-
-
-def test_no_window_and_all_leaves_holds_one_storage_at_a_time(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    for _ in range(3):
-        step(x, [1] * DEPTH, lambda: offloading(1.0, "one", window_bytes=0))
-
-    assert memkit.stats("one").peak_live_bytes == UNIT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(4))

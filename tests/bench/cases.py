@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from memkit.cli import main
-from memkit.device import ReferenceDevice
+from memkit.device import Device, ReferenceDevice
 
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 NUM_LAYERS = 6
 STACK_WIDTH = 16
 
@@ -34,15 +36,34 @@ measuring = bench_module("measuring")
 Workload, StepOf = measuring.Workload, measuring.StepOf
 
 
-def lines_of_part(script: str, name: str) -> list[dict[str, Any]]:
-    """Return what a part of a script tells in a tiny run of one step, made in this process: what a process of its own imports
-    takes longer than most parts do. Any: JSON."""
-    device = ReferenceDevice()
-    setting = bench_module("setting").Setting(device=device, steps=1, fast=False, tiny=True, ends_s=time.perf_counter() + 400)
-    about = {"part": name, "device": device.name, "cuda": None, **bench_module("shared").about_run(1)}
+def tiny_setting(device: Device | None = None, **options: Any) -> Any:
+    """Return the setting of a tiny run of one step."""
+    given = {"steps": 1, "fast": False, "tiny": True, "ends_s": time.perf_counter() + 400, **options}
+    return bench_module("setting").Setting(device=device or ReferenceDevice(), **given)
+
+
+def lines_of(part: Callable[[Any], Any], setting: Any = None) -> list[dict[str, Any]]:
+    """Return what a part of a script tells in a tiny run, made in this process: what a process of its own imports takes longer
+    than most parts do. Any: JSON."""
+    about = {"device": "reference", "cuda": None, **bench_module("shared").about_run(1)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as scripts do
-        return [json.loads(json.dumps({**line, **about})) for line in bench_module(script).PARTS[name].run(setting)]
+        return [json.loads(json.dumps({**line, **about})) for line in part(setting or tiny_setting())]
+
+
+def printed_by(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return what a script prints, run in this process."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", [f"{script}.py", *arguments])
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        assert not bench_module(script).main()
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def cells(table: str) -> list[list[str]]:
+    """Return the rows of a table in Markdown below its ruler."""
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
 
 
 def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], None] = lambda: None) -> Workload:
@@ -60,42 +81,6 @@ def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], No
         return model(batch)
 
     return Workload(name="layers", model=model, forward=forward, loss=Tensor.sum)
-
-
-def square_layers(width: int) -> Workload:
-    """The same for a batch of as many rows as columns: each saved storage is 4 * width * width bytes."""
-    return layers(torch.randn(width, width))
-
-
-class Stack(nn.Module):
-    """A stem, layers in a list, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(STACK_WIDTH, STACK_WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(STACK_WIDTH, STACK_WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))
-        self.head = nn.Linear(STACK_WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Take [batch, width], return [batch, 4]."""
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def stack_step(*, backward: bool = True, seen: Callable[[], None] = lambda: None) -> StepOf:
-    """Return what makes the step of a `Stack`."""
-    batch = torch.randn(8, STACK_WIDTH)
-
-    def step_of(model: nn.Module) -> Workload:
-        def forward() -> Tensor:
-            seen()
-            return model(batch)
-
-        return Workload(name="stack", model=model, forward=forward, loss=Tensor.sum, backward=backward)
-
-    return step_of
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

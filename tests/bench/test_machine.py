@@ -14,20 +14,9 @@ from memkit.cli.machine import REHEARSAL, HostUpdates, _Block, measure_machine, 
 from memkit.device import CudaDevice, ReferenceDevice
 from memkit.errors import ReportFormatError
 from memkit.plan.gpu import GPUS, GpuSpec
-from memkit.transfer import link
 from tests.bench.cases import assert_fails, run_command
 
 _THREADS = machine._UPDATE_THREADS
-
-
-@pytest.fixture(autouse=True)
-def _little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests run side by side: threads that wait for a core take seconds for what takes none. And copies of the reference
-    device are not over by themselves: some updates beside them show as much as 10,000.
-    """
-    monkeypatch.setattr(machine, "_UPDATE_THREADS", (1,))
-    monkeypatch.setattr(machine, "_BOTH_S", 0.05)
-    monkeypatch.setattr(link, "_MOST_ACTS", 10)
 
 
 def test_rehearsal_writes_a_spec(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -41,6 +30,8 @@ def test_rehearsal_writes_a_spec(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "GB/s each way at once" in out
     assert (spec.name, spec.is_measured) == ("reference", False)
     assert {"float32", "bfloat16"} <= spec.flops_per_s.keys()
+    assert "disk" not in out
+    assert spec.disk_read_bytes_per_s == {}
 
 
 def test_host_and_disk_are_measured_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -62,15 +53,6 @@ def test_host_and_disk_are_measured_and_saved(capsys: pytest.CaptureFixture[str]
     for number, read_bytes_per_s in spec.disk_read_bytes_per_s.items():
         (row,) = (line.split() for line in out.splitlines() if line.split()[:1] == [number])
         assert row[-2:] == [f"{read_bytes_per_s / 1e9:.2f}", f"{spec.disk_write_bytes_per_s[number] / 1e9:.2f}"]
-
-
-def test_without_a_disk_none_is_shown_or_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-
-    _, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu", "--save", str(path))
-
-    assert "disk" not in out
-    assert GpuSpec.from_json(path).disk_read_bytes_per_s == {}
 
 
 def test_files_of_before_are_read(tmp_path: Path) -> None:
@@ -136,10 +118,6 @@ def test_number_of_threads_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.get_num_threads() == before
 
 
-def test_disk_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_fails(capsys, ["bench", "machine", "--device", "cpu", "--disk", "/no/such/place"], "--disk: Disk needs a directory")
-
-
 def test_precision_and_random_numbers_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     multiply = Tensor.__matmul__
@@ -153,17 +131,21 @@ def test_precision_and_random_numbers_are_left_as_they_were(monkeypatch: pytest.
     assert torch.equal(torch.get_rng_state(), random)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
-def test_without_a_gpu_it_is_told_how_to_rehearse(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_fails(capsys, ["bench", "machine"], "--device cpu rehearses without one")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cpu", "--disk", "/no/such/place"], "--disk: Disk needs a directory"),
+        (["--device", "card"], "such as \"cuda:1\"; found 'card'"),
+        (["--device", "cpu", "--save", "/"], "Is a directory"),  # it looks before it measures
+        ([], "--device cpu rehearses without one"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-
-def test_a_device_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_fails(capsys, ["bench", "machine", "--device", "card"], "such as \"cuda:1\"; found 'card'")
-
-
-def test_where_it_writes_is_looked_at_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert_fails(capsys, ["bench", "machine", "--device", "cpu", "--save", str(tmp_path)], "Is a directory")
+    assert_fails(capsys, ["bench", "machine", *arguments], message)
 
 
 @pytest.mark.gpu

@@ -23,17 +23,23 @@ def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
     return layers(torch.randn(4, 16), num_layers=3, seen=seen)
 
 
-def test_measures_so_many_steps_after_the_warm_up() -> None:
-    calls: list[int] = []
+def test_measures_so_many_steps_in_contexts_of_their_own_after_the_warm_up() -> None:
+    calls: list[str] = []
+    workload = _workload(lambda: calls.append("step"))
 
-    found = measure(_workload(lambda: calls.append(1)), measuring.plain, CpuDevice(), num_steps=3, num_warmup=2)
+    def engine() -> memkit.CPUOffload:
+        calls.append("context")
+        return memkit.CPUOffload(1.0, "engine", min_bytes=0, device=device)
 
-    assert len(calls) == 5
+    device = ReferenceDevice()
+    found = measure(workload, engine, device, num_steps=3, num_warmup=2, after_warmup=lambda: calls.append("warm"))
+
+    assert calls == ["context", "step"] * 2 + ["warm"] + ["context", "step"] * 3
     assert found.num_steps == 3
-    assert found.forward_s > 0
-    assert found.backward_s > 0
-    assert found.step_s >= max(found.forward_s, found.backward_s)
-    assert found.peak_allocated_bytes is None
+    assert found.step_s >= max(found.forward_s, found.backward_s) > 0
+    assert all(param.grad is None for param in workload.model.parameters())
+    assert memkit.stats("engine").num_iterations == 5
+    assert measure(_workload(), measuring.plain, CpuDevice(), num_steps=1, num_warmup=0).peak_allocated_bytes is None
 
 
 def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,26 +55,6 @@ def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -
     assert found.in_a_row_s > 0
 
 
-def test_leaves_no_gradients() -> None:
-    workload = _workload()
-
-    measure(workload, measuring.plain, CpuDevice(), num_steps=1, num_warmup=0, num_in_a_row=1)
-
-    assert all(param.grad is None for param in workload.model.parameters())
-
-
-def test_makes_a_context_for_each_step() -> None:
-    made: list[int] = []
-
-    def engine() -> nullcontext[None]:
-        made.append(1)
-        return nullcontext()
-
-    measure(_workload(), engine, ReferenceDevice(), num_steps=2, num_warmup=1)
-
-    assert len(made) == 3
-
-
 def test_without_a_backward_there_is_no_grad_mode_and_no_loss() -> None:
     modes: list[bool] = []
     workload = _workload(lambda: modes.append(torch.is_grad_enabled()))
@@ -79,15 +65,6 @@ def test_without_a_backward_there_is_no_grad_mode_and_no_loss() -> None:
     assert modes == [False, False]
     assert found.backward_s == 0
     assert found.step_s == found.forward_s > 0
-
-
-def test_end_of_the_warm_up_is_told() -> None:
-    calls: list[str] = []
-    workload = _workload(lambda: calls.append("step"))
-
-    measure(workload, measuring.plain, CpuDevice(), num_steps=1, num_warmup=2, after_warmup=lambda: calls.append("warm"))
-
-    assert calls == ["step", "step", "warm", "step"]
 
 
 def _gradients(workload: Workload, context: object) -> list[Tensor]:
@@ -126,18 +103,14 @@ def test_synchronous_copies_move_the_tensors_saved_first() -> None:
     assert [isinstance(item, tuple) for item in packed] == [True, True, False, False]
 
 
-def test_blocks_are_the_members_of_uniform_lists() -> None:
-    blocks = measuring.blocks_of(torchvision.models.resnet18())
+def test_blocks_are_the_members_of_uniform_lists_and_checkpointing_is_taken_off_again() -> None:
+    model = torchvision.models.resnet18()
+    blocks = measuring.blocks_of(model)
 
     assert [type(block).__name__ for block in blocks] == ["BasicBlock"] * 8
-
-
-def test_checkpointing_is_taken_off_again() -> None:
-    model = torchvision.models.resnet18()
-
+    assert list(measuring.torch_baselines(model)) == ["torch save_on_cpu", "checkpoint per block"]
     with measuring.checkpointed(model):
-        assert "forward" in vars(measuring.blocks_of(model)[0])
-
+        assert "forward" in vars(blocks[0])
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -161,10 +134,6 @@ def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_torch_baselines_are_named() -> None:
-    assert list(measuring.torch_baselines(torchvision.models.resnet18())) == ["torch save_on_cpu", "checkpoint per block"]
-
-
 @pytest.mark.slow
 def test_peers_that_are_not_installed_are_left_out_with_a_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -173,14 +142,3 @@ def test_peers_that_are_not_installed_are_left_out_with_a_warning() -> None:
 
     missing = {"TRL", "torchtune"} - {name.split()[0] for name in found}
     assert {str(warning.message).split()[0] for warning in caught} == missing
-
-
-def test_offload_is_an_engine() -> None:
-    device = ReferenceDevice()
-
-    measure(
-        _workload(), lambda: memkit.CPUOffload(1.0, "engine", min_bytes=0, device=device), device, num_steps=2, num_warmup=0
-    )
-
-    assert memkit.stats("engine").num_iterations == 2
-    memkit.reset("engine")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.activations.offloading import moving_stage
+from memkit.activations.recomputing import recording_stage
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, inputs_on
 from tests.activations.conftest import deterministic, only_new_objects, open_test_device
@@ -81,6 +83,14 @@ def _params(kinds: dict[str, Kind]) -> list[object]:
     return [_param(name, device, *marks[name]) for name, kind in kinds.items() for device in (*DEVICES, *["cpu"] * kind.on_cpu)]
 
 
+def open_found_late(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Have tensors on the CPU lie on a device of their own, which contexts find as one saves them."""
+    device = ReferenceDevice()
+    for stage in (recording_stage, moving_stage):
+        monkeypatch.setattr(stage, "open_device", lambda _: device)
+    return device
+
+
 def _open(name: str) -> Device:
     return CpuDevice() if name == "cpu" else open_test_device(name)
 
@@ -121,6 +131,7 @@ class Case:
         self.leaves = [self.x, self.weight]
 
     def compute(self, name: str, x: Tensor) -> Tensor:
+        x = x.add(1).mul_(2).add_(x.neg()).sub(2)  # ops ahead of all that saves anything, which write
         return {**COMPUTATIONS, **ALL_COMPUTATIONS}[name](x, self.weight)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
@@ -162,22 +173,26 @@ class LayersCase(Case):
 
 @dataclass(frozen=True)
 class Training:
-    """Makes the same case without_modes, and with what is tested."""
+    """Makes the same case without anything, and with what is tested."""
 
-    without_modes: Callable[[], Case]
+    plain: Callable[[], Case]
     tested: Callable[[], Case]
     num_acts: Callable[[], int]
 
 
-@pytest.fixture(params=[*_params(KINDS), *[_param("frozen layers", device) for device in DEVICES]])
-def training(request: pytest.FixtureRequest) -> Iterator[Training]:
-    """Return cases for each saved-tensor context, and for frozen layers that stream."""
+_FOUND_LATE = [(name, "found late") for name in KINDS]
+
+
+@pytest.fixture(params=[*_params(KINDS), *_FOUND_LATE, *[_param("frozen layers", device) for device in DEVICES]])
+def training(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    """Return cases for each saved-tensor context, also on a device that it finds; and for frozen layers that stream."""
     name, opened = request.param
-    device = _open(opened)
+    device = open_found_late(monkeypatch) if opened == "found late" else _open(opened)
+    named = None if opened == "found late" else device
     if name in KINDS:
         kind = KINDS[name]
         yield Training(
-            lambda: Case(device), lambda: Case(device, lambda: kind.make(device, "training")), lambda: kind.num_acts("training")
+            lambda: Case(device), lambda: Case(device, lambda: kind.make(named, "training")), lambda: kind.num_acts("training")
         )
     else:
         torch.manual_seed(0)

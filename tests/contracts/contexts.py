@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import memkit
 from memkit.device import Device
 from tests.activations.chains import UNIT_BYTES
 
-Make = Callable[[Device, str], AbstractContextManager[object]]
+Make = Callable[[Device | None, str], AbstractContextManager[object]]
 
 
 class Around:
@@ -59,28 +61,39 @@ class Kind:
 
 
 def _offload(ratio: float, window_bytes: int | None = 0) -> Kind:
-    def make(device: Device, tag: str) -> memkit.CPUOffload:
+    def make(device: Device | None, tag: str) -> memkit.CPUOffload:
         return memkit.CPUOffload(ratio, tag, min_bytes=0, window_bytes=window_bytes, device=device)
 
     return Kind(make, (memkit.stats,))
 
 
-def _remat(budget: float | str, policy: str = "plan", min_bytes: int = 0) -> Kind:
-    def make(device: Device, tag: str) -> memkit.Rematerialize:
-        return memkit.Rematerialize(budget, tag, min_bytes=min_bytes, policy=policy, device=device)
+def _recording_offload(ratio: float) -> Kind:
+    """An offload that records ops, since something was to be made again in the forward before."""
+
+    def make(device: Device | None, tag: str) -> memkit.CPUOffload:
+        with memkit.CPUOffload(ratio, tag, min_bytes=0, device=device):
+            memkit.recompute(torch.ones(4, device=None if device is None else device.torch_device))
+        return memkit.CPUOffload(ratio, tag, min_bytes=0, device=device)
+
+    return Kind(make, (memkit.stats,))
+
+
+def _remat(budget: float | str, policy: str = "plan", min_bytes: int = 0, *, verify: bool = False) -> Kind:
+    def make(device: Device | None, tag: str) -> memkit.Rematerialize:
+        return memkit.Rematerialize(budget, tag, min_bytes=min_bytes, policy=policy, verify=verify, device=device)
 
     return Kind(make, (memkit.stats,), on_cpu=True)
 
 
 def _budget(budget: float | str, min_bytes: int = 0) -> Kind:
-    def make(device: Device, tag: str) -> memkit.MemoryBudget:
+    def make(device: Device | None, tag: str) -> memkit.MemoryBudget:
         return memkit.MemoryBudget(budget, tag, min_bytes=min_bytes, device=device)
 
     return Kind(make, (memkit.stats,))
 
 
 def _around(outer: Kind, inner: Kind) -> Kind:
-    def make(device: Device, tag: str) -> Around:
+    def make(device: Device | None, tag: str) -> Around:
         return Around(outer.make(device, tag), inner.make(device, tag))
 
     return Kind(make, (*outer.stats, *inner.stats))
@@ -99,9 +112,11 @@ MORE_KINDS: dict[str, Kind] = {
     "offload nothing": _offload(0.0),
     "offload 0.4": _offload(0.4),
     "offload all ahead": _offload(1.0, None),
+    "offload that records": _recording_offload(0.5),
     "remat plan 0.8": _remat(0.8),
     "remat plan of nothing": _remat("1B"),
     "remat dtr of nothing": _remat("1B", "dtr"),
+    "remat dtr, verified": _remat("1B", "dtr", verify=True),
     "budget half": _budget(0.5),
     "budget 0.8": _budget(0.8),
     "budget of nothing": _budget("1B"),

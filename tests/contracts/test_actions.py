@@ -71,26 +71,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     memkit.reset("actions")
 
 
-def _check_marks(actions: list[Action | None], name: str, device: Device) -> None:
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=marks, name=st.sampled_from(sorted(ALL_KINDS)))
+def test_marks_are_exact_in_every_context(device: Device, actions: list[Action | None], name: str) -> None:
     x = leaf_on(device.torch_device)
     wanted = _step(x, actions, nullcontext())
 
     for _ in range(4):
         assert_same_bits(_step(x, actions, ALL_KINDS[name].make(device, "actions")), wanted)
     memkit.reset("actions")
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=marks, name=st.sampled_from(sorted(ALL_KINDS)))
-def test_marks_are_exact_in_every_context(device: Device, actions: list[Action | None], name: str) -> None:
-    _check_marks(actions, name, device)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=marks, name=st.sampled_from(sorted(ALL_KINDS)))
-def test_many_marks_are_exact_in_every_context(device: Device, actions: list[Action | None], name: str) -> None:
-    _check_marks(actions, name, device)
 
 
 @pytest.mark.slow

@@ -141,19 +141,12 @@ def test_same_object_twice_at_once(context: Context) -> None:
             pytest.fail("entered twice")
         y = chain(y, [1] * 3)
     y.sum().backward()
+    with torch.no_grad(), made, pytest.raises(ValueError, match="already entered"), made:
+        pytest.fail("entered twice")
 
     assert_same_bits([y.detach(), x.grad], _plain(context, 6))
     del y
     _assert_next_steps_work(context)
-
-
-def test_same_object_twice_at_once_without_grad(context: Context) -> None:
-    made = context()
-    with torch.no_grad(), made, pytest.raises(ValueError, match="already entered"), made:
-        pytest.fail("entered twice")
-
-    with made:
-        assert innermost_pack() is not None
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
@@ -182,12 +175,12 @@ def test_inside_a_checkpointed_function(use_reentrant: bool, is_attached: bool, 
 # The end of the process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
     [
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("loss.backward(retain_graph=True); sys.exit(0)", marks=pytest.mark.slow),
-        pytest.param("import threading; threading.Thread(target=loss.backward).start()", marks=pytest.mark.slow),
+        "loss.backward(retain_graph=True); sys.exit(0)",
+        "import threading; threading.Thread(target=loss.backward).start()",
     ],
 )
 def test_interpreter_shutdown_with_graphs_alive(end: str) -> None:

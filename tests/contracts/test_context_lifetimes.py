@@ -16,115 +16,69 @@ from torch.nn import functional
 import memkit
 from memkit.activations.budgeting.learning import Planned, PlannedMoments
 from memkit.activations.offloading.schedule import PlacedCopies
-from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
+from tests.activations.cases import assert_same_bits, inputs_on, skips
 from tests.activations.chains import chain, leaf_on, step
 from tests.activations.remat.cases import random_numbers
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.contracts.conftest import Context
+from tests.contracts.conftest import Case, Context
+from tests.contracts.test_context_orders import ORDERS
 from tests.engine import let_go_of_last_backward
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("only_new_objects", "quick_plans")]
 
 UNITS = (3, 1, 2, 5, 1, 1, 4, 2)
 
-Train = Callable[[Tensor, Callable[[], AbstractContextManager[object]]], None]
+
+def same_step(case: Case) -> None:
+    step(leaf_on(case.device.torch_device), UNITS, case.context)
 
 
-def same_step(x: Tensor, context: Context) -> None:
-    step(x, UNITS, context)
+def two_shapes(case: Case) -> None:
+    for units in (UNITS, [2, *UNITS[:4]]):
+        step(leaf_on(case.device.torch_device), units, case.context)
 
 
-def two_micro_batches(x: Tensor, context: Context) -> None:
-    for _ in range(2):
-        with context():
-            loss = chain(x, UNITS).sum()
-        loss.backward()
+def graph_dropped_unused(case: Case) -> None:
+    case("skips", case.x)
+    same_step(case)
 
 
-def two_graphs_alive(x: Tensor, context: Context) -> None:
-    losses = []
-    for _ in range(2):
-        with context():
-            losses.append(chain(x, UNITS).sum())
-    for loss in losses:
-        loss.backward()
-
-
-def two_shapes(x: Tensor, context: Context) -> None:
-    step(x, UNITS, context)
-    step(x, [2, *UNITS[:4]], context)
-
-
-def graph_dropped_unused(x: Tensor, context: Context) -> None:
-    with context():
-        chain(x, UNITS)
-    step(x, UNITS, context)
-
-
-def graph_retained(x: Tensor, context: Context) -> None:
-    with context():
-        loss = chain(x, UNITS).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def backward_inside(x: Tensor, context: Context) -> None:
-    with context():
-        for _ in range(2):
-            chain(x, UNITS).sum().backward()
-
-
-def error_in_the_forward(x: Tensor, context: Context) -> None:
+def error_in_the_forward(case: Case) -> None:
     def fail() -> None:
-        with context():
-            chain(x, UNITS[:4])
+        with case.context():
+            case.compute("skips", case.x)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    step(x, UNITS, context)
+    same_step(case)
 
 
-def error_in_the_backward(x: Tensor, context: Context) -> None:
+def error_in_the_backward(case: Case) -> None:
     def fail(_: Tensor) -> None:
         raise KeyError("mine")
 
-    with context():
-        middle = chain(x, UNITS[:4])
-        y = chain(middle, UNITS)
+    with case.context():
+        middle = case.compute("mlp", case.x)
+        y = case.compute("skips", middle)
     middle.register_hook(fail)
     with pytest.raises(KeyError, match="mine"):
         y.sum().backward()
     del middle, y
-    step(x, UNITS, context)
+    same_step(case)
 
 
-def double_backward(x: Tensor, context: Context) -> None:
-    with context():
-        loss = chain(x, UNITS).sum()
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    grad.sum().backward()
-    x.grad = None
-
-
-STEPS: list[Train] = [
-    same_step,
-    two_micro_batches,
-    two_graphs_alive,
-    two_shapes,
-    graph_dropped_unused,
-    graph_retained,
-    backward_inside,
-    error_in_the_forward,
-    error_in_the_backward,
-    double_backward,
-]
-_CORE = (same_step, two_graphs_alive, graph_dropped_unused, error_in_the_backward)
+STEPS: dict[str, Callable[[Case], object]] = {
+    **{
+        made.__name__: made
+        for made in (same_step, two_shapes, graph_dropped_unused, error_in_the_forward, error_in_the_backward)
+    },
+    **{name: ORDERS[name] for name in ("shared_between_two_backwards", "double_backward", "interleaved", "backward_inside")},
+}
+_CORE = ("same_step", "interleaved", "graph_dropped_unused", "error_in_the_backward")
 
 each_step = pytest.mark.parametrize(
-    "train",
-    [train if train in _CORE else pytest.param(train, marks=pytest.mark.slow) for train in STEPS],
-    ids=lambda train: train.__name__,
+    "name", [name if name in _CORE else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
 )
 
 
@@ -170,10 +124,9 @@ def _held(context: Context) -> dict[str, object]:
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @each_step
-def test_thirty_steps(train: Train, context: Context) -> None:
-    x = leaf_on(context.torch_device)
+def test_thirty_steps(name: str, context: Context) -> None:
     for count in range(33):
-        train(x, context)
+        STEPS[name](Case(context.device, context))
         context.device.synchronize()  # what is timed has been reached by the next step, however busy the device is
         if count == 8:  # by then there are copies to all places that are used
             before = _held(context)
@@ -181,21 +134,20 @@ def test_thirty_steps(train: Train, context: Context) -> None:
     assert _held(context) == before
     assert before["live"] == 0
     assert all(getattr(stats(context.tag), "num_plans", 0) <= _MOST_PLANS for stats in context.kind.stats)
-    assert context.num_acts > 0 or train is two_shapes  # of which the last may just fit
+    assert context.num_acts > 0 or name == "two_shapes"  # of which the last may just fit
 
 
 @pytest.mark.core(1)
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("without_collector")
 @each_step
-def test_tensors_are_freed_without_the_collector(train: Train, context: Context) -> None:
+def test_tensors_are_freed_without_the_collector(name: str, context: Context) -> None:
     """Nothing that holds tensors is in a cycle: they go as soon as in the plain run."""
-    x = leaf_on(context.torch_device)
     for _ in range(6):
-        train(x, context)
+        STEPS[name](Case(context.device, context))
     assert context.num_live == 0  # what has arrived by then is let go
     before = _num_tensors(context)
-    train(x, context)
+    STEPS[name](Case(context.device, context))
     assert context.num_live == 0
 
     assert _num_tensors(context) == before
@@ -248,15 +200,6 @@ def test_objects_of_a_step_die_with_it(context: Context) -> None:
         step(x, UNITS, make)
 
         assert [one() for one in made] == [None] * len(made)
-
-
-def test_graph_dropped_unused_leaves_nothing(context: Context) -> None:
-    x, w = inputs_on(context.torch_device)
-    for _ in range(3):
-        with context():
-            mlp(x, w)
-
-        assert context.num_live == 0
 
 
 def test_retained_graph_lives_until_it_is_dropped(context: Context) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.contracts.conftest import Case, Context, Training
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
+Make = Callable[[], AbstractContextManager[object]]
 Order = Callable[[Case], list[Tensor]]
 
 
@@ -171,7 +174,7 @@ LIKE_OTHERS = ("several (1, 2, 0)", "several (2, 1, 0)", "interleaved", "partial
 )
 def test_orders(name: str, training: Training) -> None:
     torch.manual_seed(7)
-    plain = ORDERS[name](training.without_modes())
+    plain = ORDERS[name](training.plain())
 
     for _ in range(3):
         torch.manual_seed(7)
@@ -182,65 +185,46 @@ def test_orders(name: str, training: Training) -> None:
 # With an optimizer
 
 
-def _accumulated(context: Context, make: Callable[[], object]) -> list[Tensor]:
+TRAININGS: dict[str, dict[str, Any]] = {
+    "accumulated": {"num_micro": 3},
+    "scaled": {"num_micro": 2, "autocast": "around", "init_scale": 128.0},  # its cache of weights outlives the first context
+    "autocast inside": {"autocast": "inside", "init_scale": 128.0},
+}
+
+
+def _trained(
+    context: Context, make: Make, *, num_micro: int = 1, autocast: str = "", init_scale: float | None = None
+) -> list[Tensor]:
     torch.manual_seed(0)
+    kind = context.torch_device.type
     layers = (nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.3), nn.Linear(64, 4))
     model = nn.Sequential(*layers).to(context.torch_device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(kind, init_scale=init_scale or 1.0, enabled=init_scale is not None)
     x = inputs_on(context.torch_device)[0].detach()
-    for _ in range(3):
-        for micro in range(3):
-            with make():
-                loss = model(x + micro).square().mean()
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach() for param in model.parameters()]
-
-
-def _scaled(context: Context, make: Callable[[], object]) -> list[Tensor]:
-    torch.manual_seed(0)
-    kind = context.torch_device.type
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4)).to(context.torch_device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(kind, init_scale=128.0)
-    x = inputs_on(context.torch_device)[0].detach()
+    cast = {
+        name: functools.partial(torch.autocast, kind, torch.bfloat16) if name == autocast else nullcontext
+        for name in ("around", "inside")
+    }
     for _ in range(4):
         optimizer.zero_grad()
-        with torch.autocast(kind, torch.bfloat16):  # its cache of weights outlives the first context
-            for _ in range(2):
-                with make():
-                    loss = model(x).float().square().mean()
+        with cast["around"]():
+            for micro in range(num_micro):
+                with make(), cast["inside"]():
+                    loss = model(x + micro).float().square().mean()
                 scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     return [param.detach() for param in model.parameters()]
 
 
-def _autocast_inside(context: Context, make: Callable[[], object]) -> list[Tensor]:
-    torch.manual_seed(0)
-    kind = context.torch_device.type
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4)).to(context.torch_device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(kind, init_scale=128.0)
-    x = inputs_on(context.torch_device)[0].detach()
-    for _ in range(4):
-        optimizer.zero_grad()
-        with make(), torch.autocast(kind, torch.bfloat16):
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return [param.detach() for param in model.parameters()]
-
-
 @pytest.mark.core(1)
-@pytest.mark.parametrize("train", [_accumulated, _scaled, _autocast_inside], ids=lambda train: train.__name__.strip("_"))
-def test_optimizer_steps(train: Callable[[Context, Callable[[], object]], list[Tensor]], context: Context) -> None:
-    plain = train(context, nullcontext)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_optimizer_steps(name: str, context: Context) -> None:
+    plain = _trained(context, nullcontext, **TRAININGS[name])
 
     for _ in range(2):
-        assert_same_bits(train(context, context), plain)
+        assert_same_bits(_trained(context, context, **TRAININGS[name]), plain)
     assert context.num_acts > 0 or _has_nothing_to_gain(context)
 
 

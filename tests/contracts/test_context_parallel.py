@@ -72,7 +72,7 @@ def _two_processes(rank: int, folder: str, failures: mp.SimpleQueue) -> None:
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
         for number, (build, options) in enumerate(RUNS):
             plain = train_in_micro_batches(DistributedDataParallel(build(), **options), x)
-            for name, kind in KINDS.items():
+            for name, kind in [*KINDS.items()][number % 2 :: 2]:
                 device = _device(kind, number)
                 made = functools.partial(kind.make, device, name)
                 found = train_in_micro_batches(DistributedDataParallel(build(), **options), x, made)

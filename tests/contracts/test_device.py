@@ -113,35 +113,6 @@ def test_work_of_another_current_stream_is_ordered_by_events_too(device: Device,
     assert host.eq(5).all()
 
 
-def test_host_waits_for_an_event(device: Device, host: Tensor) -> None:
-    lane, destination = device.new_stream("H2D"), device.allocate(4 * MIB)
-    host.fill_(3)
-    _delay(device, lane)
-    device.wait_event(lane, device.record_event(timed=False))
-    device.copy(byte_view(destination), host, lane)
-    copied = device.record_event(lane, timed=False)
-    device.synchronize(copied)
-    assert copied.is_reached()
-    host.fill_(4)  # the copy has read it
-    device.wait_event(device.current_stream(), copied)
-    device.note_read(destination)
-
-    assert byte_view(destination).eq(3).all()
-
-
-def test_event_is_reached_after_synchronize(device: Device, host: Tensor) -> None:
-    lane = device.new_stream("H2D")
-    destination = device.allocate(4 * MIB)
-    device.wait_event(lane, device.record_event())
-    device.copy(byte_view(destination), host, lane)
-    event = device.record_event(lane)
-
-    device.synchronize()
-
-    assert event.is_reached()
-    assert destination.nbytes() == 4 * MIB
-
-
 @pytest.mark.usefixtures("own_clock")
 def test_timed_events_tell_seconds(device: Device) -> None:
     before_s = time.perf_counter()

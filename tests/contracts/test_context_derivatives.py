@@ -13,11 +13,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.device import Device
 from tests.activations.cases import assert_same_bits
+from tests.contracts.conftest import Context
+from tests.gpus import ON_GPU
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(as little as can be|MemoryBudget)", "ignore:.*torch.jit.script. is deprecated"
+    "ignore:.*(as little as can be|MemoryBudget|a dual level was opened)", "ignore:.*torch.jit.script. is deprecated"
 )
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -89,48 +90,34 @@ WAYS = {
 }
 
 
-def _run(way: str, function: Callable[[Tensor], Tensor], device: Device, around: Around) -> list[list[Tensor]]:
+def _run(way: str, function: Callable[[Tensor], Tensor], context: Context, around: Around) -> list[list[Tensor]]:
     torch.manual_seed(0)
     found = []
     for _ in range(3):
-        x = torch.randn(6, 7).to(device.torch_device).requires_grad_()
+        x = torch.randn(6, 7).to(context.torch_device).requires_grad_()
         found.append([tensor.detach().clone() for tensor in WAYS[way](function, x, around)])
     return found
 
 
-def _offload_and_recompute(device: Device) -> memkit.CPUOffload:
-    made = memkit.CPUOffload(0.5, "formulas", min_bytes=0, device=device)
-    with made:
-        memkit.recompute(torch.ones(4, device=device.torch_device))
-    return memkit.CPUOffload(0.5, "formulas", min_bytes=0, device=device)
-
-
-CONTEXTS: dict[str, Callable[[Device], AbstractContextManager[object]]] = {
-    "Rematerialize": lambda device: memkit.Rematerialize(0.5, "formulas", min_bytes=0, device=device),
-    "MemoryBudget": lambda device: memkit.MemoryBudget(0.6, "formulas", min_bytes=0, device=device),
-    "CPUOffload with marks": _offload_and_recompute,
-}
-
-
-@pytest.mark.parametrize(
-    "context", [pytest.param(name, marks=() if name == "Rematerialize" else pytest.mark.slow) for name in CONTEXTS]
-)
+@pytest.mark.core(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_derivatives_have_the_plain_bits(name: str, way: str, context: str, device: Device) -> None:
-    if name == "cumprod" and device.torch_device.type == "cuda":
+def test_derivatives_have_the_plain_bits(name: str, way: str, any_context: Context) -> None:
+    if name == "cumprod" and any_context.torch_device.type == "cuda":
         pytest.skip("its backward is not deterministic there")
-    plain = _run(way, FUNCTIONS[name], device, nullcontext)
+    plain = _run(way, FUNCTIONS[name], any_context, nullcontext)
 
-    found = _run(way, FUNCTIONS[name], device, lambda: CONTEXTS[context](device))
+    found = _run(way, FUNCTIONS[name], any_context, any_context)
 
     for mine, expected in zip(found, plain, strict=True):
         assert_same_bits(mine, expected)
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_dual_level_within_a_context_is_warned_of_where_nothing_is_saved(device: Device) -> None:
-    x = torch.randn(6, 7, device=device.torch_device)
+@pytest.mark.parametrize("device", ["cpu", *ON_GPU])
+def test_dual_level_within_a_context_is_warned_of_where_nothing_is_saved(device: str) -> None:
+    x = torch.randn(6, 7, device=device)
     context = memkit.Rematerialize(0.5, "formulas", min_bytes=0, device=device)
     with (
         pytest.warns(UserWarning, match=r"a dual level was opened within .* Enter the context inside of torch\.autograd"),

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,9 +20,10 @@ from torch.nn import functional
 import memkit
 from memkit.core.tensors import byte_view, storages_of
 from memkit.core.torch_state import has_own_dispatch
-from memkit.device import Device, ReferenceDevice
+from memkit.device import ReferenceDevice
 from tests.activations.cases import Computation, assert_same_bits, gradients, inputs_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.contexts import KINDS, MORE_KINDS
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -36,36 +37,11 @@ pytestmark = [
 ]
 
 
-# Contexts
-
-
-def _offload(device: Device) -> memkit.CPUOffload:
-    return memkit.CPUOffload(1.0, "odd", device=device, min_bytes=0, window_bytes=0)
-
-
-def _remat(device: Device, **options: Any) -> memkit.Rematerialize:
-    return memkit.Rematerialize("1B", "odd", device=device, min_bytes=0, policy="dtr", **options)
-
-
-@contextmanager
-def _both(device: Device) -> Iterator[None]:
-    with _offload(device), _remat(device):
-        yield
-
-
-CONTEXTS: dict[str, Callable[[Device], AbstractContextManager[object]]] = {
-    "CPUOffload": _offload,
-    "Rematerialize": _remat,
-    "verify": functools.partial(_remat, verify=True),
-    "both": _both,
-}
-
-
-@pytest.fixture(params=CONTEXTS)
+@pytest.fixture(params=["offload all", "remat dtr of nothing", "remat dtr, verified", "budget", "offload around remat"])
 def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    """Return contexts on the device of the host: ops on most of these tensors are there alone."""
     device = ReferenceDevice()
-    yield functools.partial(CONTEXTS[request.param], device)
-    memkit.reset("odd")
+    yield functools.partial((KINDS | MORE_KINDS)[request.param].make, device, "odd")
     device.synchronize()
 
 
@@ -294,6 +270,7 @@ def zeros_without_bytes(x: Tensor, w: Tensor) -> Tensor:
     zeros = torch._efficientzerotensor((8, 32))
     y = functional.linear(x, w).sin()
     first = (y.atan2(zeros) + y * zeros).exp() + (zeros + y).sin().exp() + (zeros * 2 * y.exp()).exp()
+    y = (y * (zeros + 0.1)).exp() * y.atan2(3 - zeros) * (y + (zeros + 2)).sin() * (y * (zeros - True)).exp()
     second = y.clone() * zeros.t().clone().t()  # the one op that is given such zeros, and makes bytes of them
     return first * (second + y.sin()).exp() * torch.cat([zeros[:, :16], y[:, 16:]], 1).exp()
 
@@ -301,12 +278,6 @@ def zeros_without_bytes(x: Tensor, w: Tensor) -> Tensor:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     INTEGERS = [torch.quantize_per_tensor(torch.rand(8, 32), scale, 10, torch.quint8) for scale in (0.1, 0.2)]
-
-
-def zeros_and_numbers(x: Tensor, w: Tensor) -> Tensor:
-    zeros = torch._efficientzerotensor((8, 32))
-    y = functional.linear(x, w).sin()
-    return (y * (zeros + 0.1)).exp() * y.atan2(3 - zeros) * (y + (zeros + 2)).sin() * (y * (zeros - True)).exp()
 
 
 def from_integers(x: Tensor, w: Tensor) -> Tensor:
@@ -338,16 +309,11 @@ def sparse_products(x: Tensor, w: Tensor) -> Tensor:
     return torch.sparse.mm(coo, y.t()).t().exp() * (csr @ y.t().exp()).t().sin()
 
 
-def fakes_beside(x: Tensor, w: Tensor) -> Tensor:
+def without_data_beside(x: Tensor, w: Tensor) -> Tensor:
     y = functional.linear(x, w).sin()
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(8, 32)).requires_grad_()
         (fake.sin() * fake.exp()).sum().backward()
-    return y.exp() * y.cos()
-
-
-def meta_beside(x: Tensor, w: Tensor) -> Tensor:
-    y = functional.linear(x, w).sin()
     meta = torch.empty(8, 32, device="meta", requires_grad=True)
     (meta.sin() * meta.exp()).sum().backward()
     return y.exp() * y.cos()
@@ -374,14 +340,12 @@ COMPUTATIONS: dict[str, Computation] = {
         jagged_elementwise,
         forward_mode,
         zeros_without_bytes,
-        zeros_and_numbers,
         from_integers,
         of_each_sample,
         jacobian_product,
         jacobian_product_of_each,
         sparse_products,
-        fakes_beside,
-        meta_beside,
+        without_data_beside,
         class_of_its_own,
         wrapped,
     )

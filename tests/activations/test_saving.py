@@ -1,4 +1,4 @@
-"""A model with an offload attached can be copied and saved: the model alone, to which nothing is attached."""
+"""A model with an offload attached can be copied and saved: the model alone, to which nothing is attached. So can contexts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,13 @@ from torch import nn
 
 import memkit
 from memkit.core.hooks import innermost_pack
-from memkit.device import ReferenceDevice
+from memkit.device import CpuDevice, ReferenceDevice
 from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no memory apart from the host", NO_PLAN_FITS)
+
+# Models
 
 
 def _saved_and_loaded(model: nn.Module) -> nn.Module:
@@ -50,6 +56,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("attach_to", ["model", "layer"])
 def test_copy_works_and_has_nothing_attached(way: str, attach_to: str) -> None:
     model, handle = _attached()
+    assert b"memkit" not in pickle.dumps(model)
     whole = model if attach_to == "model" else nn.Sequential(model, nn.Tanh())
     wanted = _gradients(whole)
     made = WAYS[way](whole)
@@ -74,21 +81,6 @@ def test_copy_can_be_attached_and_copied_again(way: str) -> None:
 
         assert_same_bits(_gradients(made), wanted)
         assert memkit.stats("again").num_iterations == count
-
-
-def test_what_is_saved_needs_no_memkit() -> None:
-    model, _ = _attached()
-
-    assert b"memkit" not in pickle.dumps(model)
-
-
-def test_state_dict_is_that_of_the_model() -> None:
-    model, handle = _attached()
-    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    handle.remove()
-
-    assert list(saved) == list(model.state_dict())
-    assert_same_bits(list(saved.values()), list(model.state_dict().values()))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,3 +110,64 @@ def test_copy_that_is_made_within_a_forward_works() -> None:
     assert_same_bits(_gradients(made[0]), wanted)
     assert memkit.stats("within").num_iterations == 1
     assert innermost_pack() is None
+
+
+# Contexts
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "CPUOffload": lambda: memkit.CPUOffload(0.5, "saved", min_bytes=0),
+    "CPUOffload by a schedule": lambda: memkit.CPUOffload(
+        memkit.schedules.linear(0, 1, num_iterations=3), "saved", min_bytes=0
+    ),
+    "CPUOffload on a device": lambda: memkit.CPUOffload(0.5, "saved", min_bytes=0, device=CpuDevice()),
+    "Rematerialize": lambda: memkit.Rematerialize(0.5, "saved", min_bytes=0),
+    "Rematerialize with pure ops": lambda: memkit.Rematerialize(0.5, "saved", min_bytes=0, pure_ops=["mylib::*"]),
+    "MemoryBudget": lambda: memkit.MemoryBudget(0.5, "saved", min_bytes=0),
+    "MemoryBudget on a device": lambda: memkit.MemoryBudget("1GiB", "saved", min_bytes=0, device=CpuDevice()),
+    "no_offload": memkit.no_offload,
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda context: pickle.loads(pickle.dumps(context)),
+    "oldest pickle": lambda context: pickle.loads(pickle.dumps(context, protocol=0)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+def _step(context: Any) -> None:
+    x = torch.ones(8, requires_grad=True)
+    with context:
+        y = torch.batch_norm(x.sin().view(4, 2), None, None, None, None, True, 0.1, 1e-5, False).exp()
+    y.sum().backward()
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_is_made_of_a_context_does_the_same(name: str, way: str) -> None:
+    for is_used in (False, True):
+        context = CONTEXTS[name]()
+        if is_used:
+            _step(context)
+        made = COPIES[way](context)
+        _step(made)
+
+        assert type(made) is type(context)
+        assert repr(made) == repr(context)
+    with context:
+        made = COPIES[way](context)
+    _step(made)
+    assert not made.is_entered
+
+
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize", "MemoryBudget"])
+def test_reference_device_is_copied_with_a_context_and_is_not_pickled(name: str) -> None:
+    device = ReferenceDevice()
+    context = getattr(memkit, name)(0.5, "saved", min_bytes=0, device=device)
+    _step(copy.deepcopy(context))
+
+    assert copy.deepcopy(device) is device
+    with pytest.raises(
+        TypeError, match="what is pickled needs a device that another process can open; found a ReferenceDevice"
+    ):
+        pickle.dumps(context)
