@@ -68,30 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
-_LEFT_ON = "dispatch left on"
-
-
-def _end_dispatch(test: pytest.Item, where: str) -> None:
-    """Switch off torch's dispatch to Python if it is on without any mode, which makes each factory function of all later tests
-    fail, and have the summary say so: once in many runs a collection of garbage leaves it, and nothing tells whose it is."""
-    python = torch._C.DispatchKey.Python
-    if torch._C._len_torch_dispatch_stack() == 0 and torch._C._dispatch_tls_is_dispatch_key_included(python):
-        torch._C._dispatch_tls_set_dispatch_key_included(python, False)
-        test.user_properties.append((_LEFT_ON, where))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    found = {
-        (report.nodeid, where)
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        for name, where in getattr(report, "user_properties", ())
-        if name == _LEFT_ON
-    }
-    for name, where in sorted(found):
-        terminalreporter.write_line(f"dispatch to Python was left on {where} {name}", yellow=True)
-
-
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or what is frozen shows as leaked
     # what a failed backward has left in torch's queue goes with the next one; after Python has gone, its hooks would crash
@@ -142,12 +118,17 @@ def _no_seeds_for_missing_devices() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state(request: pytest.FixtureRequest) -> Iterator[None]:
-    _end_dispatch(request.node, "before")
+def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
     num_modes = torch._C._len_torch_dispatch_stack()  # CUDA's stream sanitizer is one
+    python = torch._C.DispatchKey.Python
     yield
-    _end_dispatch(request.node, "by")
+    is_left = num_modes == 0 and torch._C._dispatch_tls_is_dispatch_key_included(python)
+    if is_left:
+        torch._C._dispatch_tls_set_dispatch_key_included(
+            python, False
+        )  # or each later test fails at its first factory function
+    assert not is_left
     for tag in list(registry._reports):
         registry.forget_report(tag)
     for tag in {*offload_states, *remat_states, *budget_states}:

@@ -356,6 +356,8 @@ COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # what Dynamo sets on a f
 COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
 """The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
+TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._vmap_internals")
+"""The modules whose frames run transforms."""
 DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
 """The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
 DYNAMO_CONFIG = "torch._dynamo.config"  # says that a trace may run what is compiled as it is: `memkit.profile.partitions`

@@ -125,6 +125,15 @@ def in_differentiating_transform() -> bool:
     return stack is not None and any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
 
 
+def is_below_transform() -> bool:
+    """Tell whether a transform of `torch.func`, or a batched backward, runs in this thread, also where an op has come through
+    all of its layers, so that `functorch_stack` is None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in torch_private.TRANSFORMS:
+        frame = frame.f_back
+    return frame is not None
+
+
 def num_users(storage: torch.UntypedStorage) -> int:
     return torch_private.num_storage_users(torch_private.storage_address(storage))
 

@@ -128,3 +128,15 @@ def test_dual_level_within_a_context_is_warned_of_where_nothing_is_saved(device:
 
     assert tangent.isfinite().all()
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_transform_under_a_dual_level_leaves_torch_as_it_was(any_context: Context) -> None:
+    """Behind each op a transform puts back where torch dispatches to: a recorder that was left within is missed there."""
+    x = torch.randn(6, 7, device=any_context.torch_device, requires_grad=True)
+
+    with any_context(), forward_ad.dual_level():
+        found = torch.func.vmap(lambda y: y.sin().exp())(forward_ad.make_dual(x, x.detach().cos()))
+        torch.ones(2)
+
+    assert forward_ad.unpack_dual(found).primal.isfinite().all()
+    assert torch.ones(2).sum() == 2

@@ -322,7 +322,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
                 before[:] = [parameter.detach().clone() for parameter in parameters]
                 give_grads(parameters, step)
                 if step == 3:
-                    patch.setattr("memkit.transfer.staging._Side._copy", fail)
+                    patch.setattr("memkit.transfer.staging._Side.copy", fail)
                     patch.setattr(PromisedEvent, "is_reached", has_failed)
                 optimizer.step()
 

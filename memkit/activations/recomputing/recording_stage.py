@@ -26,7 +26,7 @@ from memkit.core import torch_private
 from memkit.core.hooks import SavedTensorHooks
 from memkit.core.kept import KeptHandle
 from memkit.core.tensors import PLAIN_TYPES, is_parameter, is_range_of_bytes
-from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
+from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch, is_below_transform, is_traced, leave_mode
 from memkit.device import CpuDevice, default_generator, open_device, why_nothing_is_freed
 from memkit.errors import warn_user
 from memkit.plan import Action
@@ -108,12 +108,16 @@ class RecordingStage(Stage):
         self._compiled.end()
         self._trail.__exit__()
         if self.recorder.sees_dual:
-            self.recorder.sees_dual = False
-            warn_user(
-                "a dual level was opened within a context of memkit that records, and nothing was saved for a backward since: "
-                "the last bits of forward-mode derivatives of norms and products may differ from those of the plain run. Enter "
-                "the context inside of torch.autograd.forward_ad.dual_level(), where it records nothing"
-            )
+            self._warn_of_dual()
+
+    def _warn_of_dual(self) -> None:
+        self.recorder.sees_dual = False
+        warn_user(
+            "a dual level was opened within a context of memkit that records, and nothing was saved for a backward since, or "
+            "within a transform of torch.func: the last bits of forward-mode derivatives of norms and products may differ from "
+            "those of the plain run. Enter the context inside of torch.autograd.forward_ad.dual_level(), where it records "
+            "nothing"
+        )
 
     def end(self, *, has_failed: bool) -> None:
         if self._is_over:
@@ -208,8 +212,11 @@ class RecordingStage(Stage):
         if is_traced():
             return KeptHandle(tensor)
         if self.recorder.sees_dual:  # a formula of a derivative asks whether any mode is on: see [Note: seen by formulas]
-            self.recorder.sees_dual = False
-            self.take_off()
+            if is_below_transform():  # behind the op torch puts back that it dispatches to Python, to a mode that is gone
+                self._warn_of_dual()
+            else:
+                self.recorder.sees_dual = False
+                self.take_off()
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
         if type(tensor) in PLAIN_TYPES:
