@@ -124,10 +124,8 @@ def _fresh_state() -> Iterator[None]:
     python = torch._C.DispatchKey.Python
     yield
     is_left = num_modes == 0 and torch._C._dispatch_tls_is_dispatch_key_included(python)
-    if is_left:
-        torch._C._dispatch_tls_set_dispatch_key_included(
-            python, False
-        )  # or each later test fails at its first factory function
+    if is_left:  # each later test would fail at its first factory function
+        torch._C._dispatch_tls_set_dispatch_key_included(python, False)
     assert not is_left
     for tag in list(registry._reports):
         registry.forget_report(tag)

@@ -79,7 +79,7 @@ def attend(fused: Callable[[Any], Tensor]) -> Callable[[], object]:
 
 
 def names_autocast() -> None:
-    target._autocast_ops.clear()
+    target.autocast_ops.cache_clear()
     target.autocast_ops("cuda")
 
 

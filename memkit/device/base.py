@@ -270,9 +270,9 @@ class Device(ABC):
     def empty_cache(self) -> None:  # noqa: B027
         """Give memory that the allocator holds, and no tensor uses, back to the device. Source: `torch.cuda.empty_cache`."""
 
+    @abstractmethod
     def is_capturing(self) -> bool:
         """Tell whether the work of the current stream is being captured into a graph instead of run."""
-        return False
 
     # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
 

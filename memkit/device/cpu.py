@@ -85,5 +85,8 @@ class CpuDevice(Device):
     def unpin(self, host: Tensor) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
     def memory_counter(self) -> None:
         return None

@@ -247,6 +247,9 @@ class ReferenceDevice(Device):
     def memory_counter(self) -> MemoryCounter:
         return _Counter(self)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def note_written(self, storage: torch.UntypedStorage, version: int) -> None:
         with self._lock:
             known, stream = self._storages.get(torch_private.storage_address(storage)), self.current_stream()

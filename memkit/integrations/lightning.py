@@ -174,9 +174,10 @@ class _Step(nn.Module):
         vars(self.pl_module)["training_step"] = step
 
     def remove(self) -> None:
-        vars(self.pl_module).pop("training_step", None)
         if self._own is not None:
             vars(self.pl_module)["training_step"] = self._own
+        else:
+            vars(self.pl_module).pop("training_step", None)
 
 
 def _names_of(module: nn.Module) -> str:

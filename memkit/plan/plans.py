@@ -85,7 +85,8 @@ class PlannedValue:
     """The last request whose replay reads it, if there is one: until then it stays, also if autograd frees it before."""
 
     def __str__(self) -> str:
-        return f"{self.action.value} {self.op or f'save {self.index}'}: {format_bytes(self.num_bytes)}"
+        name = f"save {self.index}" if self.index >= 0 else f"value {self.value}"
+        return f"{self.action.value} {self.op or name}: {format_bytes(self.num_bytes)}"
 
 
 class _ActionBytes:
@@ -450,7 +451,10 @@ class MemoryPlan(_ActionBytes):
 
     def to_json(self) -> str:
         """Return the whole plan as JSON, for `from_json`. Bytes and seconds are plain numbers."""
-        return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}
+        for value in content["values"]:
+            del value["index"], value["is_held"]  # of a `Plan`
+        return json.dumps(content, indent=1)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> MemoryPlan:

@@ -497,8 +497,7 @@ class Walks:
         whatever limits were explored."""
         if self._smallest is None:
             forwards = max(1.0, _FORWARDS / (self._num_events + 1))
-            fresh = Walks(self.step, self.score, most_s=forwards * sum(self.step.lineage.seconds) or math.inf)
-            found = fresh._search_smallest()
+            found = Walks(self.step, self.score)._search_smallest(forwards * sum(self.step.lineage.seconds) or math.inf)
             self.found.append(found)
             self._smallest = found
         return self._smallest
@@ -506,8 +505,9 @@ class Walks:
     def least(self) -> Outcome:
         return min(self.found, key=lambda outcome: (outcome.peak_bytes, outcome.replayed_s))
 
-    def _search_smallest(self) -> Outcome:
-        self.walk(self.step.dropped, math.inf)
+    def _search_smallest(self, most_s: float) -> Outcome:
+        self.walk(self.step.dropped, math.inf)  # however long it takes: it is the least where nothing else is found
+        self._most_s = most_s
         step_down = _STEP_DOWN**2 if self.is_large else _STEP_DOWN
         limit_bytes = self._saved_bytes * step_down
         while self.least().peak_bytes <= limit_bytes / step_down and limit_bytes >= 1:

@@ -153,7 +153,7 @@ class StorageLog(MemoryCounter):
 
     def look(self) -> None:
         """Count storages anew whose sizes have changed without an op."""
-        for storage in self._shards.gathered.resized():
+        for storage in self._shards.gathered.resized() if self._shards else ():
             if storage.nbytes() or storage_key(storage) in self._live:
                 self._add(storage)
 

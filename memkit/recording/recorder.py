@@ -547,9 +547,7 @@ class Recorder(QuietMode):
         results = self.run(func, args, None)
         recording.add_written(known, are_inside)
         self.note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
-        for (
-            argument
-        ) in statistics:  # as in `Recorder.record`: what reads them later is not to see the updates of another forward
+        for argument in statistics:  # as in `record`: what reads them later does not see the updates of another forward
             recording.note_hidden(argument)
         return results
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memkit.core import torch_private
 from memkit.core.interrupts import do_at_once
 from memkit.core.tensors import parts_of, tensor_over
 from memkit.core.torch_state import label, local_of
@@ -225,7 +226,7 @@ class DeviceSteps:
             piece.put_parameters()
         for record in piece.whole.spoiled_by(self._optimizer):
             grad = record.parameter.grad
-            record.spoiled = None if grad is None else weakref.ref(grad)
+            record.spoiled = None if grad is None else (weakref.ref(grad), torch_private.version_of(grad))
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
         self._release(piece)

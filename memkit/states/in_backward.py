@@ -181,14 +181,11 @@ class BackwardSteps:
         device, own, gradient = self._device, self._device.current_stream(), record.parameter.grad
         assert gradient is not None
         while self._held and self._held_bytes + gradient.nbytes > _HELD_BYTES:
-            stream, stepped, held = self._held[0]
-            device.wait_event(stream, stepped)
-            self._held.popleft()
-            self._held_bytes -= held[0].nbytes
+            self._let_go_of(self._held[0])
         held = piece.read_by_step(self._optimizer)
-        storage = record.parameter.untyped_storage()
-        is_in_slot = owner_of(storage) is not None  # in which others are read meanwhile: its `write_back` tells of writes there
+        storage, is_in_slot = record.parameter.untyped_storage(), False
         if device.takes_notes:
+            is_in_slot = owner_of(storage) is not None  # others are read there meanwhile: its `write_back` tells of writes
             brought = gradient if is_in_slot else record.parameter
             device.note_written(brought.untyped_storage(), torch_private.version_of(brought))
         device.wait_event(self._stream, device.record_event(own, timed=False))
@@ -218,10 +215,9 @@ class BackwardSteps:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
         device, current = self._device, self._device.current_stream()
-        for stream, stepped, _ in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
-            device.wait_event(stream, stepped)
+        for entry in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
+            self._let_go_of(entry)
         device.wait_event(current, device.record_event(self._stream, timed=False))
-        self._forget_held()
         if device.takes_notes:
             for piece in self._met:
                 device.note_read(piece.records[0].parameter.untyped_storage())
@@ -242,6 +238,14 @@ class BackwardSteps:
 
     def _are_zeroed(self) -> bool:
         return not any(type(piece.records[0].parameter.grad) is ConsumedGradient for piece in self._met)
+
+    def _let_go_of(self, entry: Any) -> None:
+        """Let a gradient go once its stream waits for the step that reads it, unless another thread has done so."""
+        stream, stepped, held = entry
+        self._device.wait_event(stream, stepped)
+        with suppress(ValueError):
+            self._held.remove(entry)
+            self._held_bytes -= held[0].nbytes
 
     def _forget_held(self) -> None:
         self._held.clear()

@@ -58,7 +58,7 @@ class StateRecord:
         """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
         """The gradient that it was stepped with last, and the version of that: see `mark_of`."""
-        self.spoiled: weakref.ref[Tensor] | None = None
+        self.spoiled: tuple[weakref.ref[Tensor], int] | None = None
         """A gradient that a step has written to that was undone, as a fused one does to unscale it."""
 
     def is_due(self) -> bool:
@@ -323,10 +323,15 @@ class Piece:
         for record in self.due:
             grad = record.parameter.grad
             assert grad is not None
-            if record.spoiled is not None and record.spoiled() is grad:
+            if (
+                record.spoiled is not None
+                and record.spoiled[0]() is grad
+                and record.spoiled[1] == torch_private.version_of(grad)
+            ):
                 raise StateOffloadError(
                     f"a step that was broken off has written to the gradient of {record.name}, as to unscale it, and a step "
-                    "would do so again. Call optimizer.zero_grad() and run the backward again"
+                    "would do so again. Call optimizer.zero_grad() and run the backward again; with a GradScaler, delete "
+                    "optimizer.grad_scale first, which torch leaves there and multiplies the next scale by"
                 )
             versions.append(version_of(grad) if record.is_shard else torch_private.version_of(grad))
         self._versions = versions

@@ -94,6 +94,17 @@ def test_no_offload_keeps_what_is_saved_in_it(device: Device, offloading: Offloa
         assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 11))
 
 
+def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "written"), memkit.no_offload():
+        y = x.clone()
+        z = y.sin()
+    y.detach().mul_(2)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
 # Nesting and tags
 
 

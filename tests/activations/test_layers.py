@@ -393,6 +393,41 @@ def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeyp
     assert _recorded(_Stack(6), "16KiB", 4) == [True] + [False] * 3
 
 
+class _Experts(nn.Module):
+    """Tokens go to experts by what they are: how many go to each differs from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(_Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        out, chosen = x.clone(), weights.argmax(-1)
+        for number, expert in enumerate(self.experts):
+            (token,) = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                out = out.index_add(0, token, expert(x[token]) * weights[token, number, None])
+        return out
+
+
+def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(nn.LayerNorm(16), _Experts()) for _ in range(4)])
+    net, make = net.to(device.torch_device), functools.partial(context, "routes", device)
+    for seed in range(6):
+        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed)).to(device.torch_device)
+
+        def train(used: Make, x: Tensor = x) -> Tensor:
+            with used():
+                loss: Tensor = net(x).square().sum()
+            loss.backward()
+            return loss
+
+        assert_same_bits(*[_bits(net, functools.partial(train, used)) for used in (make, nullcontext)])
+    assert not memkit.stats("routes").is_recorded
+
+
 # Models
 
 

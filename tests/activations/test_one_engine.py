@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -16,11 +17,15 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import memkit
+from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved import state
+from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.records import Record
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import CpuDevice, ReferenceDevice
+from memkit.plan import DTRScore
+from memkit.recording.recording import Recording
 
 UNIT_BYTES = 64 * 64 * 4
 
@@ -189,3 +194,16 @@ def test_what_is_to_be_made_again_after_it_was_offered_takes_locks_as_a_save_doe
     for tag in ("outer lock", "inner lock"):
         memkit.reset(tag)
     assert torch.isfinite(x.grad).all()
+
+
+def test_what_another_context_was_given_is_known_though_addresses_are_used_again() -> None:
+    """What leaves is freed, and the next tensor may be where it was: that is another value."""
+    device = CpuDevice()
+    window = OffloadWindow(device, "Rematerialize", "offered", threading.RLock(), lambda *_: None)
+    forward = RecordedForward(Recording(device), window, DTRScore(), math.inf, Counts())
+
+    for value in range(20):
+        tensor = torch.empty(8)  # its storage, and itself, where those of the last one were
+        assert forward.note_offer(value, tensor)
+        assert not forward.note_offer(value + 100, tensor)  # written to where this tensor does not count it
+        del tensor

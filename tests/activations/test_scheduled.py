@@ -77,7 +77,7 @@ def test_steady_steps_have_the_same_bits_and_figures(
         assert figures[2] == figures[3] == figures[1]
 
 
-OF_COPIES = ("moved_out_bytes", "num_copies_out", "ratio_reached", "host_peak_bytes")
+OF_COPIES = ("moved_out_bytes", "num_copies_out", "ratio_reached", "host_peak_bytes", "kept_bytes")
 """They differ where a save dies ahead of its copy: a schedule has its storage leave all the same."""
 FIGURES = (
     "seen_bytes",

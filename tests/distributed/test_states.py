@@ -193,6 +193,17 @@ def test_states_between_steps_are_shards_in_host_memory_of_their_own() -> None:
         assert copy.deepcopy(saved)["exp_avg"].full_tensor().equal(mean.full_tensor())
 
 
+@pytest.mark.parametrize("options", [{}, {"update": "host"}, {"device_budget": "1KiB"}], ids=str)
+def test_a_step_counts_as_a_write_to_the_parameter(options: dict[str, Any]) -> None:
+    parameters = [_shard(torch.randn(rows, 4)) for rows in (6, 60)]
+    optimizer = adamw(parameters)
+    with offload(optimizer, **options):
+        before = [parameter._version for parameter in parameters]
+        _step(optimizer)
+
+        assert all(parameter._version > version for parameter, version in zip(parameters, before, strict=True))
+
+
 def test_a_rank_without_any_elements_steps() -> None:
     for update in ("device", "host"):
         parameter = _shard(torch.randn(0, 4))

@@ -362,6 +362,18 @@ def test_step_that_saves_no_bytes_may_need_some() -> None:
     assert planner_of(step).plan(10).dropped == asked
 
 
+def test_marks_that_cost_more_than_any_search_may_have_a_smallest_budget() -> None:
+    """Each of the marked values at the end of a chain is made from its begin."""
+    lineage = GrowingLineage()
+    root = value = lineage.add_root(10)
+    made = [value := lineage.add_op([value], [10], 1.0)[0] for _ in range(4100)]
+    marked = tuple(made[-4:])
+    step = Step(lineage=lineage, saves=marked, uses=marked, dropped=frozenset(marked), retained_bytes={root: 10})
+
+    with pytest.raises(BudgetInfeasible, match="the smallest is"):
+        planner_of(step).plan(1)
+
+
 def test_step_that_saves_nothing_has_a_plan() -> None:
     lineage = GrowingLineage()
     lineage.add_op([lineage.add_root(10)], [10], 1.0)

@@ -261,7 +261,7 @@ def test_a_read_that_fails_breaks_off_the_backward_when_its_turn_comes() -> None
 def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy is put on the lane late: the next piece of the slot, whose memory is pinned, waits for that."""
     device, width = ReferenceDevice(), 512
-    copy_now, fetch = staging._Side._copy, StateSlots.fetch
+    copy_now, fetch = staging._Side.copy, StateSlots.fetch
     late = list[Any]()
 
     def copy_late(self: staging._Side, *args: Any) -> Any:
@@ -276,7 +276,7 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
             states._host.arena.drain()
             device.synchronize()
 
-    monkeypatch.setattr(staging._Side, "_copy", copy_late)
+    monkeypatch.setattr(staging._Side, "copy", copy_late)
     monkeypatch.setattr(StateSlots, "fetch", fetch_and_land)
     PinLimit(device, monkeypatch, 8 * MIB)  # what the disk needs
     torch.manual_seed(0)

@@ -314,8 +314,11 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.parametrize("is_set_to_none", [True, False])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(
+    is_cut: bool, is_set_to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if is_cut:
         cut(monkeypatch)
     device = ReferenceDevice()
@@ -324,7 +327,7 @@ def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_cut: bo
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=is_set_to_none)
         scaler.scale(net(batch(device, 0)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -191,6 +191,15 @@ def test_parameters_that_are_to_be_trained_later(
                 assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
 
 
+def test_graph_from_before_a_step_raises_as_autograd_does(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device):
+        losses = [model(batch).square().mean() for batch in inputs(device)]
+        losses[0].backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[1].backward()
+
+
 def test_accumulation_is_refused(device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     with _fused(model, device) as offload:

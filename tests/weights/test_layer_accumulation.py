@@ -137,6 +137,19 @@ def test_gradient_is_held_while_another_graph_is_alive(monkeypatch: pytest.Monke
         _check(plain, model, step)
 
 
+def test_gradients_of_some_parameters_alone() -> None:
+    plain, model = _models()
+    names = ["layers.2.up.weight", "layers.0.norm.bias", "head.weight"]
+
+    def step(model: nn.Module) -> None:
+        _step(model)
+        for batch in inputs(ReferenceDevice()):
+            model(batch).sum().backward(inputs=[model.get_parameter(name) for name in names])
+
+    with _streaming(model, ReferenceDevice()):
+        _check(plain, model, step)
+
+
 class _Opaque(Block):
     """Its output is nothing that torch knows tensors in."""
 

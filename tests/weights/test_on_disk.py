@@ -104,6 +104,35 @@ def test_on_a_real_disk(tmp_path: Path) -> None:
     assert not maps.exists() or str(tmp_path) not in maps.read_text()
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_writes_within_a_pass_to_what_was_read_ahead(seed: int | None) -> None:
+    device, nets = ReferenceDevice(), [_model(), _model()]
+    x = torch.ones(3, WIDTH)
+
+    @torch.no_grad()
+    def write(layer: nn.Module) -> None:
+        layer.up.weight.mul_(0.5)
+
+    for net in nets:
+        for layer, later in zip(net.layers, net.layers[4:], strict=False):
+            layer.register_forward_pre_hook(lambda *_, later=later: write(later))
+    plain, model = nets
+    with _offload(model, device, ReferenceDisk(seed=seed)), torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(plain(x), model(x))
+
+
+def test_host_memory_is_a_few_buffers() -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(24)]).requires_grad_(False)
+    x = torch.randn(2, 512)
+    expected = model(x)
+    with _offload(model, ReferenceDevice(), ReferenceDisk(), host_limit_bytes="16MiB") as offload:
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        assert offload.stats().host_bytes <= 16 * 2**20 < offload.stats().disk_bytes
+    assert torch.equal(model(x), expected)
+
+
 def test_weights_from_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     device, plain = ReferenceDevice(), _model()

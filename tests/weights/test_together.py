@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit
 from memkit.activations.offloading.scheduled import ScheduledForward
@@ -118,6 +118,19 @@ def test_recompute_where_an_op_returns_a_weight(device: Device) -> None:
         return results(model, outputs)
 
     compare(only_lora(Stack(block=Returning)), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=2)
+
+
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")  # what it saves itself goes past all hooks
+def test_selective_checkpoints(device: Device) -> None:
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    save_products = functools.partial(create_selective_checkpoint_contexts, products)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=save_products)
+        return x
+
+    compare(only_lora(Stack(run=run)), device, offload_ratio=1.0, num_slots=2)
 
 
 def test_hooks_outside_are_given_no_weights_that_stream(device: Device) -> None:

@@ -128,6 +128,17 @@ def test_kept_gradients_are_not_overwritten(device: Device) -> None:
         assert not _same(kept[0][3], kept[1][3])
 
 
+def test_zero_grad_between_forward_and_backward(device: Device) -> None:
+    with streamed(Stack(4), device, train="host") as (model, plain, batches, _):
+        for set_to_none in (True, False, True):
+            for batch in batches:
+                for one in (plain, model):
+                    loss = one(batch).square().sum()
+                    one.zero_grad(set_to_none=set_to_none)
+                    loss.backward()
+            assert_same(results(model, []), results(plain, []))
+
+
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
@@ -157,8 +168,8 @@ class _Failing(torch.autograd.Function):
         raise ArithmeticError("the test's own")
 
 
-def test_backward_that_fails_leaves_earlier_gradients(device: Device) -> None:
-    fails = False
+def test_backward_that_fails_leaves_gradients_with_all_or_nothing_of_it(device: Device) -> None:
+    fails, left = False, []
 
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
         x = in_order(layers[:2], x)  # type: ignore[arg-type]
@@ -172,13 +183,16 @@ def test_backward_that_fails_leaves_earlier_gradients(device: Device) -> None:
         for one in (plain, model):
             fails = False
             one(first).square().sum().backward()
+            before = results(one, [])
             fails = True
             loss = one(second).square().sum()
             with pytest.raises(ArithmeticError):
                 loss.backward()
+            left.append(results(one, []))
             one.zero_grad()
             fails = False
             one(second).square().sum().backward()
+        assert all(torch.equal(grad, before[name]) or torch.equal(grad, left[0][name]) for name, grad in left[1].items())
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert _same(one.grad, other.grad)
 

@@ -132,6 +132,19 @@ def test_backward_raises_as_plainly_if_it_comes_in_between(device: Device) -> No
         assert_same(run_step(model, [batch]), run_step(plain, [batch]))
 
 
+@pytest.mark.parametrize("write", ["load", "set data", "assign"])
+def test_backward_of_an_old_graph_raises_once_a_forward_has_seen_it(write: str, device: Device) -> None:
+    if device.torch_device.type != "cpu":
+        pytest.skip("host tensors mixed with those of the device")
+    with streamed(_model(), device, num_slots=2) as (model, _, batches, _):
+        loss = model(batches[0]).sum()
+        WRITES[write](model)
+        model(batches[0])
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_tensor_that_took_the_place_of_one_that_is_held_raises_and_leaves_it(device: Device) -> None:
     with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
         kept = _weight(model).data
@@ -164,6 +177,19 @@ def test_functional_call_with_plain_tensors_raises(device: Device) -> None:
         others = {name: value.detach() * 0.5 for name, value in model.named_parameters()}
         with pytest.raises(memkit.errors.LayerOffloadError, match="functional_call"):
             torch.func.functional_call(model, others, (batch,))
+
+        assert_same(run_step(model, [batch]), run_step(plain, [batch]))
+
+
+def test_functional_call_with_other_parameters_leaves_the_own_ones(device: Device) -> None:
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
+        batch = batches[0]
+        others = {name: nn.Parameter(value.detach() * 0.5, requires_grad=False) for name, value in model.named_parameters()}
+        values = {name: value.clone() for name, value in others.items()}
+        on_device = {name: value.to(device.torch_device) for name, value in values.items()}
+        found = torch.func.functional_call(model, others, (batch,))
+        assert torch.equal(found, torch.func.functional_call(plain, on_device, (batch,)))
+        assert all(torch.equal(others[name], value) for name, value in values.items())
 
         assert_same(run_step(model, [batch]), run_step(plain, [batch]))
 
@@ -329,3 +355,11 @@ def test_parameter_that_is_to_be_trained_later_raises(device: Device) -> None:
         _weight(model).requires_grad_(False)
 
         model(batch).sum().backward()
+
+
+def test_trained_parameter_that_is_frozen_later(device: Device) -> None:
+    with streamed(_model(), device, num_slots=2) as (model, plain, batches, _):
+        for requires_grad in (True, False, True):
+            for tested in (model, plain):
+                tested.layers[1].lora_a.weight.requires_grad_(requires_grad)
+            assert_same(run_step(model, batches), run_step(plain, batches))

@@ -485,9 +485,9 @@ class BudgetStage(RecordingStage):
     def _take_unrecorded(self, tensor: Tensor) -> KeptHandle:
         forward, counter = self._opened, self._state.counter
         is_here = type(tensor) is Tensor and tensor.device == self._torch_device and is_range_of_bytes(tensor)
-        if forward is None or counter is None or is_traced() or not is_here or is_from_leaf(tensor):
+        if forward is None or counter is None or is_traced() or not is_here:
             return KeptHandle(tensor)
-        if tensor.untyped_storage().nbytes() < self._min_bytes:
+        if tensor.untyped_storage().nbytes() < self._min_bytes or is_from_leaf(tensor):
             return KeptHandle(tensor)
         with torch_private.without_python_dispatch(), self._lock:
             has_room = counter.allocated_bytes() <= self._allowed_bytes
@@ -549,7 +549,7 @@ class BudgetStage(RecordingStage):
             state.learning.note_steady(trace, notes, opened, self._options.kinds, state.shapes)
         planned, budget_bytes, limits = decider.planned, state.budget_bytes, self._limits
         if planned is not None and planned.plan.is_plain and not forward.marks:
-            most_bytes = math.inf if budget_bytes is None else limits.allocated_bytes(budget_bytes)
+            most_bytes = 0 if budget_bytes is None else limits.allocated_bytes(budget_bytes)
             if limits.plan is not None:
                 most_bytes = max(most_bytes, limits.plan.predicted_peak_bytes)
             elif budget_bytes is None or self._coming_bytes:

@@ -462,8 +462,9 @@ class Learning:
 
     def judge(self, trace: Trace, planned: Planned, peak_bytes: int | None, limits: Limits) -> bool:
         """Plan anew if the peak of a step exceeded the budget. Return whether it did after all plans that may be made."""
-        learned, plan, budget_bytes = self.of(trace), planned.plan, self.budget_bytes(trace, limits)
+        learned, plan = self.of(trace), planned.plan
         self._scale(learned, plan)
+        budget_bytes = self.budget_bytes(trace, limits)
         if peak_bytes is None:
             return False
         self.last_peak_bytes = peak_bytes

@@ -59,7 +59,8 @@ def schedule_of_moves(
         for index in range(len(sizes_bytes))
     )
     told = Plan(saves=saves, limit_bytes=float(plan.budget_bytes), predicted_peak_bytes=plan.predicted_peak_bytes)
-    return Schedule(seen, told, [copies], device, len(saves), [uses], ())
+    leaving = frozenset(numbers[planned.value] for planned in moved)
+    return Schedule(seen, told, leaving, [copies], device, len(saves), [uses], ())
 
 
 def _copies_of(

@@ -77,6 +77,7 @@ class Schedule:
         self,
         seen: Sequence[SeenSave],
         plan: Plan,
+        leaving: frozenset[int],
         parts: Sequence[CopySchedule],
         device: Device,
         num_values: int,
@@ -88,7 +89,6 @@ class Schedule:
         self.num_passed = self._num_refused = 0
         """How many forwards are yet to go without it, since host memory is short: some of what leaves may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-        leaving = {value for value in self.sizes_bytes if plan.saves[value].action is Action.OFFLOAD}
         self.rest = leaving.difference(*requests)
         """What leaves, and no backward asks for: it may live on when they are over."""
         self.saves = self._saves(seen, leaving, device.torch_device, paused)
@@ -228,7 +228,9 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule of a trace. The forecast of how full the device is counts where there is one backward alone."""
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-    leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD)
+    # to move what was written over, and no backward asks for, frees nothing, and the copy would read beside that write
+    idle = {save.before for save in seen}.difference(*requests)
+    leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD and value not in idle)
     ready = ready_at(seen)
     parts = [
         schedule_copies(
@@ -245,7 +247,9 @@ def make_schedule(
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # no other one shows
-    return Schedule(seen, plan, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused)
+    return Schedule(
+        seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused
+    )
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:

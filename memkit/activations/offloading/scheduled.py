@@ -180,6 +180,7 @@ class ScheduledForward:
         assert self.placement is not None
         return self.placement.copy_alone(value, is_out=is_out)
 
+    @mended
     def let_go_of_sent(self) -> None:
         with self.at_home():
             while self.num_released < self.num_sent:

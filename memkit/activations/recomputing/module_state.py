@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -357,7 +358,8 @@ class ModuleState:
         """Return the buffers to replace for a recompute: the dict that each is in, its name, the buffer, and the tensor to put
         there. Those of `Noted.statistics` come first."""
         found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
-        with torch.no_grad():
+        copies = noted.statistics or (self.places and (noted.written or noted.small))
+        with torch.no_grad() if copies else nullcontext():
             for buffers, name, _, _, clone in noted.statistics:
                 found.append((buffers, name, buffers.get(name), clone.clone()))
             for index, buffers in self._updated:

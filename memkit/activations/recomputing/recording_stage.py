@@ -113,9 +113,9 @@ class RecordingStage(Stage):
     def _warn_of_dual(self) -> None:
         self.recorder.sees_dual = False
         warn_user(
-            "a dual level was opened within a context of memkit that records, and nothing was saved for a backward since, or "
-            "within a transform of torch.func: the last bits of forward-mode derivatives of norms and products may differ from "
-            "those of the plain run. Enter the context inside of torch.autograd.forward_ad.dual_level(), where it records "
+            "a dual level was opened within a context of memkit that records, and nothing was saved for a backward since, or a "
+            "transform of torch.func has opened it: the last bits of forward-mode derivatives of norms and products may differ "
+            "from those of the plain run. Enter the context inside of torch.autograd.forward_ad.dual_level(), where it records "
             "nothing"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +14,27 @@ if TYPE_CHECKING:
     from memkit.activations.saved.settled import TimedWays
 
 
-class EventPairs(list[tuple[Event, Event]]):
-    """Seconds between pairs of timed events, as far as they are reached."""
+class EventPairs(deque[tuple[Event, Event]]):
+    """Seconds between pairs of timed events, added up once both are reached."""
+
+    _total_s = 0.0
 
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[CopyBatch] = []
 
     def total_s(self) -> float:
-        reached_s = (start.elapsed_s(end) for start, end in self if end.is_reached())
-        return sum(reached_s) + sum(batch.stall_s() for batch in self.batches)
+        while self and self[0][1].is_reached():
+            start, end = self.popleft()
+            self._total_s += start.elapsed_s(end)
+        return self._total_s + sum(batch.stall_s() for batch in self.batches)
 
 
-class Transfers(list[Transfer]):
+class Transfers(deque[Transfer]):
     """The copies of one direction."""
+
+    _done_bytes = _num_done = 0
+    _busy_s = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,17 +42,22 @@ class Transfers(list[Transfer]):
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.num_bytes for copy in (*self, *self.batches))
+        return self._done_bytes + sum(copy.num_bytes for copy in self) + sum(batch.num_bytes for batch in self.batches)
 
     @property
     def num_copies(self) -> int:
-        return len(self) + sum(batch.num_storages for batch in self.batches)
+        return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
 
     def rate(self) -> float | None:
         """Return bytes per second over the copies, None unless all of them are done and took any time."""
-        if not all(copy.done.is_reached() for copy in (*self, *self.batches)):
+        while self and self[0].done.is_reached():
+            copy = self.popleft()
+            self._num_done += 1
+            self._done_bytes += copy.num_bytes
+            self._busy_s += copy.started.elapsed_s(copy.done)
+        if self or not all(batch.done.is_reached() for batch in self.batches):
             return None
-        busy_s = sum(copy.started.elapsed_s(copy.done) for copy in self) + busy_s_of(self.batches)
+        busy_s = self._busy_s + busy_s_of(self.batches)
         return self.num_bytes / busy_s if busy_s > 0 else None
 
 
