@@ -26,8 +26,7 @@ from memkit.plan import Action
 
 
 def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) -> str:
-    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`, so that none is "moved", or
-    "dropped"."""
+    """Return the warning for a forward whose saved tensors are all smaller than `min_bytes`: none is `done` ("moved")."""
     found = (
         "the only saved tensor has"
         if len(sizes_bytes) == 1
@@ -134,8 +133,8 @@ class Stage(ABC):
 def handing_on(
     moving: Stage | None, outer: SavedTensorHooks | None, *, is_checked: bool = True
 ) -> Callable[[Tensor], KeptHandle]:
-    """Return a function that gives tensors to the next stage; without one, to outer hooks; without these, it keeps them. Writes
-    to tensors of classes with `__torch_dispatch__` are not checked."""
+    """Return a function that gives tensors to the next stage; without one, to outer hooks; without these, it keeps them. What
+    goes to outer hooks raises at a later write if `is_checked`, but for classes with `__torch_dispatch__`."""
     if moving is not None:
         return moving.take
     if outer is None:
