@@ -2,34 +2,34 @@
 
 Saved tensors:
 
-- `asked`: `plan_memory`: from a user's arguments to a plan
+- `asked`: `plan_memory`, from a user's arguments to a plan
 - `plans`: `Plan` and `MemoryPlan`: keep, offload or recompute for each value; as a table, as JSON
 - `ratio`: from a ratio to actions; seconds of copies; bytes at each point of a backward; `offload_ratio="auto"`
 - `schedules`: `memkit.schedules`: the ratio by iteration
 - `timeline`: seconds and bytes of one step, which all simulations walk
 - `copies`: when each copy of a known step is due
 - `budget/`: one budget for the whole device, all three actions
-- `front`: what `memkit plan` shows: step time against peak memory
+- `front`: `memkit plan`: step time against peak memory
 
 Recomputing:
 
-- `saves`: from a budget for saved tensors alone to what is dropped, op by op
-- `remat`: cuts, drop orders, and steps that a `Walk` keeps to a limit: what plans begin from
-- `eviction`: what is evicted and how it is recomputed: used by the simulation and by the real step
-- `regions`: which calls of modules, and runs of neighbors, are recomputed as a whole
+- `saves`: from a budget for saved tensors alone to the values to drop, op by op
+- `remat`: cuts, drop orders, and steps that a `Walk` keeps to a limit, where plans begin
+- `eviction`: evicts and recomputes values, in the simulation and in the real step
+- `regions`: calls of modules, and runs of neighbors, that are recomputed as a whole
 
 The traced step and the machine:
 
-- `step`: which op made which value; a step op by op, in numbers, and as JSON
-- `gpu`: `Link`, `GpuSpec`: from copies and ops to seconds; GPUs that are known by name
-- `shards`: what one rank takes of a split model
+- `step`: a step op by op, in numbers, and as JSON: which op makes which value
+- `gpu`: `Link`, `GpuSpec`: the seconds of copies and ops; GPUs known by name
+- `shards`: the bytes of one rank of a split model
 
 Weights and optimizer states:
 
-- `chunks`: offsets of tensors in a chunk; where a chunk's bytes are
-- `residency`: `ResidencyPlan`: which layers stream, in slots of which size, and the seconds of such a step
+- `chunks`: offsets of tensors in a chunk; its residency
+- `residency`: `ResidencyPlan`: which layers stream, the slots, and the seconds of such a step
 - `state_costs`: bytes of states
-- `states`: which states move together, where each piece is stepped, where it is between steps; their disk
+- `states`: which states move together, where each piece is stepped, and where it is between steps
 """
 
 from memkit.plan.asked import budget_or_share, plan_memory

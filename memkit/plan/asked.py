@@ -1,4 +1,4 @@
-"""From what a user asks for to a plan: a budget in any form, a GPU by name, an optimizer's states."""
+"""`plan_memory`: from a user's arguments to a plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STATES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 
 
 class TracedReport(Protocol):
-    """A `memkit.profile.MemoryReport` of a step that was traced."""
+    """A `memkit.profile.MemoryReport` with a trace."""
 
     @property
     def trace(self) -> StepTrace | None:
-        """What the step does."""
+        """The traced step."""
 
 
 def plan_memory(
@@ -88,7 +88,7 @@ def trace_of(source: TracedReport | StepTrace) -> StepTrace:
 
 
 def problem_of(source: TracedReport | StepTrace, gpu: GpuSpec, optimizer: str | None = None) -> Problem:
-    """Return what there is to plan in a step on a GPU, with the states of an optimizer there all along."""
+    """Return the planning problem of a step on a GPU; an optimizer's states are on the device all the time."""
     trace, counted = trace_of(source), None if isinstance(source, StepTrace) else getattr(source, "optimizer", None)
     if optimizer is None and counted is not None:
         return make_problem(trace, gpu, optimizer_bytes=counted.state_bytes)
@@ -100,12 +100,8 @@ def problem_of(source: TracedReport | StepTrace, gpu: GpuSpec, optimizer: str | 
 
 
 def budget_or_share(budget: int | float | str) -> int | float:
-    """Return a budget of the device as bytes, or as a share of the plain step's peak.
-
-    Raises:
-        TypeError: it is neither a number nor text.
-        ValueError: it is out of range, or reads in two ways.
-    """
+    """Return a budget as bytes, or as a share of the plain step's peak. Raises TypeError, or ValueError if out of range or
+    ambiguous."""
     checked = check_budget(budget, share="share of the plain step's peak")
     if isinstance(checked, int) and isinstance(budget, Integral) and checked < _FEWEST_BYTES:
         raise ValueError(

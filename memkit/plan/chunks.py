@@ -1,4 +1,4 @@
-"""Where tensors lie in a chunk: bytes that move together. Plain numbers; no tensor is touched here."""
+"""The layout of a chunk: tensors that move together. Plain numbers; no tensor is touched here."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from enum import Enum
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 
 HEADER_BYTES = 512
-"""Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""
+"""Offset of the first tensor: compilers treat offset 0 as a special case."""
 
 
 class Residency(Enum):
-    """Where the current bytes of a chunk are: of a layer's weights, or of optimizer states that move together."""
+    """Where a chunk's current bytes are: a layer's weights, or optimizer states that move together."""
 
     HOST = "host"
-    """In host memory, and nowhere else."""
+    """In host memory only."""
     IN_FLIGHT = "in flight"
-    """Where they were, on the host or a disk; a copy to the device is under way, or about to be."""
+    """On the host or a disk; a copy to the device is under way or about to begin."""
     DEVICE = "device"
-    """On the device, with an equal copy where they came from, unless the caller has written to host memory since. States that
-    stay on the device have no such copy."""
+    """On the device, with an equal copy at their origin, unless the caller has written to host memory since. States that stay
+    on the device have no such copy."""
     STEPPING = "stepping"
-    """Where they came from: a step is running on the copy on the device, and may have written a part of it, and of the
-    parameters. These are kept as they were before, so that the step can be undone."""
+    """At their origin: a step runs on the device's copy, and may have written parts of it and of the parameters. The old
+    parameters are kept, so that the step can be undone."""
     DIRTY = "dirty"
-    """On the device alone: written to, and the copy where they go back to is older. For states that were stepped on the host:
-    these are current, and the parameters on the device are older."""
+    """On the device only: the copy at the origin is older. Of states stepped on the host: they are current, and the parameters
+    on the device are older."""
     DISK = "disk"
-    """In a file, or in a buffer on their way there, and nowhere else."""
+    """In a file, or in a buffer on the way there, only."""
 
     def may_become(self, following: Residency) -> bool:
-        """Tell whether this state may be followed by another one."""
         return following in _FOLLOWING[self]
 
 
@@ -44,14 +43,14 @@ _FOLLOWING = {
     Residency.DIRTY: (Residency.DIRTY, Residency.DEVICE),
     Residency.DISK: (Residency.DISK, Residency.HOST),
 }
-"""What is dirty is written back before anything else becomes of it; what is on disk is read to host memory first."""
+"""Dirty chunks are written back before any other transition; chunks on disk are first read to host memory."""
 WRITTEN = (Residency.STEPPING, Residency.DIRTY)
-"""In these, the device has bytes that are nowhere else: nothing may be copied over them, and no step may begin."""
+"""In these states the device has the only current bytes: nothing may overwrite them, and no step may begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A range of a chunk with one tensor, or several that share bytes."""
+    """A range of a chunk: one tensor, or several that share bytes."""
 
     start: int
     stop: int
@@ -64,16 +63,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """How a chunk is made up: its regions side by side, each aligned, behind a header."""
+    """The regions of a chunk side by side, each aligned, after a header."""
 
     regions: tuple[Region, ...]
     num_bytes: int
-    """Of the whole chunk, the header and the room between regions included."""
+    """Of the whole chunk, with header and padding."""
 
 
 def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
-    """Return where tensors lie in a chunk. In each region, tensors begin and end at given bytes of whatever storage they
-    share now: what they have in common there they have in common in the chunk."""
+    """Return where tensors lie in a chunk. Each group holds the (begin, end) bytes of tensors in one storage; tensors that
+    overlap there overlap in the chunk."""
     regions, end = [], HEADER_BYTES
     for group in groups:
         low, high = min(begin for begin, _ in group), max(stop for _, stop in group)

@@ -1,9 +1,8 @@
-"""When each copy of a step is put on its lane, and when what it has copied is let go: worked out once, for steps that go as an
-earlier one did.
+"""When each copy of a step is issued, and when its source is freed: computed once, for steps that repeat an earlier one.
 
-The rules are those of the byte window (`memkit.activations.offloading.window`): what leaves is copied, and stays for as long as
-there is room; the oldest goes first. In the backward, what falls free is filled with what is needed next. Copies of small
-storages that are due one soon after the other are put on the lane together.
+The rules are those of the byte window (`memkit.activations.offloading.window`): offloaded values are copied, and stay
+while there is room; the oldest is freed first. In the backward, free bytes are filled with the values needed next. Small copies
+that are due close together are batched.
 """
 
 from __future__ import annotations
@@ -14,35 +13,33 @@ from dataclasses import dataclass
 from memkit.plan.ratio import Forecast
 
 BATCH_BYTES = 2**20
-"""Copies smaller than this are put together, up to as much: on its own such a copy does not fill the link."""
+"""Smaller copies are batched up to this size: alone they do not fill the link."""
 _MOST_COPIES = 64
 _MOST_WAIT = 8
-"""For so many saves the first of a batch waits for the others."""
+"""A batch waits at most this many saves to fill up."""
 _LEAD = 16
-"""So many requests ahead of the first need of it, a batch is fetched at the latest."""
+"""A batch is fetched at least this many requests before its first use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySchedule:
-    """What is due at each save, and at each request of the backward. All that leaves goes, and comes back, in the order of its
-    batches, so that numbers of batches say which."""
+    """What is due at each save and at each request of the backward. Batches leave and return in order, so counts identify
+    them."""
 
     out: tuple[tuple[int, ...], ...]
-    """The batches that leave: numbers of values."""
+    """The batches that leave, as numbers of values."""
     num_sent: tuple[int, ...]
-    """For each save, how many of these are on the lane when it has been noted; and at last at the end of the forward."""
+    """For each save, how many batches have been issued once it is noted; the last entry is for the end of the forward."""
     num_released: tuple[int, ...]
-    """For each save, how many of these the device has let go of by then; and at last at the end of the forward."""
+    """For each save, how many batches the device has freed by then; the last entry is for the end of the forward."""
     back: tuple[tuple[int, ...], ...]
     requests: tuple[int, ...]
-    """The values that the backward asks for, in the order of first requests: those that leave, and those others whose request
-    is a moment at which something is fetched."""
+    """The values that the backward requests, by first request: the offloaded ones, and those whose request starts a fetch."""
     num_fetched: tuple[int, ...]
-    """For each request, how many of the batches that come back are on the lane before it is served."""
+    """For each request, how many returning batches have been issued before it is served."""
     peak_bytes: int
-    """The most bytes of these values on the device in the forward."""
     num_released_at_request: int = 0
-    """How many of what leaves the device has let go of once the backward asks for anything, if more than before."""
+    """How many batches the device has freed once the backward requests anything, if more than before."""
 
 
 def schedule_copies(
@@ -101,7 +98,7 @@ class _Batches:
 def _forward(
     sizes_bytes: Mapping[int, int], leaving: Collection[int], saves: Sequence[int], ready: Mapping[int, int], limit_bytes: int
 ) -> tuple[list[tuple[int, ...]], list[int], list[int], int]:
-    """Return the batches that leave, how many are sent and let go by each save and the end, and the most bytes at once."""
+    """Return the batches that leave, how many are issued and freed by each save and the end, and the peak bytes."""
     batches, seen = _Batches(sizes_bytes), set[int]()
     num_sent, num_released = [], []
     live_bytes = peak_bytes = released = opened_at = 0
@@ -139,7 +136,7 @@ def _backward(
     limit_bytes: int,
     forecast: Forecast | None,
 ) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
-    """Return the order of first requests, the batches that come back, and how many are fetched by each of these requests."""
+    """Return the order of first requests, the batches that return, and how many are fetched by each request."""
     places: dict[int, int] = {}
     last: dict[int, int] = {}
     for value in requests:
@@ -169,7 +166,7 @@ def _backward(
 
 
 def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int) -> bool:
-    """Tell whether so many bytes may be on the device from a request on until a later one, with what is fetched for that."""
+    """Tell whether the device may hold `live_bytes` from request `now` until request `until`."""
     if live_bytes > limit_bytes:
         return False
     return forecast is None or forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

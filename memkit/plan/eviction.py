@@ -1,7 +1,7 @@
-"""`Walk`: what is evicted when room is needed, and how it is recomputed: the same code for a plan's simulation and a real step.
+"""`Walk`: evicts values when room is needed, and recomputes them. The simulation of a plan and the real step share this code.
 
-The choice is that of dynamic tensor rematerialization (Kirisame et al., arXiv 2006.09616): what is cheap to recompute, large,
-and not needed for long goes first. Its cost is that of its own op and of all ancestors that are missing as well.
+The policy is dynamic tensor rematerialization (Kirisame et al., arXiv 2006.09616): values that are cheap to recompute, large
+and not needed soon go first. A value's cost includes all of its missing ancestors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from memkit.plan.step import NO_OP, Lineage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTRScore:
-    """What makes one saved value a better choice to drop than another.
+    """The score by which saved values are evicted, lowest first.
 
         score = (own cost + cost of missing ancestors) / (bytes * distance)
 
-    The value with the lowest score goes. MegEngine adds the free bytes next to a value to its bytes; PyTorch doesn't tell
-    where its allocator has put what, see `docs/rematerialize-details.md`. Source: arXiv 2006.09616, section 4; MegEngine 1.4.
+    MegEngine adds the free bytes next to a value to its bytes; PyTorch doesn't tell where its allocator puts values, see
+    `docs/rematerialize-details.md`. Source: arXiv 2006.09616, section 4; MegEngine 1.4.
 
     Args:
-        distance: "next_use", how many requests of the backward away the next use is, in the known order or else in the reverse
-            of the forward; or "staleness", as in the paper, how many saves and requests ago the last use was.
-        max_replays: after this many replays in one step a value stays, to avoid thrashing.
+        distance: "next_use": requests of the backward until the next use, in the known order or else in the reverse of the
+            forward; or "staleness", as in the paper: saves and requests since the last use.
+        max_replays: a value that was replayed this often in one step stays, to avoid thrashing.
 
     Raises:
         ValueError: the distance is neither of them, or `max_replays` is below 1.
@@ -45,44 +45,42 @@ class DTRScore:
 
 
 _RANKED_FOR = 64
-"""The ranking of N values holds for N over this many saves and requests: so little does a distance change that matters."""
+"""The ranking of N values stays valid for N over this many saves and requests: distances change little meanwhile."""
 _LEAST_COST_S = 1e-9
 _ROOT_GONE = "a root that is needed for a replay is gone"
 
 
 class ValueStore(Protocol):
-    """The saved values of a step, on a device or without any: what a walk asks of them, and has done with them."""
+    """The saved values of a step, real or simulated, as a `Walk` uses them."""
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the saved values on the device."""
+        """The bytes on the device."""
 
     def is_available(self, value: int) -> bool:
-        """Tell whether a replay can read a value without making it first."""
+        """Tell whether a replay can read a value now."""
 
     def is_wanted(self, value: int) -> bool:
-        """Tell whether the backward will still ask for a value."""
+        """Tell whether the backward will still request a value."""
 
     def distance(self, value: int) -> int:
-        """Return how many requests away the next use of a value is, at least 1."""
+        """Return the number of requests until a value's next use, at least 1."""
 
     def drop(self, value: int) -> bool:
-        """Drop a value that is on the device, if it can be recomputed. Return whether it was dropped."""
+        """Drop a value on the device if it can be recomputed; return whether it was dropped."""
 
     def run(self, op: int, in_place: Collection[int]) -> None:
-        """Run an op again: its values are the replay's own then. It may write over the values `in_place`."""
+        """Run an op again; the replay holds its values. It may overwrite the values `in_place`."""
 
     def keep(self, value: int) -> None:
-        """Make a value that the replay holds one of the saved values on the device."""
+        """Make a value of the replay a saved value on the device."""
 
     def forget(self, value: int) -> None:
-        """Free a value that the replay holds."""
+        """Free a value of the replay."""
 
 
 class Walk:
-    """Walks through the saves and requests of a step under a limit in bytes: what is evicted, and what is recomputed.
-
-    All sizes are bytes of storages."""
+    """Follows the saves and requests of a step under a limit in bytes of storages; evicts and recomputes values."""
 
     def __init__(self, lineage: Lineage, score: DTRScore, limit_bytes: float, store: ValueStore) -> None:
         self.lineage = lineage
@@ -90,41 +88,38 @@ class Walk:
         self.limit_bytes = limit_bytes
         self._store: ValueStore = weakref.proxy(store)
         self.num_replays: dict[int, int] = {}
-        """How often each value has been recomputed."""
         self.replayed_s = 0.0
         self.num_replayed_ops = 0
         self.temp_bytes = 0
-        """Bytes of what a replay has made for itself only."""
+        """Bytes of values that only a replay holds."""
         self.peak_bytes = 0
-        """The most bytes of saved values and of a replay's own that were on the device at once."""
+        """The most bytes of saved values and replay temporaries at once."""
         self.evictable: dict[int, None] = {}
-        """The saved values on the device that may be dropped, in the order in which they came there."""
+        """The droppable values on the device, in order of arrival."""
         self.needed: dict[int, int] = {}
-        """What the replay under way will read, and until which op."""
+        """The values that the current replay will read, and the last op that does."""
         self.clock = 0
-        """How many saves and requests there were."""
         self.given = set[int]()
-        """What the node of the graph that asks now has been given, and holds: to drop it would free nothing, and what is made
-        again for its next request would be there twice."""
+        """The values that the requesting graph node holds: dropping one would free nothing, and recomputing it would make a
+        second copy."""
         self._asks = -1
         self._touched: dict[int, int] = {}
-        # [Note: ranking] The value that goes is found without a look at all of them. What it takes to make a value again is
-        # known as a bound from below, at first its own op. A value that goes makes others cost more, which leaves the bounds
-        # what they are; one that comes makes those cheaper that are made from it, whose bounds start anew. The heap has a
-        # score for each bound: the value at its top is looked at closer, until one stays there.
+        # [Note: ranking] The victim is found without a look at all values. Each value has a lower bound of its recompute cost,
+        # at first its own op. A dropped value makes others cost more, so bounds stay valid; a new one makes its descendants
+        # cheaper, so their bounds start anew. A heap holds a score per bound: the top is refined until one stays there.
         self._least_s: dict[int, float] = {}
         self._ranking: list[tuple[float, int]] = []
         self._ranked_until = -1
         self._come: list[int] = []
-        """Values that came since the last look at the ranking."""
+        """Values that arrived since the last look at the ranking."""
         self._last_evictable = -1
-        """No value after this one may be dropped."""
+        """The largest number of a droppable value."""
 
     def staleness(self, value: int) -> int:
         return self.clock - self._touched[value] + 1
 
     def note_request(self, value: int, node: int) -> None:
-        """Take note that a node of the graph asks for a value: until another one asks, the value is not dropped."""
+        """Note a request: its value is not dropped until another graph node requests one."""
         self.clock += 1
         if node != self._asks:
             self._asks = node
@@ -132,7 +127,7 @@ class Walk:
         self.given.add(value)
 
     def admit(self, value: int) -> None:
-        """Take note of a saved value that is on the device now and may be dropped."""
+        """Add a saved value that is now on the device and may be dropped."""
         self.evictable[value] = None
         self._touched[value] = self.clock
         self._last_evictable = max(self._last_evictable, value)
@@ -146,7 +141,7 @@ class Walk:
         self.peak_bytes = max(self.peak_bytes, self._store.live_bytes + self.temp_bytes)
 
     def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
-        """Drop values until so many bytes more would fit, except those that are needed or given; tell whether they do."""
+        """Drop values, but none that are needed or given, until `num_bytes` more would fit; tell whether they do."""
         while self._store.live_bytes + self.temp_bytes + num_bytes > self.limit_bytes:
             victim = self._victim(needed)
             if victim is None:
@@ -155,7 +150,7 @@ class Walk:
         return True
 
     def _victim(self, needed: Container[int]) -> int | None:
-        """Return the value with the lowest score, but those that are needed or given: see [Note: ranking]."""
+        """Return the value with the lowest score that is neither needed nor given: see [Note: ranking]."""
         evictable, num_replays, max_replays = self.evictable, self.num_replays, self.score.max_replays
         self._note_come()
         if self.clock > self._ranked_until:
@@ -194,7 +189,7 @@ class Walk:
         return self.lineage.seconds[self.lineage.maker[value]] if bound_s is None else bound_s
 
     def _note_come(self) -> None:
-        """What is made from values that have come may be cheaper."""
+        """Restart the bounds of values that are made from new arrivals: these may be cheaper now."""
         if not self._come:
             return
         lineage, evictable, latest = self.lineage, self.evictable, self._last_evictable
@@ -215,8 +210,7 @@ class Walk:
                 heappush(self._ranking, self._entry(value, self._bound_s(value)))
 
     def missing_cost_s(self, value: int, enough_s: float = math.inf) -> float:
-        """Return the seconds of all ops that must run to make a value again, were it dropped; some of them, if these take more
-        than is enough."""
+        """Return the seconds of all ops that recompute a value; stops adding above `enough_s`."""
         return self._missing(value, enough_s)[1]
 
     def _missing(self, value: int, enough_s: float = math.inf) -> tuple[set[int], float]:
@@ -235,11 +229,8 @@ class Walk:
         return ops, total_s
 
     def rebuild(self, target: int) -> None:
-        """Make a value again, with all of its missing ancestors. What else is made on the way and wanted stays if it fits.
-
-        Each op runs once. What the replay alone needs is freed at its last use; where room is short, saved values that it does
-        not need are dropped.
-        """
+        """Recompute a value and its missing ancestors, each op once. Intermediates that are still wanted stay if they fit;
+        others are freed at their last use. Where room is short, saved values that the replay does not need are dropped."""
         lineage = self.lineage
         ops = sorted(self._missing(target)[0])
         needed = self.needed = {target: len(lineage.ins)}
@@ -261,7 +252,7 @@ class Walk:
             self.temp_bytes += new_bytes
             self.note_peak()
             for value in lineage.outs[op]:
-                if self._store.is_available(value):  # a sibling that was never gone
+                if self._store.is_available(value):  # a sibling that was never dropped
                     self._discard(value)
                 else:
                     temps.add(value)
@@ -276,7 +267,7 @@ class Walk:
             self._settle(value)
 
     def _settle(self, value: int) -> None:
-        """The replay is done with a value that it has made."""
+        """Keep or free a value that the replay has finished with."""
         num_bytes = self.lineage.num_bytes[value]
         self.temp_bytes -= num_bytes
         if self._store.is_wanted(value):

@@ -1,4 +1,4 @@
-"""What `memkit plan` shows: step time against peak memory, for each of several budgets, for a GPU that need not be there."""
+"""`memkit plan`: step time against peak memory for several budgets, for a GPU that need not be there."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointedBlocks:
-    """The step with some of a model's blocks checkpointed."""
-
     num_blocks: int
     peak_bytes: int
     step_s: float
@@ -41,7 +39,7 @@ class CheckpointedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontRow:
-    """One budget. What does not fit in it is None; of a row without `step_s`, nothing does."""
+    """One budget. A field is None if its plan does not fit; without `step_s` no plan fits."""
 
     budget_bytes: int
     peak_bytes: int | None = None
@@ -49,17 +47,17 @@ class FrontRow:
     bound_s: float | None = None
     """No plan of the budget takes less; None without scipy as well."""
     replayed_s: float = 0.0
-    """Of these, seconds of ops that run again."""
+    """Seconds of ops that run again, part of `step_s`."""
     moved_bytes: int = 0
     num_kept: int = 0
     num_moved: int = 0
     num_again: int = 0
     offload_s: float | None = None
-    """The step with the best plan that recomputes nothing."""
+    """The step with the best plan that only offloads."""
     recompute_s: float | None = None
-    """With the best that moves nothing."""
+    """The step with the best plan that only recomputes."""
     checkpoint: CheckpointedBlocks | None = None
-    """With the fewest blocks checkpointed, of blocks at even distances; None where the model has no repeated blocks."""
+    """The step with the fewest blocks checkpointed, evenly spaced; None if the model has no repeated blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +68,13 @@ class LargestBatch:
     num_plain: int
     num_planned: int
     is_plain_found: bool = True
-    """False where the search stopped: more may fit."""
     is_planned_found: bool = True
-    """False where the search stopped: more may fit."""
+    """False if the search stopped early: more may fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Time against peak memory of one step on one GPU, as planned."""
+    """Predicted time against peak memory of one step on one GPU."""
 
     model: str
     inputs: str
@@ -87,29 +84,28 @@ class Front:
     plain_s: float
     plain_peak_bytes: int
     least_bytes: int
-    """The smallest budget that a plan was found for."""
+    """The smallest budget with a plan."""
     least_module: str
     """The module that sets it; "" is none or the whole model."""
     least_op: str
-    """The op there at which most is needed; "" if that is not known."""
+    """The op there that needs the most; "" if unknown."""
     rows: tuple[FrontRow, ...]
     batch: LargestBatch | None = None
     ranks: ShardPlan | None = None
-    """Where the model is split: what each rank takes, which is in all peaks."""
+    """Of a split model: the bytes of each rank, which all peaks include."""
     notes: tuple[str, ...] = ()
-    """What makes the figures unsure."""
+    """Reasons why the figures are unsure."""
 
     def to_json(self, plans: Mapping[int, Any]) -> str:
-        """Return all figures, and plans by their budgets in bytes, as JSON."""
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "memkit": __version__, **asdict(self)}
         return json.dumps({**content, "plans": {str(budget): plan for budget, plan in plans.items()}}, indent=1)
 
 
 def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
-    """Return the largest batch that fits in a budget, and whether one more was found not to, after at most so many tries.
+    """Return the largest batch that fits in a budget, and whether one more was found not to fit, after at most `most` tries.
 
-    Bytes rise with the batch, and almost in proportion: batches are guessed by a line through two that were tried, those that
-    enclose the answer if there are such, and halved where that does not help.
+    Bytes rise almost in proportion with the batch: the next guess is on the line through two tried batches, if possible those
+    that enclose the answer; where that does not help, the interval is halved.
     """
     tried = {0: 0}
 
@@ -131,12 +127,12 @@ def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, m
 def _guess(low: int, high: int | None, tried: dict[int, int], budget_bytes: int) -> int:
     known = sorted(tried)
     if high is None:
-        if len(known) == 2:  # none, and the first
+        if len(known) == 2:  # only 0 and the first
             return 2 * low
         return max(low + 1, min(_on_line(known[-2], known[-1], tried, budget_bytes), 16 * low))
     if low > 0 and len(tried) % 4 == 0:
         return (low + high) // 2
-    # Through the least two that don't fit, where none is known to; and in proportion to the only one.
+    # Through the smallest two that don't fit if none fits; in proportion if there is only one.
     first, second = (low, high) if low > 0 or len(known) == 2 else (known[1], known[2])
     guess = _on_line(first, second, tried, budget_bytes)
     return max(low + 1, min(guess, high - 1))
@@ -149,12 +145,12 @@ def _on_line(first: int, second: int, tried: dict[int, int], budget_bytes: int) 
 
 _NO_LIMIT = 2**62
 _SAVES_ITS_RESULT = re.compile(r"aten\.(relu|sigmoid|tanh|_?softmax|exp)_?\.")
-"""Ops that autograd saves the result of. Source: PyTorch's derivatives.yaml."""
+"""Ops whose result autograd saves. Source: PyTorch's derivatives.yaml."""
 
 
 def blocks_of(trace: StepTrace) -> list[ModuleOps]:
-    """Return the calls of a model's repeated blocks: members of lists whose members are all of one class and have modules in
-    them. Blocks inside of blocks are none."""
+    """Return the calls of a model's repeated blocks: members of lists whose members share one class and have submodules. Nested
+    blocks do not count."""
     members, parents = defaultdict[str, list[ModuleOps]](list), set[str]()
     for call in trace.modules:
         parts = call.module.split(".")
@@ -172,12 +168,11 @@ def blocks_of(trace: StepTrace) -> list[ModuleOps]:
 
 
 def evenly(num_chosen: int, num_all: int) -> list[int]:
-    """Return so many places of all, at even distances."""
     return [place for place in range(num_all) if (place + 1) * num_chosen // num_all != place * num_chosen // num_all]
 
 
 def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Action, ...]:
-    """Return for each value of a problem what is done with it if some blocks are checkpointed and the rest is plain."""
+    """Return the action for each value if some blocks are checkpointed and the rest is plain."""
     lineage, actions = problem.lineage, list(problem.plain)
     block_of = dict[int, int]()
     for number, block in enumerate(blocks):
@@ -225,8 +220,8 @@ def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> Checkpointed
 
 
 def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
-    """Return the last op of a block whose result is saved in it, and the bytes of values saved in it that stay because they are
-    read after the block: there are two copies of these while the block runs again."""
+    """Return the last op of a block whose result is saved in it, and the bytes saved in it that stay because later ops read
+    them: these exist twice while the block runs again."""
     lineage, trace = problem.lineage, problem.trace
     last, num_bytes = block.begin - 1, 0
     for held, action in zip(problem.values, actions, strict=True):
@@ -244,20 +239,14 @@ def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -
 def fewest_that_fit(
     curve: Sequence[CheckpointedBlocks], budget_bytes: int, plain: CheckpointedBlocks
 ) -> CheckpointedBlocks | None:
-    """Return the step with the fewest blocks checkpointed that keeps to a budget, none at all (`plain`) where that does; None
-    where it never does, or there are no blocks."""
+    """Return the step with the fewest checkpointed blocks (or `plain`) that fits a budget; None if none fits or there are no
+    blocks."""
     if not curve:
         return None
     return next((found for found in (plain, *curve) if found.peak_bytes <= budget_bytes), None)
 
 
 def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list[int]:
-    """Return budgets at even distances, the most first and the least last.
-
-    Example:
-        >>> budgets_between(10, 4, 3)
-        [10, 7, 4]
-    """
     if num_budgets == 1 or most_bytes <= least_bytes:
         return [max(most_bytes, least_bytes)]
     step = (most_bytes - least_bytes) / (num_budgets - 1)
@@ -265,11 +254,8 @@ def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list
 
 
 def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> list[int]:
-    """Return budgets from the plain step's peak, or what the GPU has if that is less, down to the least.
-
-    Raises:
-        BudgetInfeasible: the least is more than the GPU has.
-    """
+    """Return budgets from the plain step's peak, or the GPU's memory if less, down to the least. Raises BudgetInfeasible if the
+    GPU has less than that."""
     gpu = problem.gpu
     if least_bytes > gpu.memory_bytes:
         raise BudgetInfeasible(
@@ -288,11 +274,8 @@ def make_front(
     optimizer: str | None,
     needs_plan: bool = True,
 ) -> tuple[Front, dict[int, MemoryPlan]]:
-    """Return the front of a step, and its plans by their budgets in bytes.
-
-    Raises:
-        BudgetInfeasible: no budget can be kept to, and a plan is needed.
-    """
+    """Return the front of a step, and its plans by budget in bytes. Raises BudgetInfeasible if `needs_plan` and no budget can
+    be kept."""
     planner = JointPlanner(problem)
     least = planner.least()
     if limits is None and least.peak_bytes > problem.gpu.memory_bytes and not needs_plan:
@@ -334,7 +317,6 @@ def make_front(
 
 
 def _alone(joint: JointPlanner, only: Action, budgets: Iterable[int]) -> dict[int, float]:
-    """Return what the step takes under each budget with one mechanism alone, where it can be kept to."""
     planner = joint.alone[only]
     least_bytes = planner.least().peak_bytes
     return {limit: planner.best(limit).seconds for limit in sorted(budgets) if limit >= least_bytes}
@@ -376,11 +358,11 @@ _HEADS = (
 )
 _BUDGET, _PEAK, _MOVED = 0, 1, 6
 _GO = (5, 7, 4, _MOVED, 10, 8, 9)
-"""The columns that are left out if the table is too wide, in this order."""
+"""The columns that a too wide table leaves out, in this order."""
 
 
 def to_text(front: Front, *, width: int | None = None) -> str:
-    """Return the table, one row per budget, with what is said of the whole above and below it."""
+    """Return the table, one row per budget, with general remarks above and below it."""
     columns = _COLUMNS if width is None else min(width, _COLUMNS)
     unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
     heads = [
@@ -464,11 +446,8 @@ _GIB = 2**30
 
 
 def draw(front: Front, path: Path) -> None:
-    """Draw step / plain against the peak, one line for each mechanism, into a file whose name says the kind of picture.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw step / plain against the peak, one line per mechanism. The file's suffix sets the format. Raises ModuleNotFoundError
+    without matplotlib."""
     figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     _draw_line(axes, "o-", "best mix", [(row.peak_bytes, row.step_s) for row in front.rows], front.plain_s)
@@ -481,7 +460,7 @@ def draw(front: Front, path: Path) -> None:
     how = "predicted" if front.is_measured else "predicted; not measured"
     axes.set(xlabel="peak allocated (GiB)", ylabel="step / plain", title=f"{front.model} on {front.gpu} ({how})")
     shares = [row.step_s / front.plain_s for row in front.rows if row.step_s is not None]
-    # what takes more than twice the plain step, as offload alone, would flatten all others
+    # lines above twice the plain step, such as offload alone, would flatten all others
     most = max([share for share in shares if share <= 2] or shares, default=1.0)
     axes.set_ylim(0.98, max(1.3, 1.15 * most))
     if axes.get_legend_handles_labels()[0]:

@@ -1,4 +1,4 @@
-"""`GpuSpec`: from what an op does to seconds; and the GPUs that memkit knows by name."""
+"""`GpuSpec`: predicts the seconds of ops; and the GPUs that memkit knows by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ASK = "`memkit bench machine --save FILE` writes a whole one."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Speed of the link in each direction, while the other is idle: both at once are slower.
+    """Speed of the link in each direction while the other is idle; both at once are slower.
 
     A copy of n bytes takes about `latency_s + n / bytes_per_s`.
     """
@@ -45,52 +45,53 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One kind of GPU, with the link to its host. Speeds are per second, alone, unless said.
+    """One kind of GPU, with the link to its host. Speeds are per second, with nothing else running, unless noted.
 
-    Bytes and FLOPs per second are those that a large copy and a large matrix product reach, not those that a datasheet names.
+    Bytes and FLOPs per second are those that a large copy and a large matrix product reach, not those of a datasheet.
 
     Raises:
         ValueError: a figure is missing, not a number, or not above 0 (latency, launch and factors may be 0).
     """
 
     name: str
-    """As in `--gpu NAME`, or what the device calls itself."""
+    """The name for `--gpu NAME`, or the device's own name."""
     memory_bytes: int
-    """What a process can use of its memory."""
+    """Device memory that a process can use."""
     bytes_per_s: float
-    """Of its own memory, read or written."""
+    """Bandwidth of device memory, read or written."""
     flops_per_s: Mapping[str, float]
     """For each dtype, of matrix products: dense, and with TF32 for float32 where the GPU has it (as PyTorch computes
-    convolutions, and matrix products once `torch.set_float32_matmul_precision("high")` says so)."""
+    convolutions, and matrix products after `torch.set_float32_matmul_precision("high")`)."""
     d2h_bytes_per_s: float
-    """Of the link, from the device to the host."""
+    """Bandwidth of the link from the device to the host."""
     h2d_bytes_per_s: float
-    """Of the link, from the host to the device."""
+    """Bandwidth of the link from the host to the device."""
     both_bytes_per_s: float
-    """Each way, while both go on. No plan goes by it yet: in a step nothing comes back before all has left."""
+    """Bandwidth each way while both directions are busy. No plan uses it yet: in a step nothing comes back before all has
+    left."""
     copy_latency_s: float = 15e-6
-    """What a copy takes beside its bytes."""
+    """Fixed seconds of a copy."""
     launch_s: float = 4e-6
-    """The least that an op takes."""
+    """The least seconds of an op."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """By kind of op ("convolution") or by op ("aten.native_layer_norm"), and for backward ops apart ("convolution_backward"):
-    how much longer one takes than its bytes or FLOPs at full speed. 1 where none is given."""
+    """How much longer an op takes than its bytes or FLOPs at full speed, by kind ("convolution") or op
+    ("aten.native_layer_norm"), and for backward ops apart ("convolution_backward"). 1 where none is given."""
     host_updates_per_s: Mapping[str, float] = field(default_factory=dict)
-    """By number of threads ("16"): parameters that the host's cores update in a second, by fused AdamW in float32, in blocks.
-    This and all below: none where it was not measured."""
+    """By number of threads ("16"): parameters that the host's cores update per second, by fused AdamW in float32, in blocks.
+    This and all fields below are empty or None if they were not measured."""
     host_cast_updates_per_s: Mapping[str, float] = field(default_factory=dict)
-    """The same with gradients that come as bfloat16, and weights that go as such."""
+    """The same with gradients that arrive, and weights that leave, as bfloat16."""
     shared_updates_per_s: float | None = None
-    """What the cores update while copies go both ways, with the most threads that were measured."""
+    """Parameters that the cores update per second while copies go both ways, with the most threads that were measured."""
     shared_bytes_per_s: float | None = None
-    """What copies reach meanwhile, each way."""
+    """Bandwidth of these copies, each way."""
     disk_read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    """By number of threads, of a disk."""
+    """Read bandwidth of a disk, by number of threads."""
     disk_write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    """The same for writes."""
+    """Write bandwidth of a disk, by number of threads."""
     source: str
     is_measured: bool = False
-    """Whether predictions for it were compared with steps on it."""
+    """Whether its predictions were compared with real steps."""
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -111,8 +112,8 @@ class GpuSpec:
             raise ValueError(f"is_measured must be true or false; found {self.is_measured!r}")
 
     def seconds(self, op: OpWork, *, is_backward: bool) -> float:
-        """Return what an op takes: its bytes or its FLOPs, whichever take longer, times the factor of its kind, and at least a
-        launch. One that reads and writes nothing (a view) takes no time.
+        """Return the seconds of an op: its bytes or its FLOPs, whichever take longer, times the factor of its kind, and at
+        least a launch. An op that reads and writes nothing (a view) takes no time.
 
         A dtype that the spec does not name computes as fast as the slowest that it names; if it names none, only bytes count.
         """
@@ -130,7 +131,7 @@ class GpuSpec:
         return 1.0
 
     def to_json(self) -> str:
-        """Return it as JSON, for `from_json`."""
+        """Return the spec as JSON, for `from_json`."""
         mappings = {name: dict(getattr(self, name)) for name in ("flops_per_s", "factors", *_BY_THREADS)}
         content = {name: value for name, value in (asdict(self) | mappings).items() if value is not None}
         return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **content}, indent=1)
@@ -195,11 +196,11 @@ FACTORS: Mapping[str, float] = {
     "aten._fused_rms_norm": 1.0,
     "aten._fused_rms_norm_backward": 1.0,
 }
-"""By how much the ops of a ResNet-50 in float32 (channels first, TF32) and of a Llama in bfloat16 miss the H200's full speed.
-Nobody has measured others: they are taken for every GPU. That of a convolution of few channels is of the ResNet's first."""
+"""How far the ops of a ResNet-50 in float32 (channels first, TF32) and of a Llama in bfloat16 stay below the H200's full speed.
+Others were not measured, so every GPU gets these. The convolution of few channels is the ResNet's first."""
 
 _OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075
-"""What a large copy and a large matrix product reach on an H200 of what its datasheet names. Taken for every GPU."""
+"""The share of an H200's datasheet figures that a large copy and a large matrix product reach. Taken for every GPU."""
 
 
 def _from_datasheet(
@@ -212,8 +213,8 @@ def _from_datasheet(
     *,
     is_measured: bool = False,
 ) -> GpuSpec:
-    """Return a spec from what CUDA reports as memory, rounded down, and a datasheet: dense TFLOPS of 16-bit dtypes summed
-    in float32, of TF32, of float64; the link to the host, back, and each way with both at once."""
+    """Return a spec from CUDA's reported memory (rounded down) and a datasheet: dense TFLOPS of 16-bit dtypes accumulated in
+    float32, of TF32, of float64; the link's GB/s to the host, back, and each way with both at once."""
     half, tf32, double = (1e12 * _OF_FLOPS * figure for figure in tflops)
     out, back, both = (1e9 * figure for figure in link_gb_per_s)
     return GpuSpec(
@@ -231,10 +232,10 @@ def _from_datasheet(
 
 
 _PCIE4 = (25.0, 25.0, 21.0)
-"""GB/s of PCIe 4 x16 from pinned memory. Source: about 25 each way by nvbandwidth on many machines; both at once is taken for
-worse in the way of PCIe 5, and differs from board to board."""
+"""GB/s of PCIe 4 x16 from pinned memory. Source: about 25 each way by nvbandwidth on many machines; the figure for both at once
+is scaled as on PCIe 5, and differs between boards."""
 _PCIE5 = (55.3, 55.5, 50.8)
-"""The same of PCIe 5 x16, as measured by memkit beside an H200."""
+"""GB/s of PCIe 5 x16, as measured by memkit beside an H200."""
 _C2C = (290.0, 370.0, 250.0)
 _HOPPER = (989.4, 494.7, 66.9)
 _AMPERE = (312.0, 156.0, 19.5)
@@ -261,7 +262,6 @@ GPUS: Mapping[str, GpuSpec] = {
         _from_datasheet("GH200", 94, 4000, _HOPPER, _C2C, _OF_GH200),
     )
 }
-"""By name."""
 
 
 def find_gpu(gpu: str | os.PathLike[str] | GpuSpec) -> GpuSpec:
@@ -302,6 +302,5 @@ def find_gpu(gpu: str | os.PathLike[str] | GpuSpec) -> GpuSpec:
 
 
 def _plain(name: str) -> str:
-    """Return a name as it is compared: no case, blanks or hyphens, and without the words that change nothing."""
     words = re.sub(r"\b(nvidia|geforce|rtx|sxm\d?|tensor core|gpu)(?![a-z])", "", name.casefold())
     return re.sub(r"[^a-z0-9]", "", words).removesuffix("gb").removesuffix("gib")

@@ -1,4 +1,4 @@
-"""Plans: what happens to each saved value of a step. A plan is frozen, can be read as a table, and followed."""
+"""Plans: the action for each saved value of a step. A plan is frozen, readable as a table, and executable."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Action(str, Enum):
     KEEP = "keep"
     """Leave it on the device."""
     OFFLOAD = "offload"
-    """Copy it to host memory, let go of it, and have it back for the backward."""
+    """Copy it to host memory, free it on the device, and copy it back for the backward."""
     RECOMPUTE = "recompute"
-    """Let go of it, and run the ops that made it again for the backward."""
+    """Free it, and run the ops that made it again for the backward."""
 
 
 def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
-    """Return the most bytes of saved tensors that the device may hold: what the ratio keeps, and beside it so much that the
-    last copies of a forward need not be over when it ends. That is a quarter of the window, or as much more of it as is within
-    a 64th of what is saved. Or the whole window, if that is more."""
+    """Return the most bytes of saved tensors that the device may hold: the share that the ratio keeps, and beside it room for
+    the last copies, which may outlast the forward: a quarter of the window, or up to the whole window as long as that is within
+    a 64th of all saved bytes. At least the window."""
     beside_bytes = max(window_bytes // 4, min(window_bytes, seen_bytes // 64))
     return max(round((1 - ratio) * seen_bytes) + beside_bytes, window_bytes)
 
@@ -48,41 +48,41 @@ def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
 class PlannedValue:
     """What happens to one value, and why.
 
-    The moments of its copies are ordinals, of saves in the forward and of requests in the backward: of several saves with no op
-    between them the last, of several such requests the first.
+    Its copies are timed by ordinals: of saves in the forward, of requests in the backward. Of several saves with no op between
+    them it is the last, of several such requests the first.
     """
 
     num_bytes: int
     action: Action
-    """To recompute an anchor is not to hold it: such anchors are in no plan."""
+    """A recomputed anchor is not held at all, so it is in no plan."""
     value: int = -1
-    """Its number in the lineage of the step; -1 where no ops were recorded."""
+    """Its number in the lineage of the step; -1 if no ops were recorded."""
     cost_s: float = 0.0
-    """Seconds to run its op again, with the ops between it and what is kept; 0 where it is not recomputed for certain."""
+    """Seconds to run its op again, with the ops between it and kept values; 0 where it is not certain to be recomputed."""
     link_s: float = 0.0
     """Seconds of its copies, out and back; compute goes on meanwhile."""
     op: str = ""
-    """The op that makes it, "" where none is known that can."""
+    """The op that makes it; "" if none is known that can."""
     module: str = ""
-    """The module in which that ran, "" where it is not known."""
+    """The module in which that op ran; "" if unknown."""
     reason: str = ""
     is_anchor: bool = False
-    """Whether autograd does not save it: it is held since values are recomputed from it."""
+    """Whether autograd does not save it: it is held because values are recomputed from it."""
     index: int = -1
-    """Of a `Plan`, its place among the distinct storages, in the order of first saves."""
+    """In a `Plan`, its index among the distinct storages in the order of first saves."""
     is_held: bool = False
-    """Whether something else keeps it alive: to move it would free nothing, and no total counts it."""
+    """Whether something else keeps it alive: moving it would free nothing, and no total counts it."""
     copy_at: int = NEVER
     """The save at which its copy to the host begins."""
     let_go_at: int = NEVER
-    """The save at which compute waits for that copy and the device forgets the value; the number of saves for the first
+    """The save at which compute waits for that copy and the device frees the value; the number of saves stands for the first
     request."""
     fetch_at: int = NEVER
-    """The request at which its copy back begins. Of those that begin at one request, what is needed first goes first."""
+    """The request at which its copy back begins. Of copies that begin at one request, the one needed first goes first."""
     needed_at: int = NEVER
-    """The request at which compute waits for that one: its own, or that of the first replay that reads it."""
+    """The request at which compute waits for its copy back: its own, or that of the first replay that reads it."""
     held_until: int = NEVER
-    """The last request whose replay reads it, if there is one: until then it stays, also if autograd frees it before."""
+    """The last request whose replay reads it, if any: it stays until then, even if autograd frees it before."""
 
     def __str__(self) -> str:
         name = f"save {self.index}" if self.index >= 0 else f"value {self.value}"
@@ -90,8 +90,6 @@ class PlannedValue:
 
 
 class _ActionBytes:
-    """Bytes of a plan's saved values by action."""
-
     __slots__ = ()
 
     @property
@@ -150,30 +148,30 @@ def _milliseconds(seconds: float) -> str:
 class Plan(_ActionBytes):
     """One action for each storage that a forward saves: `CPUOffload.plan` and `Rematerialize.plan`.
 
-    It can be edited (`with_action`) and given to `Rematerialize` as `plan=`. It is for the step that it was made from: a step
-    that saves anything else does not follow it.
+    It can be edited (`with_action`) and given to `Rematerialize` as `plan=`. It is valid for the step that it was made from: a
+    step that saves anything else does not follow it.
     """
 
     saves: tuple[PlannedValue, ...]
     """The distinct saved storages, in the order of first saves."""
     ratio: float | None = None
-    """The share of the bytes that was asked to leave; None where a budget was asked for."""
+    """The requested share of bytes that leave; None if a budget was requested."""
     budget_bytes: int | None = None
-    """The bytes that were asked to be enough; None where a ratio was asked for."""
+    """The requested budget; None if a ratio was requested."""
     limit_bytes: float
-    """The most bytes of these storages that the device holds at once, and what replays keep to."""
+    """The most bytes of these storages that the device holds at once; replays keep to it as well."""
     window_bytes: int = 0
-    """Of these, bytes that the device may hold in any case, so that copies need not be waited for."""
+    """Of these, bytes that the device may hold in any case, so that compute need not wait for copies."""
     predicted_peak_bytes: int
     """The most bytes of saved storages and replay temporaries at once."""
     predicted_replay_s: float = 0.0
-    """Seconds that the ops that run again are expected to take."""
+    """Expected seconds of the ops that run again."""
     num_replayed_ops: int = 0
     """Ops that run again in the backward."""
     retained: frozenset[int] = frozenset()
-    """Values that are held on purpose, because something is made from them: roots, and others that autograd did not save."""
+    """Values that are held on purpose because others are recomputed from them: roots, and values that autograd did not save."""
     _bytes: Mapping[Action, int] = field(init=False, repr=False, compare=False)
-    """Bytes of the saves by action, but for those that something else keeps alive: summed up once, as each forward asks."""
+    """Bytes of the saves by action, without those that something else keeps alive. Summed once, since each forward asks."""
 
     def __post_init__(self) -> None:
         totals = dict.fromkeys(Action, 0)
@@ -184,7 +182,7 @@ class Plan(_ActionBytes):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What is done with each save."""
+        """The action for each save."""
         return tuple(save.action for save in self.saves)
 
     @property
@@ -194,12 +192,12 @@ class Plan(_ActionBytes):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all saves, but for those that something else keeps alive."""
+        """Bytes of all saves, without those that something else keeps alive."""
         return sum(self._bytes.values())
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether it is known which ops make the saves."""
+        """Whether the ops that make the saves are known."""
         return self.budget_bytes is not None
 
     def __str__(self) -> str:
@@ -211,10 +209,10 @@ class Plan(_ActionBytes):
         return f"{text}; predicted peak {peak}, replays {1e3 * self.predicted_replay_s:.2f} ms"
 
     def with_action(self, index: int, action: Action) -> Plan:
-        """Return the plan with another action for one of its saves. What it predicts is not computed anew.
+        """Return the plan with another action for one of its saves. Its predictions are not updated.
 
         Raises:
-            ValueError: nothing can make the save again.
+            ValueError: nothing can recompute the save.
             IndexError: there is no such save.
         """
         save = self.saves[index]
@@ -225,7 +223,7 @@ class Plan(_ActionBytes):
         return replace(self, saves=tuple(saves))
 
     def with_moved(self, moved: Collection[int]) -> Plan:
-        """Return the plan where some of the values that stay are moved by a context outside."""
+        """Return the plan where an outer context moves some of the values that stay."""
         moves = [save.action is Action.KEEP and save.value in moved for save in self.saves]
         if not any(moves):
             return self
@@ -237,8 +235,8 @@ class Plan(_ActionBytes):
         )
 
     def explain(self, depth: int | None = None) -> str:
-        """Return the plan as a table, with the totals below: a line for each save, or, where ops were recorded, what
-        `MemoryPlan.explain` tells by module and op."""
+        """Return the plan as a table, with the totals below: one line per save, or, if ops were recorded, by module and op as
+        in `MemoryPlan.explain`."""
         lines = [
             _table_of(self.saves, depth) if self._is_recorded else self._table_of_saves(),
             f"saved: {format_bytes(self.saved_bytes)}",
@@ -259,13 +257,14 @@ class Plan(_ActionBytes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplay:
-    """What one request lets run again."""
+    """The ops that run again for one request."""
 
     request: int
-    """That for the value, or the first of several with no op between them: all their replays run before it is answered."""
+    """The request of the value, or the first of several with no op between them: all their replays run before it is
+    answered."""
     value: int
     ops: tuple[int, ...]
-    """Of the lineage of the step, in this order."""
+    """Ops of the lineage, in this order."""
     stays: tuple[int, ...] = ()
     """Other values that are made on the way, and stay for their own requests."""
 
@@ -282,22 +281,21 @@ def _digest_of(step: Step) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """Which step a plan is for."""
+    """Identifies the step that a plan is for."""
 
     model: str
     inputs: str
     target: str
-    """The device whose kernels the trace imitated, or was made on."""
+    """The device whose kernels the trace imitated or used."""
     num_forward_ops: int
     num_ops: int
     saves: tuple[tuple[int, int], ...]
     uses: tuple[int, ...]
     ops_digest: str
-    """Of which values each op reads and makes: replays name ops by their numbers."""
+    """Digest of the values that each op reads and makes: replays name ops by number."""
 
     @classmethod
     def of(cls, trace: StepTrace) -> PlannedStep:
-        """Return what a plan remembers of a step."""
         return cls(
             model=trace.model,
             inputs=trace.inputs,
@@ -310,7 +308,7 @@ class PlannedStep:
         )
 
     def difference(self, other: PlannedStep) -> str:
-        """Return the first thing in which another step differs, "" if nothing does that a plan goes by."""
+        """Return the first relevant difference to another step, "" if there is none."""
         difference = self._difference_of_values(other)
         if difference:
             return difference
@@ -321,7 +319,7 @@ class PlannedStep:
         return ""
 
     def difference_of(self, step: Step) -> str:
-        """Return the first thing in which a step differs that runs, "" if nothing does."""
+        """Return the first difference to a running step, "" if there is none."""
         here = replace(self, saves=_saves_of(step), uses=tuple(step.uses), ops_digest=_digest_of(step))
         return self._difference_of_values(here)
 
@@ -344,52 +342,52 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(_ActionBytes):
-    """One action for each value of a step, the moments at which it happens, and what the step takes.
+    """One action for each value of a step, when it happens, and the predicted time and memory of the step.
 
-    All bytes are what this process allocates on the device at once, with parameters, gradients and what else was counted.
+    All bytes are allocations of this process on the device at once, with parameters, gradients and whatever else was counted.
     """
 
     budget_bytes: int
-    """The budget that was asked for."""
+    """The requested budget."""
     predicted_s: float
-    """Seconds that the step takes by the plan."""
+    """Seconds of the step under the plan."""
     plain_s: float
-    """Seconds that the step takes if all is kept."""
+    """Seconds of the step if all is kept."""
     predicted_peak_bytes: int
-    """The step's peak by the plan."""
+    """The step's peak under the plan."""
     plain_peak_bytes: int
     """The step's peak if all is kept."""
     min_budget_bytes: int
-    """The least budget for which a plan is found: below it `BudgetInfeasible` is raised. Not the least that there is: a plan
-    for a larger one may happen to take a little less."""
+    """The smallest budget with a plan: below it `BudgetInfeasible` is raised. It may not be the true minimum: a plan for a
+    larger budget may happen to take a little less."""
     replayed_s: float
     """Seconds of ops that run again."""
     stall_s: float
     """Seconds that compute waits for copies."""
     moved_bytes: int
-    """What leaves for host memory; as much comes back."""
+    """Bytes that leave for host memory; as many come back."""
     gpu: str
     is_measured: bool
-    """Whether predictions for it were compared with steps on it."""
+    """Whether predictions for the GPU were compared with real steps."""
     step: PlannedStep
     values: tuple[PlannedValue, ...]
-    """The saved ones in the order of first saves, then the anchors that are held."""
+    """The saved values in the order of first saves, then the held anchors."""
     replays: tuple[PlannedReplay, ...] = ()
     """In the order of requests."""
     bound_s: float | None = None
-    """What no plan can beat; None where it was not computed."""
+    """Seconds that no plan can beat; None if not computed."""
     notes: tuple[str, ...] = field(default=())
-    """What to know about the predictions: modules whose figures are guesses, for one."""
+    """Remarks on the predictions, such as modules whose figures are guesses."""
 
     @property
     def anchor_bytes(self) -> int:
-        """Bytes of values that autograd does not save and that are held, here or in host memory, since others are made from
-        them."""
+        """Bytes of values that autograd does not save and that are held, here or in host memory, because others are recomputed
+        from them."""
         return sum(value.num_bytes for value in self.values if value.is_anchor)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is to be done: all stays."""
+        """Whether all values stay."""
         return all(value.action is Action.KEEP for value in self.values)
 
     @property
@@ -404,7 +402,7 @@ class MemoryPlan(_ActionBytes):
         """Raise if the plan is for another step.
 
         Raises:
-            ValueError: it is; it names the first difference.
+            ValueError: the steps differ; the message names the first difference.
         """
         difference = self.step.difference(PlannedStep.of(trace))
         if difference:
@@ -419,10 +417,10 @@ class MemoryPlan(_ActionBytes):
         )
 
     def explain(self, depth: int | None = None) -> str:
-        """Return the plan as a table, with the totals below: by module and op what is done, with how many bytes, and why.
+        """Return the plan as a table, with the totals below: by module and op the actions, their bytes, and the reasons.
 
         Args:
-            depth: so many parts of the names of modules are told apart, by default all, 0 for none.
+            depth: how many parts of module names are told apart: by default all, 0 for none.
         """
         return "\n".join([_table_of(self.values, depth), *self._totals()])
 
@@ -472,7 +470,7 @@ class MemoryPlan(_ActionBytes):
 
 
 def _plan_from(content: dict[str, Any]) -> MemoryPlan:
-    """Return the plan that JSON tells. Any: JSON."""
+    """Return the plan in parsed JSON (hence Any)."""
     known = {entry.name for entry in fields(MemoryPlan)}
     plain = {name: content[name] for name in known & content.keys() - {"step", "values", "replays", "notes"}}
     for name, value in plain.items():
@@ -499,13 +497,13 @@ _MOST_TOLD = 3
 
 
 def tell_kept(kept_bytes: Mapping[str, int]) -> str:
-    """Return the end of a sentence about a budget that is not kept to: what stays whatever the plan, in bytes by reason."""
+    """Return the end of a message about an infeasible budget: the bytes that stay under any plan, by reason."""
     told = sorted(kept_bytes, key=lambda why: -kept_bytes[why])[:_MOST_TOLD]
     return "".join(f"; {format_bytes(kept_bytes[why])} stay, since {why}" for why in told)
 
 
 def infeasible(budget_bytes: int, smallest_bytes: int, kept: str = "") -> BudgetInfeasible:
-    """Return what to raise where no plan keeps to a budget."""
+    """Return the exception for a budget that no plan keeps."""
     return BudgetInfeasible(
         f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest_bytes)}{kept}",
         smallest_bytes,

@@ -1,8 +1,8 @@
-"""From a ratio to actions, the seconds of the copies, and bytes on the device.
+"""From an offload ratio to actions, the seconds of the copies, and bytes on the device.
 
 A step can be no faster than its *roofline*: the forward or the copies out, whichever takes longer, then the backward or the
-copies back. The *lane simulation* adds the order of things: no copy begins before its tensor exists, none ends after its first
-use, and the device holds no more than it may.
+copies back. The *lane simulation* adds order: no copy begins before its tensor exists, none ends after its first use, and the
+device holds no more than its limit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
-    """Return a ratio that is fit to be used; `where` says in a message what it was given as.
-
-    Raises:
-        TypeError: it is no real number.
-        ValueError: it is NaN, or not from 0 to 1.
-    """
+    """Return a valid ratio; `where` names its origin in messages. Raises TypeError if it is no real number, ValueError unless
+    from 0 to 1."""
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise TypeError(f"{where} must be a number from 0 to 1; found {ratio!r} ({type(ratio).__name__})")
     value = float(ratio)
@@ -38,10 +34,10 @@ def check_ratio(ratio: object, *, where: str) -> float:
 def first_to_leave(
     sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()
 ) -> tuple[list[int], int]:
-    """Return the saves that leave, by index, and how many bytes all have that are not held.
+    """Return the indices of the saves that leave, and the bytes of all saves that are not held.
 
-    The shortest beginning of the saves whose bytes reach the share leaves. If what stays is less than the window, the latest of
-    those stay as well, as many as the window holds: they would still be on the device when the backward starts.
+    The shortest prefix of the saves whose bytes reach the share leaves. If the rest is smaller than the window, the latest of
+    the prefix stay as well, up to the window: they would still be on the device when the backward starts.
     """
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
@@ -59,7 +55,6 @@ def first_to_leave(
 
 
 def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()) -> Plan:
-    """Return the plan that moves a share of the saved bytes: see `first_to_leave`."""
     chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held)
     leaving, limit_bytes = frozenset(chosen), limit_of(seen_bytes, ratio, window_bytes)
     return Plan(
@@ -86,31 +81,31 @@ _HELD = "something else keeps it alive"
 
 
 class RatioSoFar:
-    """Decides save by save, as a forward goes: by a plan as long as one is followed, else so that a ratio is kept so far."""
+    """Decides save by save during a forward: by a plan as long as the forward follows one, else so that the ratio holds so
+    far."""
 
     def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
         self.ratio = ratio
         self.window_bytes = 0
-        """The window: as asked for, or twice the largest storage, of the plan or of what was seen."""
+        """The window: as requested, or twice the largest storage of the plan or seen so far."""
         self.offload_bytes = 0
-        """What leaves: by plan, or so far."""
         self.kept_bytes = 0
-        """What stays on the device: by plan, or so far."""
         self.limit_bytes = 0
-        """What the device may hold if no other forward is alive."""
+        """Bytes that the device may hold if no other forward is alive."""
         self._asked_window_bytes = window_bytes
         self._seen_bytes = self._moved_bytes = self._largest_bytes = 0
         self.stays_more_bytes = 0
-        """What stays beyond what was foreseen, for want of host memory or by the user's word, less what leaves by it."""
+        """Bytes that stay beyond the plan, for lack of host memory or at the user's request, less those that leave beyond
+        it."""
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
-        """Go by a plan from here on, or by none."""
+        """Follow a plan from here on, or none."""
         self._plan, self._is_late = plan, is_late
         self._sum_up()
 
     def decide(self, num_bytes: int, place: int | None = None, asked: Action | None = None) -> Action:
-        """Return what to do with the next storage that is saved, and count it."""
+        """Return the action for the next saved storage, and count it."""
         self._seen_bytes += num_bytes
         self._largest_bytes = max(self._largest_bytes, num_bytes)
         plan = self._plan
@@ -131,7 +126,7 @@ class RatioSoFar:
         return Action.OFFLOAD if self._moved_bytes < wanted_bytes else Action.KEEP
 
     def stays_after_all(self, num_bytes: int) -> None:
-        """So many bytes stay that were to leave; fewer, if that is negative."""
+        """Note that so many bytes stay that were to leave; fewer, if negative."""
         self.stays_more_bytes += num_bytes
         self._sum_up()
 
@@ -150,32 +145,23 @@ class RatioSoFar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSave:
-    """One saved storage and its moments."""
-
     num_bytes: int
     saved_at_s: float
-    """Seconds from the start of the forward to its first save."""
     needed_at_s: float
-    """Seconds from the start of the backward to its first use."""
     is_held: bool = False
-    """Whether the caller keeps it alive, so that to move it would free nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step."""
-
     forward_s: float
     backward_s: float
 
     @property
     def step_s(self) -> float:
-        """Forward and backward together."""
         return self.forward_s + self.backward_s
 
 
 def roofline_s(*, forward_s: float, backward_s: float, out_bytes: int, back_bytes: int, link: Link) -> float:
-    """Return the least seconds of a step that moves so many bytes out in its forward and back in its backward."""
     return max(forward_s, out_bytes / link.d2h_bytes_per_s) + max(backward_s, back_bytes / link.h2d_bytes_per_s)
 
 
@@ -188,7 +174,6 @@ def simulate_lanes(
     link: Link,
     limit_bytes: float | None = None,
 ) -> StepTime:
-    """Return how long a step takes that moves some of its saved storages."""
     timeline = Timeline()
     out = [index for index in range(len(saves)) if index in offloaded and not saves[index].is_held]
     resident = _simulate_forward(timeline, saves, frozenset(out), forward_s=forward_s, link=link, limit=limit_bytes)
@@ -206,7 +191,7 @@ def _simulate_forward(
     link: Link,
     limit: float | None,
 ) -> set[int]:
-    """Simulate the forward. Return which of `out` are still on the device at its end."""
+    """Simulate the forward; return which of `out` are still on the device at its end."""
     backlog: deque[tuple[int, float]] = deque()
     for index, save in enumerate(saves):
         if save.is_held:
@@ -243,7 +228,7 @@ def _simulate_backward(
     for index in order:
         moment_s = forward_s + saves[index].needed_at_s
         now_s = timeline.now_s(moment_s)
-        timeline.live_bytes -= used_bytes  # what was used last falls free by now
+        timeline.live_bytes -= used_bytes  # the value used last is free by now
         while to_fetch and (limit is None or timeline.live_bytes + saves[to_fetch[0]].num_bytes <= limit):
             fetch(begin_s if limit is None else now_s)
         if to_fetch and to_fetch[0] == index:
@@ -283,11 +268,10 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that goes as an earlier one did, by the records in the order in which it asks
-    for them: their bytes, what was allocated beside them then, and whether they are on the device from the start.
+    """The bytes on a device during a backward that repeats an earlier one. Each record, in the order of requests, has its
+    bytes, the bytes allocated beside it then, and whether it is on the device from the start.
 
-    The operator that asked then makes more: the gradient of what it was given, which is as large. Its scratch memory is not
-    known.
+    The requesting operator also makes a gradient as large as its input. Its scratch memory is unknown.
     """
 
     def __init__(
@@ -305,13 +289,12 @@ class Forecast:
             levels.add(place, place + 1, working)
             levels.add(0 if stay else place, place + 1, size)
         self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)
-        """What the backward may reach: at its begin, or when it needs the most."""
+        """The limit of the backward: at its beginning, or where it needs the most."""
         self._highest: list[list[int]] = []
-        """For spans of 1, 2, 4 and more places, by where they begin: the highest level in them, but for what was used before.
-        Made when it is first asked for."""
+        """A sparse table of the highest levels of 1, 2, 4 and more places, without values used before. Made on first use."""
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
-        """Return the most from now until a later place is passed, if nothing else is fetched on the way."""
+        """Return the most bytes from `now` until the place `until` is passed, if nothing else is fetched on the way."""
         first, num_places = now + 1, min(until + 1, len(self._working_bytes)) - now - 1
         if num_places <= 0:
             return live_bytes

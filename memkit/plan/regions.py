@@ -1,5 +1,5 @@
-"""Calls of modules that are recomputed as a whole: the seconds and bytes of a step with them, which calls are chosen, and the
-room that they leave for other saved values."""
+"""Regions: module calls that are recomputed as a whole. Which calls to choose, the step's seconds and bytes with them, and the
+room left for other saved values."""
 
 from __future__ import annotations
 
@@ -21,77 +21,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
-    """One call of a module in a step that was recorded."""
-
     name: str
     number: int
-    """How many calls of the same module were before it."""
+    """Earlier calls of the same module."""
     parent: int
-    """The call that it is in, by its place among all, -1 for an outermost one."""
+    """Index of the enclosing call, -1 for an outermost one."""
     saves: tuple[int, int]
     """Its first save, and the first after it."""
     ops: tuple[int, int]
-    """Its first op that may be run again, and the first after its last save: there the second run of a region ends."""
+    """Its first op that may run again, and the first op after its last save, where the second run of a region ends."""
     num_ops: int
-    """How many ops of any kind it runs until then."""
+    """Ops of any kind until then."""
     inputs: tuple[int, ...]
-    """Values that it reads, and that were made before it in the step."""
+    """Values that it reads and that were made earlier in the step."""
     shapes: tuple[tuple[int, ...], ...] = ()
     why_not: str = ""
     device_s: float = 0.0
-    """What the device takes for it, where it runs compiled, so that none of its ops is seen."""
+    """Device seconds if it runs compiled, so that its ops are unseen."""
     is_span: bool = False
-    """Whether it is that of neighboring children of a `Sequential`, as if they were in a module."""
+    """Whether it stands for neighboring children of a `Sequential`, as if they were in a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """What the host spends: seconds."""
+    """Seconds that the host spends."""
 
     op_s: float
-    """On an op, with all that belongs to it in a module."""
+    """On an op, with everything else that it costs in a module."""
     recorded_s: float
-    """On recording it, beyond that."""
+    """On recording an op, beyond that."""
     saved_s: float
-    """On a save, and its request, where ops are recorded."""
+    """On a save and its request while ops are recorded."""
     replayed_s: float
-    """On an op that is run again from the record."""
+    """On an op that is replayed from the record."""
     region_s: float
-    """On a region, beyond the ops that are run again."""
+    """On a region, beyond the ops that run again."""
     is_device: bool = False
-    """Whether the host computes as well, so that nothing runs beside anything else."""
+    """Whether the host itself computes, so that nothing overlaps."""
 
     def step_s(self, device_s: float, host_s: float) -> float:
-        """Return what a step takes: what the device takes or the host, whichever is longer."""
+        """Return the seconds of a step: of the device or the host, whichever takes longer."""
         return device_s + host_s if self.is_device else max(device_s, host_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionChoice:
-    """What a step takes in which some calls are regions."""
+    """Some calls chosen as regions, and the step's costs with them."""
 
     chosen: tuple[int, ...]
     peak_bytes: int
-    """The most bytes of saved values and replay temporaries at once."""
     device_s: float
     host_s: float
 
 
 class RegionBytes(NamedTuple):
-    """What one call takes that is recomputed."""
+    """The bytes of one region."""
 
     dropped: frozenset[int]
     inputs: tuple[int, ...]
-    """What is held for it, saved or not."""
+    """Values held for it, saved or not."""
     peak_bytes: int
-    """The most bytes that its second run has made and still holds at once."""
+    """Peak of what its second run has made and still holds."""
 
 
 class RegionNeeds(NamedTuple):
-    """What a step takes in which some calls are recomputed."""
+    """The bytes of a step with some regions."""
 
     peak_bytes: int
-    """The most bytes of saved values and replay temporaries at once."""
     regions: tuple[RegionBytes, ...]
 
 
@@ -100,18 +96,18 @@ _SMALL = 4
 """A block of more members has spans of its own."""
 
 _Span = tuple[int, int]
-"""The place of its first member, and of the one behind its last."""
+"""The index of the first member, and one past the last."""
 
 
 def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
-    """Return spans of a row, of which none overlaps another, unless it is in it: those around others first.
+    """Return spans of a row of members: disjoint or nested, outer ones first.
 
-    Where the row repeats, as that of the layers of blocks without a module for each, spans begin as blocks do. These are joined
-    two by two, up to all that repeats. So are the single members of what does not, and of large blocks.
+    Where the row repeats (layers of blocks without a module for each), spans begin as blocks do, and blocks are joined pairwise
+    up to the whole repetition. So are the single members outside of it, and those of large blocks.
 
     Args:
-        kinds: of each member: where these repeat, the row does.
-        is_joined: whether each is to be in a span with the one ahead of it, as an activation that writes to its input.
+        kinds: of each member; the row repeats where these do.
+        is_joined: whether a member must share a span with the one before it, as an activation that writes to its input.
     """
     if not kinds:
         return []
@@ -129,10 +125,8 @@ def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Sp
 
 
 def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
-    """Return where the longest stretch begins that repeats, after how many members, and how often it has them.
-
-    Of stretches that are as long it is the one of the shortest period. Zeros if none repeats.
-    """
+    """Return the start, period and number of repetitions of the longest repeating stretch; of equally long ones, that with the
+    shortest period. Zeros if none repeats."""
     found, longest = (0, 0, 0), 0
     for period in range(2, min(_LONGEST_PERIOD, len(kinds) // 2) + 1):
         first = 0
@@ -147,7 +141,7 @@ def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
 
 
 def _joined(row: Sequence[_Span]) -> list[_Span]:
-    """Return the members of a row of spans, two by two of them, two by two of these, and so on up to all."""
+    """Return the spans of a row, pairs of them, pairs of pairs, and so on up to the whole row."""
     found = list(row)
     while len(row) > 1:
         pairs = [(row[place][0], row[place + 1][1]) for place in range(0, len(row) - 1, 2)]
@@ -158,20 +152,20 @@ def _joined(row: Sequence[_Span]) -> list[_Span]:
 
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000
-"""So many saves and regions are walked at most in all simulations of a step, and as many again with spans: a few seconds."""
+"""The most saves and regions to walk in all simulations of a step, and as many again with spans: a few seconds."""
 _MOST_LISTED = 512
-"""All choices are looked at where there are no more than so many."""
+"""Up to this many choices, all are simulated."""
 _STEP_DOWN = 0.96
-"""From one limit to the next for which a choice is improved."""
+"""The factor from one limit to the next for which a choice is improved."""
 _NUM_WEIGHTS = 28
 _LESS, _FAR_LESS = 0.99, 0.9
-"""More layers are recomputed if the step takes less than this fraction of its bytes then. Below the second one, they are
-recomputed in place of those that they are in, or that are in them."""
+"""A group of layers is added if the peak falls below this fraction; below the second one, it replaces layers that enclose it or
+lie in it."""
 _MOST_SWAPPED = 24
 
 
 class RegionPlanner:
-    """The choices of regions for one step. All that are looked at are found once: so a larger budget never takes longer."""
+    """The choices of regions for one step. They are found once, for all budgets: a larger budget never takes longer."""
 
     def __init__(self, step: Step, calls: Sequence[ModuleCall], costs: HostCosts, *, num_ops: int) -> None:
         self.step, self.calls, self.costs = step, calls, costs
@@ -201,12 +195,12 @@ class RegionPlanner:
         self._found: dict[tuple[int, ...], RegionChoice] = {}
 
     def _is_held(self, value: int) -> bool:
-        """Tell whether to hold a value takes bytes that the budget counts."""
+        """Tell whether holding a value takes bytes that the budget counts."""
         return self.step.lineage.maker[value] != NO_OP or value in self.step.retained_bytes or value in self._counted
 
     def _device_seconds(self) -> list[float]:
-        """Return for each call what the device spends on running it again: ops, and compiled calls that have begun by its
-        last save."""
+        """Return for each call the device seconds of running it again: ops, and compiled calls that begin before its last
+        save."""
         found = [sum(self.step.lineage.seconds[slice(*call.ops)]) for call in self.calls]
         for index, compiled in enumerate(self.calls):
             while compiled.device_s and index >= 0:
@@ -217,7 +211,7 @@ class RegionPlanner:
         return found
 
     def _freed_bytes(self) -> list[int]:
-        """Return for each call the bytes that are gone in the forward if it alone is a region."""
+        """Return for each call the bytes that it alone as a region frees in the forward."""
         first, last = dict[int, int](), dict[int, int]()
         for index, value in enumerate(self.step.saves):
             first.setdefault(value, index)
@@ -232,7 +226,7 @@ class RegionPlanner:
         return found
 
     def _peak_of(self, index: int) -> int:
-        """Return the most bytes that the second run of a region has made and still holds at once."""
+        """Return the peak of the values that a region's second run has made and still holds."""
         lineage, saved = self.step.lineage, self._saved[index]
         start, stop = self.calls[index].ops
         last = dict[int, int]()
@@ -255,7 +249,6 @@ class RegionPlanner:
     # One choice
 
     def simulate(self, chosen: Iterable[int]) -> RegionChoice:
-        """Return what a step takes with these regions."""
         key = tuple(chosen)
         found = self._found.get(key)
         if found is None:
@@ -268,9 +261,9 @@ class RegionPlanner:
         return found
 
     def _peak_bytes(self, chosen: Sequence[int]) -> int:
-        """Return the most bytes at once: at the end of the forward, or while the backward is in a region.
+        """Return the peak: at the end of the forward, or while the backward is in a region.
 
-        The backward lets go of values in the reverse order in which they came to be held.
+        The backward frees values in the reverse order of their saves.
         """
         saves, num_bytes, held = self.step.saves, self._bytes, set[int]()
         live = peak = position = 0
@@ -290,11 +283,9 @@ class RegionPlanner:
         return max(peak, live)
 
     def seconds(self, choice: RegionChoice) -> float:
-        """Return what a step takes."""
         return self.costs.step_s(self.plain_device_s + choice.device_s, self.plain_host_s + choice.host_s)
 
     def needs(self, choice: RegionChoice) -> RegionNeeds:
-        """Return what a step takes, call by call."""
         dropped = self.dropped(choice)
         regions = (
             RegionBytes(self._saved[index] & dropped, self._inputs[index], self._peaks[index]) for index in choice.chosen
@@ -314,22 +305,18 @@ class RegionPlanner:
     # The choice for a budget
 
     def best(self, budget_bytes: float) -> RegionChoice | None:
-        """Return the quickest choice of all that were found that fits a budget, None if none does."""
         fitting = [choice for choice in self._explored() if choice.peak_bytes <= budget_bytes]
         return min(fitting, key=self._rank, default=None)
 
     def least(self) -> RegionChoice:
-        """Return the choice that takes the fewest bytes of all that were found."""
         return min(self._explored(), key=lambda choice: (choice.peak_bytes, self._rank(choice)))
 
     def choices(self) -> list[RegionNeeds]:
-        """Return what steps take by the choices than which none is quicker and takes fewer bytes (their Pareto front), the
-        quickest first."""
+        """Return the bytes of all choices on the Pareto front of time and peak, the quickest first."""
         return [self.needs(choice) for choice in sorted(self._explored(), key=self._rank)]
 
     def layers(self) -> RegionChoice:
-        """Return the choice of calls that are alike, as those of the layers of a model, all or none of them, that takes the
-        fewest bytes."""
+        """Return the choice with the lowest peak of those that take whole groups of similar calls, such as all layers."""
         best = self.simulate(())
         for group in self._groups():
             rest = [one for one in best.chosen if not any(self._are_nested(one, other) for other in group)]
@@ -359,7 +346,7 @@ class RegionPlanner:
         return list(self._found.values())
 
     def _take_up_without_spans(self) -> None:
-        """Find what is found if there are no spans: with them it can only become better."""
+        """Add the choices without spans: spans may only improve the result."""
         modules = [index for index, call in enumerate(self.calls) if not call.is_span]
         if len(modules) == len(self.calls):
             return
@@ -393,7 +380,7 @@ class RegionPlanner:
         yield from product_of([index for index, call in enumerate(self.calls) if call.parent < 0])
 
     def _groups(self) -> list[list[int]]:
-        """Return calls that are alike, as the blocks of a model are, and of which none is in another."""
+        """Return groups of similar calls, such as the blocks of a model, of which none is nested in another."""
         groups: dict[tuple[int, str], list[int]] = {}
         depths: list[int] = []
         for index, call in enumerate(self.calls):
@@ -403,7 +390,7 @@ class RegionPlanner:
         return sorted(groups.values(), key=lambda group: -sum(self._freed[index] for index in group))
 
     def _try_alike(self) -> None:
-        """Of calls that are alike, choose some: evenly spaced, or all but the last ones."""
+        """Choose some of similar calls: evenly spaced, or all but the last."""
         for group in self._groups():
             size = len(group)
             for count in _counts(size):
@@ -413,7 +400,7 @@ class RegionPlanner:
                 self.simulate(group[:count])
 
     def _try_weighted(self) -> None:
-        """Choose what frees most for what it takes, for several prices of a byte; between two choices, go step by step."""
+        """Choose calls by their seconds per freed byte, for several prices of a byte; go from choice to choice step by step."""
         binds = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
         for cap in self._caps():
             for device_weight, host_weight in binds:
@@ -424,7 +411,7 @@ class RegionPlanner:
                 self._sweep(costs, cap)
 
     def _caps(self) -> list[float]:
-        """Return limits for what the second run of one region may take."""
+        """Return limits for the peak of one region's second run."""
         peaks = sorted({self._peaks[index] for index in range(len(self.calls)) if self._eligible[index]})
         if not peaks:
             return []
@@ -450,7 +437,7 @@ class RegionPlanner:
                 return
 
     def _dearest(self, costs: Sequence[float], cap: float, rate: float) -> tuple[int, ...]:
-        """Return the regions that bring most if a byte is worth so many seconds."""
+        """Return the regions of highest gain if a byte is worth `rate` seconds."""
         gains, takes = [0.0] * len(self.calls), [False] * len(self.calls)
         for index in reversed(range(len(self.calls))):
             inside = sum(gains[child] for child in self._children[index])
@@ -465,7 +452,7 @@ class RegionPlanner:
         return tuple(found)
 
     def _go(self, start: tuple[int, ...], end: tuple[int, ...], costs: Sequence[float]) -> None:
-        """Simulate what is between two choices: the cheapest for its bytes is added first, and of equals the first."""
+        """Simulate the choices between two others; calls that are cheapest per byte are added first, ties in order."""
         self.simulate(end)
         added = sorted(set(end) - set(start), key=lambda index: (round(costs[index] / self._freed[index], 15), index))
         here, stride = set(start), max(1, len(added) * len(self.step.saves) // (_MOST_WORK // 60))
@@ -481,7 +468,7 @@ class RegionPlanner:
             yield index
 
     def _improve(self) -> None:
-        """For each of a row of limits, leave out regions, or exchange one, as long as that fits and takes less time."""
+        """For each of a series of limits, leave out or exchange regions as long as the step fits and becomes quicker."""
         limit_bytes = float(self.simulate(()).peak_bytes)
         least = min(choice.peak_bytes for choice in self._found.values())
         while limit_bytes >= least and self._work < _MOST_WORK:
@@ -519,7 +506,7 @@ class RegionPlanner:
 
 
 def _counts(size: int) -> list[int]:
-    """Return how many of so many calls to choose: any number, where there are not too many."""
+    """Return how many of `size` calls to choose: each number, or fewer for large sizes."""
     if size <= 400:
         return list(range(1, size + 1))
     found, count = [], 1.0
@@ -530,40 +517,40 @@ def _counts(size: int) -> list[int]:
 
 
 _HIDDEN = 0.9
-"""For so much of the forward copies are on the link beside calls of modules that are recomputed."""
+"""The share of the forward in which copies beside regions keep the link busy."""
 
 
 class Moving(NamedTuple):
-    """What leaves beside calls of modules that are recomputed."""
+    """What is offloaded beside regions."""
 
     limit_bytes: int
-    """What saved values may take, those that leave with them."""
+    """Limit for saved values, the offloaded ones included."""
     kept_bytes: int
-    """So much of that is not dropped."""
+    """Bytes of saved values that are not dropped."""
     num_bytes: int
-    """So much of what is not dropped leaves: it hides behind the computation."""
+    """Of these, the bytes that leave: their copies hide behind the computation."""
     window_bytes: int
-    """So much of it the device may hold at a time: what is on its way."""
+    """Of these, the bytes in transfer that the device may hold at a time."""
 
 
 def fit_regions(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int) -> int | None:
-    """Return what saved values may take where nothing leaves; None if no choice keeps to what the step may take."""
+    """Return the limit for saved values if nothing leaves; None if no choice fits in `allowed_bytes`."""
     fitting = (choice for choice in choices if choice.regions and _peak_bytes(problem, choice) <= allowed_bytes)
     return next((choice.peak_bytes for choice in fitting), None)
 
 
 def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, bytes_per_s: float) -> Moving | None:
-    """Return what may leave, for the quickest choice that keeps to what the step may take then; None if none does."""
+    """Return what may leave with the quickest choice that then fits in `allowed_bytes`; None if none does."""
     if problem.num_forward_points >= len(problem.points):
         return None
     hidden_bytes = int(_HIDDEN * problem.starts_s[problem.points[problem.num_forward_points]] * bytes_per_s)
     for choice in choices:
         if not choice.regions:
-            continue  # that is no such choice
+            continue  # not a choice with regions
         kept = list(_kept(problem, choice))
         leaving: list[HeldValue] = []
         num_bytes = 0
-        for held in kept:  # what is saved first leaves
+        for held in kept:  # the first saves leave
             if num_bytes + held.num_bytes > hidden_bytes:
                 break
             if Action.OFFLOAD in held.choices:
@@ -571,7 +558,7 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
                 num_bytes += held.num_bytes
         window_bytes = 2 * max((held.num_bytes for held in leaving), default=0)
         if num_bytes <= window_bytes:
-            continue  # what is on its way takes as much
+            continue  # the copies in transfer would take as much
         if _peak_bytes(problem, choice, leaving, window_bytes) <= allowed_bytes:
             kept_bytes = sum(held.num_bytes for held in kept)
             return Moving(choice.peak_bytes, kept_bytes, num_bytes, window_bytes)
@@ -579,7 +566,6 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
 
 
 def peak_with_regions(problem: Problem, choice: RegionNeeds, ratio: float, window_bytes: int) -> int:
-    """Return the most bytes that a step takes on the device."""
     kept = list(_kept(problem, choice))
     most_bytes = ratio * sum(held.num_bytes for held in kept)
     reached = accumulate(held.num_bytes for held in kept)
@@ -593,8 +579,8 @@ def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:
 
 
 def _second_run_bytes(problem: Problem, region: RegionBytes, inside: Sequence[HeldValue]) -> int:
-    """Return the most bytes that a second run takes: what it makes, and what was there beside as the forward made that, such as
-    the workspaces of convolutions."""
+    """Return the peak of a second run: the values that it makes, and what the forward had beside them, such as the workspaces
+    of convolutions."""
     most_bytes, made_bytes = region.peak_bytes, 0
     in_order = sorted(inside, key=lambda held: held.made)
     for held, until in zip(in_order, [*(after.made for after in in_order[1:]), 0], strict=True):
@@ -605,8 +591,7 @@ def _second_run_bytes(problem: Problem, region: RegionBytes, inside: Sequence[He
 
 
 def _peak_bytes(problem: Problem, choice: RegionNeeds, leaving: Sequence[HeldValue] = (), window_bytes: int = 0) -> int:
-    """Return the most bytes on the device at once, with some calls recomputed, and what leaves in host memory, but for
-    `window_bytes` of it that are on their way."""
+    """Return the step's peak with some regions, where `leaving` is in host memory except for `window_bytes` in transfer."""
     values, num_slots = problem.values, problem.num_slots
     levels, away = Levels(num_slots), Levels(num_slots)
     for held in _kept(problem, choice):

@@ -1,10 +1,10 @@
-"""What plans begin from: cuts of a step, and what a `Walk` drops of it under a limit.
+"""Where plans start: cuts of a step, and the values that a `Walk` drops under a limit.
 
-A greedy walk over the ledger's peaks finds one *drop order*: where the ledger is fullest, the value goes next whose recomputing
-costs least for the bytes that it frees there. Each prefix of that order is simulated by the walk that also runs it.
+A greedy walk over the ledger's peaks finds one *drop order*: where the ledger is fullest, it drops the value with the cheapest
+recompute per byte freed there. Each prefix of that order is simulated by the walk that also runs it.
 
-Each stage says what it brings: how much longer a step takes without it at the worst, in shares of the plain step, over the
-models of the benches, at 80 to 15 % of their saved bytes and near the least budget.
+The percentages below tell how much longer a step takes at worst without a stage, relative to the plain step, over the models of
+the benches at 80 to 15 % of their saved bytes and near the least budget.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from memkit.plan.timeline import Levels, Timeline
 
 _MOST_PARTS = 32
 _FINER = 1.4
-"""Into how many segments a step is cut: from two on by this factor, up to `_MOST_PARTS`, or a fifth of its saved values. By a
-factor of 2: up to 28 %."""
+"""A step is cut into 2 segments, then more by this factor, up to `_MOST_PARTS` or a fifth of its saved values. A factor of 2:
+up to 28 %."""
 
 
 class CutPlaces:
-    """The narrow places of a step."""
-
     def __init__(self, step: Step) -> None:
         self._step = step
         lineage = step.lineage
@@ -48,7 +46,6 @@ class CutPlaces:
                 self._narrow.append(op)
 
     def skeleton(self, target_bytes: float) -> frozenset[int]:
-        """Return the anchors of cuts between which about so many bytes are saved."""
         return self._anchors(self.cuts(target_bytes))
 
     def skeletons(self) -> Iterator[frozenset[int]]:
@@ -59,8 +56,7 @@ class CutPlaces:
             parts *= _FINER
 
     def cuts(self, target_bytes: float) -> list[int]:
-        """Return the ops behind which cuts are that have about so many saved bytes between them, each at the narrowest place
-        nearby."""
+        """Return the ops after which to cut: about `target_bytes` of saved values apart, each at the narrowest place nearby."""
         sizes, saved_after = self._step.lineage.num_bytes, [0] * (len(self._num_bytes_at) + 1)
         for value, op in self._made_at.items():
             saved_after[op if op != NO_OP else 0] += sizes[value]
@@ -92,7 +88,7 @@ class CutPlaces:
         return frozenset(found)
 
     def _widths(self) -> list[int]:
-        """Return for each op the bytes of what is made up to it and read after it."""
+        """Return for each op the bytes of values that are made up to it and read after it."""
         lineage = self._step.lineage
         levels = Levels(len(lineage.ins))
         for value, maker in enumerate(lineage.maker):
@@ -101,7 +97,7 @@ class CutPlaces:
         return levels.each()
 
     def _are_written_over(self) -> list[bool]:
-        """Tell for each op whether something that is made up to it and read after it is written over, then or later."""
+        """Tell for each op whether a value that is made up to it and read after it is overwritten at any time."""
         lineage = self._step.lineage
         counts = Levels(len(lineage.ins))
         for pairs in lineage.taken.values():
@@ -113,29 +109,26 @@ class CutPlaces:
 
 _NO_END = 1 << 62
 MOST_REPLAYS = 8
-"""A step that runs each op again so often, on average, is none to plan with."""
+"""A simulation gives up when ops run again more often than this on average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a simulated step takes."""
-
     peak_bytes: int
-    """The most bytes of saved values and replay temporaries at once."""
     replayed_s: float
     num_replayed_ops: int
     dropped: frozenset[int]
     limit_bytes: float
     anchors: frozenset[int] = frozenset()
-    """Values that autograd did not save, and that are held so that others can be made from them."""
+    """Values that autograd did not save, held so that others can be recomputed from them."""
 
 
 class _GiveUpError(Exception):
-    """Ops are run again too often for a plan."""
+    """Ops run again too often for a plan."""
 
 
 class _Simulation(Timeline):
-    """A step without its tensors: the store of its walk. Compute is late by what is run again."""
+    """A step without tensors, as the store of its walk. Replays delay compute."""
 
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
         super().__init__()
@@ -235,8 +228,8 @@ class _Simulation(Timeline):
             while latest and latest[-1] in places and places[latest[-1]][-1] < place:
                 latest.pop()
             while self._anchors_held and (not latest or self._anchors_held[-1] > latest[-1]):
-                self._free(self._anchors_held.pop())  # nothing that is made from it will be asked for
-            if place >= end:  # the node before is done, and what is not asked for again goes
+                self._free(self._anchors_held.pop())  # no value made from it will be requested
+            if place >= end:  # the previous node is done: free its values that are not requested again
                 for used in given:
                     if places[used][-1] < place and used in self._present and used not in self._held_roots:
                         self._free(used)
@@ -250,7 +243,7 @@ class _Simulation(Timeline):
             if value in self._present:
                 given.append(value)
                 if places[value][-1] == place or value not in walk.num_replays:
-                    walk.evictable.pop(value, None)  # the node has it; a copy that others wait for may go
+                    walk.evictable.pop(value, None)  # the node holds it; a copy for later requests may go
             walk.note_peak()
 
     def _free(self, value: int) -> None:
@@ -268,7 +261,6 @@ def simulate(
     anchors: frozenset[int] = frozenset(),
     most_s: float = math.inf,
 ) -> Outcome:
-    """Return what a step takes that drops some of its saved values."""
     try:
         return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
     except _GiveUpError:
@@ -278,14 +270,14 @@ def simulate(
 
 
 _MOST_LOOKS = 150_000
-"""Values are picked for the drop order one by one, or several at once where that would mean more looks at a value."""
+"""The most evaluations of a value for the drop order: beyond, several values are picked at once."""
 
 
 class _DropOrder:
     """The greedy walk that finds the drop order of a step.
 
-    It takes a replay for what it is while room suffices: each op of a run of dropped values once, when the first of them is
-    asked for, and all that it makes stays until it is used. What is kept is on the device from its save to its last use.
+    It assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request for one of
+    them, and its results stay until they are used. Kept values are on the device from their save to their last use.
     """
 
     def __init__(self, step: Step, anchors: Collection[int]) -> None:
@@ -305,9 +297,8 @@ class _DropOrder:
         self._since = first_saved
         self._until = {value: last_use.get(value, end - 1) for value in first_saved}
         self._back = {value: first_use.get(value, end) for value in first_saved}
-        """When a dropped value is on the device again: with its first use, or with that of one made from it."""
+        """When a dropped value is on the device again: at its first use, or that of a value made from it."""
         self._levels = Levels(end + 1)
-        """The ledger at each save and request."""
         for value in first_saved:
             if value not in step.moved:
                 self._levels.add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
@@ -322,7 +313,7 @@ class _DropOrder:
         self._kept = set(first_saved)
         self.order: list[int] = []
         self.peaks_bytes: list[int] = [self._levels.peak_bytes]
-        """The peak before any drop, and after each: after those that were picked together, for each of them the last."""
+        """The peak before any drop, and after each drop; values that were picked together share the last one."""
 
     def _new_ops(self, value: int) -> set[int]:
         maker, ins, kept, replayed = self._lineage.maker, self._lineage.ins, self._kept, self._replayed
@@ -350,7 +341,7 @@ class _DropOrder:
         return sum(seconds[op] for op in self._new_ops(value))
 
     def _pick(self, num_picked: int) -> list[int]:
-        """Return the values that lower the peak at least cost, the best first; none if nothing lowers it."""
+        """Return the values that lower the peak at least cost, best first; none if nothing lowers it."""
         level = self._levels.each()
         peak = max(level)
         over = peak - max(1, peak // 64)
@@ -369,7 +360,7 @@ class _DropOrder:
             del self._open[value]
             self._dropped.add(value)
             self._kept.discard(value)
-            # On the device again when the first is that is made from it, through values that are recomputed as well.
+            # Back when the first value made from it is back, also through recomputed values.
             back = min((self._back[later] for later in self._made_from(value)), default=self._back[value])
             back = min(back, self._back[value])
             self._levels.add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])
@@ -395,7 +386,7 @@ class _DropOrder:
                         pending.append(made)
 
     def _bring_forward(self, value: int, back: int) -> None:
-        """Have the dropped values that a value is made from on the device when it is made."""
+        """Bring the dropped ancestors of a value back to the device when it is made."""
         maker, ins, pending = self._lineage.maker, self._lineage.ins, [value]
         seen = set[int]()
         while pending:
@@ -416,8 +407,8 @@ class _DropOrder:
 
 
 def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return in which order the saved values of a step are dropped as the budget falls, and the ledger's peak before the first
-    and after each, as far as room suffices to make each value again once."""
+    """Return the order in which saved values are dropped as the budget falls, and the ledger's peak before the first drop and
+    after each, while room suffices to recompute each value once."""
     walk = _DropOrder(step, anchors)
     walk.walk()
     return tuple(walk.order), tuple(walk.peaks_bytes)
@@ -425,27 +416,27 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[tuple[int, ..
 
 _STEP_DOWN = 0.75
 _FORWARDS = 4_000
-"""The smallest step runs no more again than so many forwards, over the number of ops, saves and requests, or than one."""
+"""The smallest step may replay this many forwards divided by its number of ops, saves and requests, and at least one."""
 _MOST_WORK = 100_000
-"""It is looked for ever lower until nothing smaller is found, or so many ops, saves and requests were simulated."""
+"""The search for it lowers the limit until nothing smaller is found, or this many ops, saves and requests were simulated."""
 _NUM_HELD = 3
 _HELD = 0.5
-"""Anchors are held if they take no more than this share of the limit: of these sets the largest few. Without anchors: up to
-72 %, with one set up to 11 %, with two 1.5 %."""
+"""Anchor sets may take this share of the limit; the largest few are tried. Without anchors: up to 72 %, with one set 11 %,
+with two 1.5 %."""
 _LARGE = 4_000
-"""For a step with more ops, saves and requests, fewer plans are simulated: one takes a tenth of a second and more."""
+"""For steps with more ops, saves and requests, fewer plans are simulated: each takes a tenth of a second or more."""
 _SMALL = 100
-"""In a step with no more ops, saves and requests the smallest is looked for by exchange as well: up to 4 % fewer bytes."""
+"""For steps with no more ops, saves and requests, exchanges also look for the smallest: up to 4 % fewer bytes."""
 _MOST_EXCHANGED = 3
-"""So many values are exchanged at once: without any exchange up to 4 %, in small steps with nothing but single ones more."""
+"""The most values per exchange: without any exchange up to 4 %; in small steps with single ones only, more."""
 _MOST_MOVES = 120
 _EXCHANGED = 15_000
-"""So many ops, saves and requests are simulated again to see what the exchange of single values brings."""
+"""The most ops, saves and requests to simulate for exchanges."""
 _NUM_SEEDS = 3
 
 
 class Walks:
-    """What a step takes that drops prefixes of its drop order, or all that it may, and that a `Walk` keeps to a limit."""
+    """Simulated steps that drop prefixes of their drop order, or all that they may, under the limit of a `Walk`."""
 
     def __init__(self, step: Step, score: DTRScore, *, most_s: float = math.inf) -> None:
         self.step, self.score = step, score
@@ -455,7 +446,6 @@ class Walks:
         self._num_events = len(step.lineage.ins) + len(step.saves) + len(step.uses)
         self._most_s = most_s
         self._work = 0
-        """Ops, saves and requests that were simulated."""
         self.is_large = self._num_events > _LARGE
         self._held = self._anchor_sets()
         self._orders: dict[frozenset[int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -463,7 +453,7 @@ class Walks:
         self._smallest: Outcome | None = None
 
     def _anchor_sets(self) -> dict[frozenset[int], int]:
-        """Return what may be held that autograd did not save, the least first, and how many bytes that takes."""
+        """Return the sets of unsaved values that may be held, smallest first, with their bytes."""
         saved, sizes = frozenset(self.step.saves), self.step.lineage.num_bytes
         skeletons = (frozenset(), *(anchors - self.asked for anchors in CutPlaces(self.step).skeletons()))
         return {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
@@ -488,13 +478,12 @@ class Walks:
         return found
 
     def seeds(self, limit_bytes: float) -> list[Outcome]:
-        """Return the few best steps that were simulated for a limit: the same whatever other limits were explored."""
+        """Return the few best steps that were simulated for a limit, independent of other explored limits."""
         ranked = sorted(self.explore(limit_bytes), key=lambda found: (max(found.peak_bytes, limit_bytes), found.replayed_s))
         return ranked[:_NUM_SEEDS]
 
     def smallest(self) -> Outcome:
-        """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at: the same
-        whatever limits were explored."""
+        """Return the smallest step that a search finds without thrashing, independent of explored limits."""
         if self._smallest is None:
             forwards = max(1.0, _FORWARDS / (self._num_events + 1))
             found = Walks(self.step, self.score)._search_smallest(forwards * sum(self.step.lineage.seconds) or math.inf)
@@ -506,7 +495,7 @@ class Walks:
         return min(self.found, key=lambda outcome: (outcome.peak_bytes, outcome.replayed_s))
 
     def _search_smallest(self, most_s: float) -> Outcome:
-        self.walk(self.step.dropped, math.inf)  # however long it takes: it is the least where nothing else is found
+        self.walk(self.step.dropped, math.inf)  # at any cost: the result if nothing else is found
         self._most_s = most_s
         step_down = _STEP_DOWN**2 if self.is_large else _STEP_DOWN
         limit_bytes = self._saved_bytes * step_down
@@ -523,11 +512,9 @@ class Walks:
         return self.least()
 
     def cheapest(self, budget_bytes: float) -> Outcome | None:
-        """Return the cheapest of all that were looked at and fit a budget, None if none does."""
         return _cheapest(self.found, budget_bytes)
 
     def explore(self, limit_bytes: float) -> Sequence[Outcome]:
-        """Simulate steps under a limit, and return them."""
         if limit_bytes > 0 and limit_bytes not in self._explored:
             found = list[Outcome]()
             for dropped, anchors in self._candidates(limit_bytes):
@@ -548,7 +535,7 @@ class Walks:
                 yield self.step.dropped, anchors
 
     def exchange(self, limit_bytes: float) -> None:
-        """Drop a value more, or one less, or a few at once, where that helps; what takes longest to make first."""
+        """Drop one value more or less, or a few at once, if that helps; values that take longest to recompute come first."""
 
         def rank(outcome: Outcome) -> tuple[float, float]:
             return max(outcome.peak_bytes, limit_bytes), outcome.replayed_s
@@ -568,7 +555,7 @@ class Walks:
                 best, dropped = found, dropped.symmetric_difference(move)
 
     def _held_within(self, limit_bytes: float) -> list[frozenset[int]]:
-        """Return the sets of anchors that leave enough room to be worth a look; the last is none at all."""
+        """Return the largest anchor sets that leave enough room, then the empty one."""
         fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
         return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
 

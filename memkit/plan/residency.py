@@ -19,16 +19,16 @@ from memkit.plan.timeline import HIDDEN, Lane, Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """What a plan has to know of one layer. Seconds that were not measured are None."""
+    """The costs of one layer. Seconds that were not measured are None."""
 
     name: str
     num_bytes: int
-    """Bytes of one copy, if it streams: its weights, packed."""
+    """Bytes of one copy if it streams: its packed weights."""
     forward_s: float | None = None
     backward_s: float | None = None
-    """With what is computed again for it."""
+    """Seconds of its backward, with recomputed forwards."""
     grad_bytes: int = 0
-    """Bytes that go to the host in each backward, if it streams and its gradients do not stay."""
+    """Bytes that go to the host in each backward, if it streams and its gradients leave the device."""
 
     def __post_init__(self) -> None:
         check_bytes(f"num_bytes of {self.name}", self.num_bytes)
@@ -40,16 +40,14 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
-    """How long compute waits in one step, and how long the step takes."""
-
     forward_stall_s: tuple[float, ...]
     backward_stall_s: tuple[float, ...]
     total_s: float
 
 
 def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]:
-    """Return the size of each slot, largest first: layers that are at most an eighth smaller than the largest of them share
-    slots of its size, `num_slots` of these, or one for each such layer where they are fewer."""
+    """Return the size of each slot, largest first: layers that are at most an eighth smaller than the largest share slots of
+    its size, `num_slots` of them, or one per layer if there are fewer."""
     check_num_slots(num_slots)
     slots: list[int] = []
     for members in size_classes(streamed_bytes):
@@ -58,7 +56,7 @@ def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]
 
 
 def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
-    """Return the size of the slots that a layer uses: the smallest that holds it."""
+    """Return the smallest slot size that holds a layer."""
     size = min((size for size in slot_bytes if size >= num_bytes), default=None)
     if size is None:
         found = format_bytes(max(slot_bytes)) if slot_bytes else "no slots"
@@ -69,15 +67,15 @@ def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
 def predict_step(
     layers: Sequence[LayerCosts], streamed: Collection[int], slot_bytes: Sequence[int], link_bytes_per_s: float
 ) -> StepPrediction:
-    """Return how a step goes, a forward and a backward. It begins with nothing in the slots: weights may be written between
-    steps in ways that cannot be seen, so a slot keeps what it holds from the forward to the backward alone.
+    """Predict a forward and a backward. They begin with empty slots: weights may be written between steps unseen, so a slot
+    keeps its layer from the forward to the backward only.
 
-    Copies go one by one, in the order of the uses. A copy begins when the last one is over and the layer that it overwrites has
-    been computed: of those in slots of the same size, the one whose next use is farthest. Gradients go out on a queue of their
-    own, as fast as the other; the backward takes at least as long as they do.
+    Copies go one by one, in the order of the uses. A copy begins when the previous one has ended and the layer that it
+    overwrites has been computed: in slots of its size, the layer whose next use is farthest. Gradients leave on a queue of
+    their own at the same speed; the backward takes at least as long as they do.
 
     Raises:
-        ValueError: a layer was not measured, or none of the slots holds it, or the speed is not positive.
+        ValueError: a layer was not measured, or fits in no slot, or the speed is not positive.
     """
     num_slots = Counter(slot_bytes)
     size_of = {index: slot_size_of(layers[index].num_bytes, num_slots) for index in streamed}
@@ -86,13 +84,13 @@ def predict_step(
     timeline, moment_s = Timeline(), 0.0
 
     def use(index: int, compute_s: float, *, is_forward: bool) -> float:
-        """Compute a layer once it is there. Return how long that waited."""
+        """Compute a layer once it is on the device; return the seconds waited."""
         nonlocal moment_s
         stall_s = 0.0
         if index in size_of and index not in held[size_of[index]]:
             slots = held[size_of[index]]
             free_s = 0.0
-            if len(slots) == num_slots[size_of[index]]:  # they hold neighbors, in order: needed last is what came first
+            if len(slots) == num_slots[size_of[index]]:  # they hold neighbors in order: the first that came is needed last
                 free_s = computed_s[slots.popleft() if is_forward else slots.pop()]
             (slots.append if is_forward else slots.appendleft)(index)
             copy_s = transfer_s(layers[index].num_bytes, link_bytes_per_s)
@@ -116,7 +114,7 @@ def predict_step(
 
 
 def size_classes(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the indices of the sizes in classes, largest first; in each, all are within an eighth of its largest."""
+    """Return the indices of the sizes in classes, largest first; a class is within an eighth of its largest."""
     classes: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         if classes and 8 * sizes[index] >= 7 * sizes[classes[-1][0]]:
@@ -133,7 +131,6 @@ def transfer_s(num_bytes: int, link_bytes_per_s: float) -> float:
 
 
 def check_num_slots(num_slots: object) -> None:
-    """Raise if layers cannot stream through so many slots of a size."""
     check_count("num_slots", num_slots, least=1, do="Pass 1 to take the least memory, 2 or more to copy while a layer computes")
 
 
@@ -155,14 +152,14 @@ class LayerResidency(str, Enum):
     """Where the weights of a layer live."""
 
     RESIDENT = "resident"
-    """On the device, in their own storage, always: they never move."""
+    """Always on the device, in their own storage."""
     STREAMED = "streamed"
     """In host memory; a copy is in a slot on the device around each use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLayer:
-    """Where one layer is to live, and what that is expected to cost."""
+    """Where one layer is to live, and the predicted costs."""
 
     name: str
     residency: LayerResidency
@@ -171,9 +168,9 @@ class PlannedLayer:
     forward_s: float | None
     backward_s: float | None
     transfer_s: float | None
-    """What one copy to the device takes, or would take; None if the speed of the link is not known."""
+    """Seconds of one copy to the device, if it streams, or would; None if the link's speed is unknown."""
     stall_s: float | None
-    """How long compute waits for it in a forward and a backward; None if that cannot be predicted."""
+    """Seconds that compute waits for it in a forward and a backward; None if that cannot be predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +179,7 @@ class ResidencyPlan:
 
     layers: tuple[PlannedLayer, ...]
     slot_bytes: tuple[int, ...]
-    """The size of each slot, largest first. A layer uses the slots of the smallest size that holds it: see `slot_size_of`."""
+    """The size of each slot, largest first. A layer uses the slots of the smallest size that holds it."""
     predicted_s: float | None
     """Seconds of a forward and a backward, from empty slots; None if compute or the link was not measured."""
 
@@ -200,17 +197,17 @@ class ResidencyPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device: the layers that stay, and the slots. Not gradients, nor activations."""
+        """Bytes on the device: the layers that stay, and the slots. Without gradients and activations."""
         return self.resident_bytes + sum(self.slot_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory: all that streams, as a slot holds only a copy."""
+        """Bytes of all streamed layers in host memory: a slot holds only a copy."""
         return self.streamed_bytes
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of the device that streaming saves: what streams, less the slots. Weights alone; at 0 or below it saves
+        """Bytes of weights that streaming frees on the device: the streamed layers, less the slots. At 0 or below it saves
         nothing."""
         return self.streamed_bytes - sum(self.slot_bytes)
 
@@ -241,10 +238,10 @@ class ResidencyPlan:
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """Return which of some layers stream: so many of them, spread evenly, gaps between them differing by one at most.
+    """Return which of some layers stream: `num_streamed` of them, evenly spread.
 
-    The last of them is the last layer, so that the first comes late: a step begins with nothing in the slots, and only layers
-    that stay hide its first copy. The first layer streams only if all do.
+    The last of them is the last layer, so that the first comes late: a step begins with empty slots, and only layers that stay
+    hide its first copy. The first layer streams only if all do.
     """
     if not 0 <= num_streamed <= num_layers:
         raise ValueError(f"num_streamed must be from 0 to the number of layers, {num_layers}; found {num_streamed}")
@@ -254,15 +251,15 @@ def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
 def plan_streamed_ratio(
     layers: Sequence[LayerCosts], ratio: float, *, num_slots: int, link_bytes_per_s: float | None = None
 ) -> ResidencyPlan:
-    """Return the plan that streams so much of the layers' bytes, or as little more as whole layers allow.
+    """Return the plan that streams a share of the layers' bytes, or as little more as whole layers allow.
 
     Each class of sizes gives its share, spread evenly over its layers. A layer without bytes never streams.
 
     Args:
         layers: all layers, in the order of the forward.
-        ratio: of their bytes, 0 to 1.
+        ratio: the share of their bytes, 0 to 1.
         num_slots: slots for each class of sizes.
-        link_bytes_per_s: how fast copies are; without it nothing is predicted.
+        link_bytes_per_s: speed of copies; without it nothing is predicted.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or there are no layers.
@@ -278,7 +275,8 @@ def plan_streamed_ratio(
 def plan_resident(
     layers: Sequence[LayerCosts], num_resident: int, *, num_slots: int, link_bytes_per_s: float | None = None
 ) -> ResidencyPlan:
-    """Return the plan that keeps so many layers on the device and streams the others; a layer without bytes always stays."""
+    """Return the plan that keeps `num_resident` layers on the device and streams the others; a layer without bytes always
+    stays."""
     check_count("num_resident", num_resident, least=0, most=len(layers))
     choices = _even_choices(layers, num_slots)
     num_streamed = min(len(layers) - num_resident, max(len(choice.streamed) for choice in choices))
@@ -295,8 +293,8 @@ def plan_budget(
 ) -> ResidencyPlan:
     """Return the plan that streams the fewest bytes such that resident layers, slots and an optimizer's states fit a budget.
 
-    There are fewer slots only where nothing fits with as many as asked for: without a spare one, no copy overlaps. The least is
-    that everything streams through one slot for each class of sizes.
+    It takes fewer slots only if nothing fits with `num_slots`: without a spare one, no copy overlaps. The minimum streams
+    everything through one slot per class of sizes.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
         raise TypeError(f"budget is a number of bytes (an int); found {budget_bytes!r}")
@@ -320,8 +318,8 @@ def plan_budget(
 def plan_auto(
     layers: Sequence[LayerCosts], *, num_slots: int, link_bytes_per_s: float, budget_bytes: int | None = None
 ) -> ResidencyPlan:
-    """Return the plan that streams the most that hides behind the computation (a step takes at most 1 % longer); where a budget
-    needs more, the least that fits."""
+    """Return the plan that streams the most while copies hide behind the computation (a step takes at most 1 % longer); if a
+    budget needs more, the least that fits."""
     choices = sorted(_even_choices(layers, num_slots))
     limit_s = HIDDEN * predict_step(layers, (), (), link_bytes_per_s).total_s
     steps = (predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s) for choice in choices)
@@ -332,24 +330,24 @@ def plan_auto(
 
 
 def plan_again(plan: ResidencyPlan, layers: Sequence[LayerCosts], link_bytes_per_s: float | None) -> ResidencyPlan:
-    """Return a plan that streams what another does, with all that can be predicted now that the layers were measured."""
+    """Return a plan that streams the same layers, with new predictions from measured layers."""
     return _predicted(layers, set(plan.streamed), plan.slot_bytes, link_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class _Choice:
-    """Layers that may stream together, and what that takes. The least of some choices leaves the fewest bytes on the device."""
+    """Layers that may stream together, and the costs. The smallest choice leaves the fewest bytes on the device."""
 
     device_bytes: int
     streamed_bytes: int
     resident: tuple[int, ...]
-    """Of choices that cost the same, the least keeps the first layers: they hide the first copies."""
+    """Breaks ties: the smallest keeps the first layers, which hide the first copies."""
     streamed: tuple[int, ...] = field(compare=False)  # all others
     slot_bytes: tuple[int, ...] = field(compare=False)  # theirs
 
 
 def _even_choices(layers: Sequence[LayerCosts], num_slots: int) -> list[_Choice]:
-    """Return the choices of layers that every plan chooses from: each is spread evenly over each class of sizes."""
+    """Return the choices of layers for all plans: each is spread evenly over each class of sizes."""
     if not layers:
         raise ValueError("a plan needs at least one layer; found none")
     sizes = [layer.num_bytes for layer in layers]
@@ -377,8 +375,8 @@ def _fewest_streamed(choices: Iterable[_Choice]) -> _Choice:
 
 
 def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return how many layers of each class may stream together: the same share of each, rounded down or up. With more than four
-    classes there are too many ways to round: then they take turns, whichever is furthest behind."""
+    """Return how many layers of each class may stream together: the same share of each, rounded down or up. More than four
+    classes have too many roundings: there the class furthest behind comes next."""
     if len(lengths) > 4:
         turns = sorted((Fraction(2 * turn + 1, length), -kind) for kind, length in enumerate(lengths) for turn in range(length))
         before = [Counter(-kind for _, kind in turns[:num_turns]) for num_turns in range(len(turns) + 1)]

@@ -1,7 +1,7 @@
-"""From a budget for saved tensors alone to what is kept and what is recomputed, as a `Walk` runs it.
+"""Plans for a budget of saved tensors alone: what is kept and what is recomputed, as a `Walk` runs it.
 
-The joint search looks at the step as at any other, and the walk says what its plans and those that it began from take: it drops
-more where room is short, so that it fits budgets for which no plan alone is found.
+The joint search treats the step like any other. The walk then simulates its plans and their seeds: it drops more where room is
+short, so it fits budgets for which no plan alone is found.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memkit.plan.timeline import Levels
 
 _RECOMPUTE = frozenset({Action.RECOMPUTE})
 _BACKWARD = 2
-"""So many times longer than a forward a backward takes, about."""
+"""A backward takes about this many forwards."""
 
 
 def problem_of_saves(step: Step) -> Problem:
-    """Return what there is to decide on in a step of which nothing but saved tensors takes bytes, and nothing can move.
+    """Return the problem of a step where only saved tensors take bytes, and nothing can move.
 
-    A value is there from its save to the end of the node that asks for it last.
+    A value exists from its save to the end of the node that requests it last.
     """
     lineage, num_ops, num_uses = step.lineage, len(step.lineage.ins), len(step.uses)
     save_places = tuple(accumulate((max(lineage.maker[value], 0) + 1 for value in step.saves), max))
@@ -42,7 +42,7 @@ def problem_of_saves(step: Step) -> Problem:
     lifetimes, levels = dict[int, Lifetime](), Levels(end)
     for value, maker in enumerate(lineage.maker):
         if not lineage.num_bytes[value]:
-            continue  # nothing is gained by what has no bytes
+            continue  # values without bytes gain nothing
         if value in first_save:
             made, gone = first_save[value] - 1, min(max(freed.get(value, end), first_save[value]), end)
             lifetimes[value] = Lifetime(made_at=made, released_at=min(made + 1, num_ops), freed_at=gone)
@@ -73,7 +73,7 @@ def problem_of_saves(step: Step) -> Problem:
 
 
 class RematPlanner:
-    """The plans of one step whose saved tensors alone count, as a `Walk` runs them: the joint search's, and its seeds."""
+    """The plans of one step for its saved tensors alone, as a `Walk` runs them: those of the joint search, and its seeds."""
 
     def __init__(
         self, step: Step, score: DTRScore, describe: Callable[[int], tuple[str, str]] = lambda value: ("", "")
@@ -85,7 +85,6 @@ class RematPlanner:
         self._searched = set[int]()
 
     def best(self, budget_bytes: int) -> Outcome | None:
-        """Return the cheapest step that fits a budget of all that were found, also for other budgets; None if none does."""
         walks = self.walks
         if self._everything.peak_bytes <= budget_bytes and not self._everything.replayed_s:
             return self._everything
@@ -110,11 +109,7 @@ class RematPlanner:
         self.walks.exchange(budget_bytes)
 
     def plan(self, budget_bytes: int) -> Plan:
-        """Return the plan for a budget: what saved values and replay temporaries may take.
-
-        Raises:
-            BudgetInfeasible: none fits.
-        """
+        """Return the plan for a budget of saved values and replay temporaries. Raises BudgetInfeasible if none fits."""
         found = self.best(budget_bytes)
         if found is None:
             smallest = self.walks.smallest().peak_bytes
@@ -122,7 +117,6 @@ class RematPlanner:
         return self.told(found, budget_bytes)
 
     def least(self, budget_bytes: int) -> Plan:
-        """Return the plan that takes the fewest bytes of all that were found, for a budget that none keeps to."""
         self.walks.smallest()
         return self.told(self.walks.least(), budget_bytes)
 
@@ -132,7 +126,7 @@ class RematPlanner:
         kept = found.anchors.union(self.step.saves) - found.dropped
         retained = (roots & self.step.retained_bytes.keys()) | found.anchors
         limit_bytes = found.limit_bytes
-        if limit_bytes < math.inf:  # its walk is the same under any limit that its peak keeps to
+        if limit_bytes < math.inf:  # its walk is the same under any limit above its peak
             limit_bytes = min(limit_bytes, max(budget_bytes, found.peak_bytes))
         values = enumerate(dict.fromkeys(self.step.saves))
         return Plan(
@@ -146,7 +140,7 @@ class RematPlanner:
         )
 
     def _kept_bytes(self) -> dict[str, int]:
-        """Return what stays that no op recomputes, by reason, where a user may wonder."""
+        """Return the bytes that no op recomputes, by reason, for reasons that a user may not expect."""
         step, found = self.step, dict[str, int]()
         for value in dict.fromkeys(step.saves):
             if value in step.why_kept:

@@ -1,7 +1,7 @@
 """The ratio as a function of the iteration: `memkit.schedules`.
 
-A schedule is called once per iteration, as `schedule(iteration, last_peak_bytes)`: the number of the iteration, from 0, and the
-allocator's peak in the iteration before (None before the first). A function of the iteration alone will do as well.
+A schedule is called once per iteration, as `schedule(iteration, last_peak_bytes)`: the iteration counts from 0, and the peak is
+the allocator's in the previous iteration (None before the first). A function of the iteration alone works as well.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _MIN_STEP = 0.02
 
 @dataclass(slots=True)
 class _FitMemory:
-    """Comes down from 1 while the peak fits, in steps that the steepest slope seen so far allows, or the shortest: what was
-    steep may be flat from here on, so that only a peak that does not fit, or 0, is the end. Then halves the gap between what
-    fitted and what did not; then stays, and moves only up."""
+    """Lowers the ratio from 1 while the peak fits, by steps that the steepest slope so far allows, or the shortest; what was
+    steep may become flat, so only a peak that does not fit, or 0, ends this. Then it bisects between the ratios that fitted and
+    those that did not; then it stays, and moves only up."""
 
     target_bytes: int
     ratio: float = 1.0
@@ -170,7 +170,7 @@ def piecewise(ratios: Mapping[int, float]) -> Schedule:
         ratios: the first iteration of each piece, and its ratio. The first piece begins at 0.
 
     Raises:
-        TypeError, ValueError: an iteration is no integer from 0 on, none is 0, or a ratio is no number from 0 to 1.
+        TypeError, ValueError: an iteration is no integer of at least 0, none is 0, or a ratio is no number from 0 to 1.
 
     Example:
         >>> from memkit import schedules
@@ -189,9 +189,9 @@ def piecewise(ratios: Mapping[int, float]) -> Schedule:
 def fit_memory(target_bytes: int | str) -> Schedule:
     """Return a schedule that finds the smallest ratio at which the peak of an iteration fits.
 
-    It begins with 1, which needs the least memory, and comes down by a tenth at most; where the peak does not fit any more it
-    goes back and halves the gap, then stays. From then on it only goes up, when a peak does not fit. It holds state: make one
-    per training run.
+    It begins with 1, which needs the least memory, and lowers the ratio by at most a tenth per iteration. When the peak no
+    longer fits, it goes back, bisects the gap, and stays. From then on it only rises, when a peak does not fit. It holds state:
+    make one per training run.
 
     Args:
         target_bytes: the most bytes that an iteration may allocate at its peak, or text such as "8GiB".
@@ -209,7 +209,6 @@ def fit_memory(target_bytes: int | str) -> Schedule:
 
 
 def takes_peak(schedule: Schedule) -> bool:
-    """Tell whether a schedule wants the peak of the last iteration as its second argument."""
     try:
         parameters = inspect.signature(schedule).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -219,10 +218,7 @@ def takes_peak(schedule: Schedule) -> bool:
 
 
 def call_schedule(schedule: Schedule, iteration: int, last_peak_bytes: int | None) -> float:
-    """Return the ratio for an iteration.
-
-    Raises:
-        TypeError, ValueError: the schedule gives no number from 0 to 1; the message names the iteration.
-    """
+    """Return the ratio for an iteration. Raises TypeError or ValueError, naming the iteration, if it is no number from 0 to
+    1."""
     ratio = schedule(iteration, last_peak_bytes) if takes_peak(schedule) else schedule(iteration)
     return check_ratio(ratio, where=f"the ratio that the schedule gives for iteration {iteration}")

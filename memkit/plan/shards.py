@@ -1,6 +1,6 @@
-"""What one of several devices takes of a model that is split between them layer by layer, as FSDP2 does.
+"""What one of several devices holds of a model that is split between them layer by layer, as by FSDP2.
 
-Numbers alone: which layers there are is found elsewhere.
+Numbers only: the layers are found elsewhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from memkit.core.sizes import ALIGNMENT_BYTES, check_bytes, rounded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParameter:
-    """One parameter, whose first dimension is split."""
+    """One parameter, split along its first dimension."""
 
     shape: tuple[int, ...]
-    """Of the whole, with one dimension at least."""
+    """Shape of the whole parameter, with at least one dimension."""
     itemsize: int
     gathered_itemsize: int | None = None
-    """Bytes of an element while it is gathered; None if these are the same."""
+    """Bytes of an element while gathered; None if unchanged."""
     is_trained: bool = True
     """Whether it requires grad, and so has a gradient and optimizer states."""
 
@@ -30,39 +30,36 @@ class ShardedParameter:
         check_bytes("itemsize", self.itemsize)
 
     def shard_numel(self, num_ranks: int) -> int:
-        """Return the elements of the largest shard, that of the first rank. All ranks keep room for as many.
+        """Return the elements of the largest shard, the first rank's. All ranks allocate as many.
 
         Source: `torch.chunk`, by which `torch.distributed.tensor.Shard(0)` splits.
         """
         return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
     def shard_bytes_in_chunk(self, num_ranks: int) -> int:
-        """Return what that takes among others that are brought to the device as one: a multiple of 512 bytes."""
+        """Return the bytes of that shard among others that are copied to the device as one: a multiple of 512."""
         return rounded(self.shard_numel(num_ranks) * self.itemsize, ALIGNMENT_BYTES)
 
     def gathered_bytes(self, num_ranks: int) -> int:
-        """Return what it takes while it is gathered: the shards of all ranks, with the rows that fill up the last."""
+        """Return its bytes while gathered: the shards of all ranks, with the padding of the last."""
         itemsize = self.itemsize if self.gathered_itemsize is None else self.gathered_itemsize
         return num_ranks * self.shard_numel(num_ranks) * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """What the first rank takes, which takes the most. Activations and temporaries are not in it."""
+    """What the first rank, which holds the most, takes. Without activations and temporaries."""
 
     num_ranks: int
     param_bytes: int
-    """Shards of all parameters."""
     grad_bytes: int
-    """Shards of gradients, of what is trained."""
     state_bytes: int
-    """Optimizer states of these shards."""
     gathered_bytes: int
-    """The most that is gathered at once: what is in no layer, and the layers that are in use or gathered ahead."""
+    """The most that is gathered at once: parameters in no layer, and the layers in use or gathered ahead."""
     is_offloaded: bool = False
     """Whether shards of parameters, gradients and states are in host memory."""
     brought_bytes: int = 0
-    """The most that is on the device of shards that are in host memory: those of two layers, on their way to be gathered."""
+    """The most bytes on the device of shards that live in host memory: two layers, on their way to be gathered."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,7 +69,7 @@ class ShardPlan:
 
     @property
     def host_bytes(self) -> int:
-        """What it takes of the host's, which all ranks of a host share."""
+        """Bytes of this rank in host memory, which all ranks of a host share."""
         return self.param_bytes + self.grad_bytes + self.state_bytes if self.is_offloaded else 0
 
 
@@ -86,16 +83,16 @@ def plan_shards(
     state_itemsize: int | None = None,
     offload: bool = False,
 ) -> ShardPlan:
-    """Return what one rank takes of a model that `shard` has split.
+    """Return what one rank holds of a model that `shard` has split.
 
     Args:
         layers: the parameters of each layer, in the order in which they are gathered.
-        rest: those that are in no layer, and stay gathered from a forward to its backward.
-        num_ranks: between how many it is split.
+        rest: parameters in no layer, which stay gathered from a forward to its backward.
+        num_ranks: how many ranks it is split between.
         prefetch: how many layers ahead are gathered.
-        states_per_element: how many numbers an optimizer keeps for each that it steps: AdamW two. Single numbers for a whole
-            parameter, such as counts of steps, are not in it.
-        state_itemsize: bytes of each; by default as the parameter has.
+        states_per_element: optimizer states per trained element: two for AdamW. Single numbers for a whole parameter, such as
+            step counts, are left out.
+        state_itemsize: bytes of a state's element; by default that of the parameter.
         offload: whether shards are in host memory: `shard(offload_policy=CPUOffloadPolicy())`.
 
     Raises:

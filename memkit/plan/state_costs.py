@@ -1,4 +1,4 @@
-"""What the states of parameters take, and of pieces of them: the words of a plan."""
+"""The bytes of parameters' states, and of pieces of them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 
 
 class Update(enum.Enum):
-    """Where a piece is stepped."""
-
     DEVICE = "device"
     HOST = "host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCosts:
-    """What one parameter of an optimizer takes.
+    """The bytes of one parameter of an optimizer.
 
     Attributes:
-        name: what to call it.
+        name: its name.
         numel: its elements.
         parameter_bytes: its bytes.
         state_bytes: bytes of its states, with the float32 copy if there is one.
-        has_master: whether a float32 copy of it is stepped.
+        has_master: whether the optimizer steps a float32 copy of it.
         is_elementwise: whether parts of it can be stepped apart.
     """
 
@@ -40,8 +38,8 @@ class ParameterCosts:
         return aligned(4 * self.numel) if self.has_master else self.parameter_bytes
 
     def sent_bytes(self, *, runs_ahead: bool = False) -> int:
-        """Return what goes to the host where it is stepped there: its gradient, and itself unless a float32 copy is there and
-        nobody has written to it."""
+        """Return the bytes that a step on the host sends there: the gradient, and the parameter unless an up-to-date float32
+        copy is there."""
         is_enough = self.has_master and not runs_ahead
         return self.gradient_bytes + (0 if is_enough else self.parameter_bytes)
 
@@ -51,19 +49,19 @@ class StatePiece:
     """Parameters whose states move together, and are stepped together.
 
     Attributes:
-        parameters: their numbers, in the order of the optimizer's groups.
+        parameters: their indices, in the order of the optimizer's groups.
         numel: their elements.
         parameter_bytes: their bytes.
-        gradient_bytes: of their gradients as they are stepped, in float32 where float32 copies are; so many come back from the
-            host.
-        sent_bytes: what goes to the host in a step there to which nobody has written parameters ahead.
+        gradient_bytes: bytes of their gradients as they are stepped, in float32 if there are float32 copies; as many come back
+            from the host.
+        sent_bytes: bytes that a step on the host sends there if nobody wrote to parameters ahead of it.
         state_bytes: the bytes of their states, each rounded up to 512.
         is_resident: whether the states stay on the device.
-        is_on_disk: whether they lie on a disk between steps.
+        is_on_disk: whether the states are on a disk between steps.
         update: where they are stepped.
-        slot: which slot they come to; -1 where they need none. Stepped within the backward, they come to these by turns, in the
-            order of the backward before.
-        windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. None for others.
+        slot: the slot that they use; -1 if they need none. Stepped within the backward, pieces take slots in turn, in the order
+            of the previous backward.
+        windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. Empty for others.
     """
 
     parameters: tuple[int, ...]
@@ -85,11 +83,11 @@ class StatePiece:
 
     @property
     def way_bytes(self) -> int:
-        """Bytes of gradients and parameters on their way to the host, with what lies between them."""
+        """Bytes of gradients and parameters on their way to the host, with padding."""
         between = (2 * len(self.parameters) + 1) * ALIGNMENT_BYTES
         return aligned(self.gradient_bytes) + aligned(self.parameter_bytes) + between
 
 
 def aligned(num_bytes: int) -> int:
-    """Return bytes rounded up, so that what comes next begins as an allocation of its own would."""
+    """Return bytes rounded up, so that the next item is aligned like an allocation of its own."""
     return rounded(num_bytes, ALIGNMENT_BYTES)

@@ -12,17 +12,17 @@ from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.plan.state_costs import ParameterCosts, StatePiece, Update
 
 NUM_BUFFERS = 4
-"""Buffers in host memory that pieces on a disk pass through: some are read to, one is in use, others are written from."""
+"""Buffers in host memory for pieces on a disk: some are being read, one is in use, others are being written."""
 BLOCK_BYTES = 256 * 2**20
-"""Host memory for pieces is taken in blocks of about this size."""
+"""Host memory for pieces is allocated in blocks of about this size."""
 
 
 _SPREAD = 0.98
-"""So much of what may stay is to stay where that is evenly spread."""
+"""Evenly spread residents are chosen if they fill at least this share of what densely packed ones would."""
 
 
 def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
-    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped."""
+    """Yield the pieces, with as many resident as fit, evenly spread: others are copied while these are stepped."""
     sizes = [piece.state_bytes for piece in pieces]
     least = min(filter(None, sizes), default=0)
     if 0 < budget_bytes < least:
@@ -51,12 +51,12 @@ def _filled(chosen: set[int], sizes: Sequence[int], budget_bytes: int) -> set[in
 
 
 def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: float = math.inf) -> set[int]:
-    """Return some of the indices, evenly spread, whose sizes come to about a share of all of them, and at most to `most`."""
+    """Return evenly spread indices whose sizes sum to about a share of the total, and at most to `most`."""
     chosen = set[int]()
     taken = passed = 0
     for index in indices:
         passed += sizes[index]
-        # taken where that comes closer to the share of what has passed
+        # taken if that comes closer to the share of the sizes so far
         if taken + sizes[index] / 2 <= share * passed and taken + sizes[index] <= most:
             chosen.add(index)
             taken += sizes[index]
@@ -64,9 +64,9 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
 
 
 def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
-    """Return the indices of pieces in the order in which a step takes the device the least time: what stays comes evenly
-    between what moves, so that the link never waits for it long. Both stay in their own order. By the order of the groups,
-    what is large and stays, as a head at the end, would be stepped when nothing is left to move."""
+    """Return the indices of pieces in the quickest order for a step: resident pieces are evenly spread between moving ones, so
+    that the link never waits long. Both keep their own order. In the order of the groups, a large resident piece such as a head
+    would be stepped at the end, when nothing is left to move."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
     if not moving or not staying:
@@ -75,7 +75,7 @@ def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
     order: list[int] = []
     moved = stepped = num_taken = 0
     for index in moving:
-        # taken where half of it is due by what has moved
+        # taken if half of it is due by the moved elements
         while num_taken < len(staying):
             numel = pieces[staying[num_taken]].numel
             if (2 * stepped + numel) * moving_numel > 2 * moved * staying_numel:
@@ -89,7 +89,7 @@ def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
 
 
 def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return sizes in the same order, in blocks that are each taken at once."""
+    """Return sizes in the same order, in blocks that are each allocated at once."""
     blocks: list[list[int]] = []
     room = 0
     for num_bytes in sizes_bytes:
@@ -106,14 +106,14 @@ def held_bytes(sizes_bytes: Sequence[int]) -> int:
 
 
 def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
-    """Return the sizes of the buffers that these pieces pass through on their way from and to a disk."""
+    """Return the sizes of the host buffers for pieces on their way from and to a disk."""
     sizes = [part.state_bytes for piece in pieces if piece.is_on_disk for part in piece.parts]
     return (max(sizes),) * min(NUM_BUFFERS, len(sizes)) if sizes else ()
 
 
 def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
-    """Return pieces, with those on the disk that host memory has no room for: the last to be stepped, while the first are
-    stepped from host memory, the disk reads. Without a budget no more host memory than the buffers is taken."""
+    """Return pieces with those on the disk that host memory has no room for: the last to be stepped, so that the disk reads
+    while the first are stepped. Without a budget, host memory holds the buffers only."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
     moving = moving[::-1] if is_backward else moving
     in_host: list[int] = []
@@ -146,23 +146,23 @@ def _in_pages(num_bytes: int) -> int:
 
 
 PIECE_BYTES = 64 * 2**20
-"""A copy of so many bytes goes at the link's full speed."""
+"""A copy of this size reaches the link's full speed."""
 _HOST_PIECE_BYTES = 2 * PIECE_BYTES
-"""Of what is stepped on the host only gradients are copied, which are half of the states or less: and while a caller goes on to
-the next piece, the thread that steps waits for the interpreter."""
+"""Of pieces stepped on the host only gradients are copied, at most half of the states; and whenever the caller goes on to the
+next piece, the stepping thread waits for the interpreter."""
 _LARGEST_PIECE_BYTES = 168 * 2**20
-"""With four slots, and what a step that fails is undone by, less than a GiB."""
+"""With four slots, and the undo copy of a failed step, less than a GiB."""
 WINDOW_NUMEL = 2**16
-"""A window of a large parameter begins at a multiple of so many elements: kernels over lists of tensors go by blocks of as
-many, and each window begins as aligned as an allocation of its own."""
+"""Windows of a large parameter begin at multiples of this: kernels over lists of tensors use blocks of this size, and each
+window is aligned like an allocation of its own."""
 _LEAST_PIECES = 16
-"""Of a small model so many pieces are made, so that copies and steps overlap."""
+"""A small model has this many pieces, so that copies and steps overlap."""
 _MANY_PIECES = 128
-"""Beyond that, larger pieces gain: each costs the host the same, and the first and the last of so many hardly count."""
+"""Beyond this number larger pieces gain: each costs the host the same, and the first and last hardly count."""
 _NUM_SLOTS = 4
-"""One piece comes, one is stepped and one leaves; and pieces are of different sizes."""
+"""One piece comes, one is stepped and one leaves; and pieces differ in size."""
 _NUM_HOST_SLOTS = 6
-"""The thread always has gradients, though each way of these may be behind a piece of states, which is larger."""
+"""The thread always has gradients, even if each way they queue behind a larger piece of states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class StatePlan:
 
     Attributes:
         pieces: all states, in the order of the optimizer's groups.
-        slot_bytes: the room on the device for pieces on their way, slot by slot.
+        slot_bytes: the size of each slot on the device for pieces in transfer.
     """
 
     pieces: tuple[StatePiece, ...]
@@ -196,7 +196,7 @@ class StatePlan:
 
     @property
     def ring_bytes(self) -> tuple[int, ...]:
-        """The buffers in host memory that states pass through on their way from and to the disk, each of so many bytes."""
+        """The sizes of the host buffers that states pass through on their way from and to the disk."""
         return ring_bytes(self.pieces)
 
     @property
@@ -205,13 +205,12 @@ class StatePlan:
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of the device that the parameters of the largest piece take, or the largest window: as they were before the
-        step."""
+        """Bytes of the device for the old parameters of the largest piece or window during a step."""
         on_device = [piece for piece in self.pieces if piece.update is Update.DEVICE]
         return max((part.parameter_bytes for piece in on_device for part in piece.parts), default=0)
 
     def explain(self) -> str:
-        """Return in sentences where the states are, what is stepped where, and what moves in a step.
+        """Return in sentences where the states are, where they are stepped, and what moves in a step.
 
         Example:
             >>> from memkit.plan import ParameterCosts, plan_states
@@ -264,19 +263,19 @@ def plan_states(
     host_budget_bytes: int | None = None,
     runs_ahead: bool = False,
 ) -> StatePlan:
-    """Return which parameters make a piece, which pieces stay on the device, and where each is stepped.
+    """Return which parameters form a piece, which pieces stay on the device, and where each is stepped.
 
-    A step goes through all states once, in the same order, so no choice of what stays is better than a fixed one.
+    A step goes through all states once, in the same order, so no choice of residents is better than a fixed one.
 
     Args:
         costs: of each parameter, in the order of the optimizer's groups.
         device_budget_bytes: how many bytes of states may stay on the device.
         update: "device" or "host".
         apart: whether each parameter is a piece of its own, stepped within the backward.
-        has_disk: whether states that leave the device may lie on a disk.
-        host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
-        runs_ahead: whether parameters are stepped beside a forward or within a backward. All gradients may be sent to the host
-            before anything is stepped there, so that parameters always go along; and what is large stays as readily as others.
+        has_disk: whether states that leave the device may be on a disk.
+        host_budget_bytes: with a disk, how much host memory may be used; None for the buffers only.
+        runs_ahead: whether parameters are stepped beside a forward or within a backward. All gradients may then be sent to the
+            host before any step there, so parameters always go along; and large parameters stay as readily as others.
 
     Raises:
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
@@ -306,14 +305,14 @@ def plan_states(
 
 
 def _piece_bytes(costs: Iterable[ParameterCosts], usual: int) -> int:
-    """Return the most that the states of a piece should take, unless they are those of one parameter that can't be cut."""
+    """Return the most bytes of states per piece; only a parameter that can't be cut exceeds it."""
     whole = sum(cost.state_bytes for cost in costs)
     most = min(max(usual, whole // _MANY_PIECES), max(usual, _LARGEST_PIECE_BYTES))
     return min(most, max(1, whole // _LEAST_PIECES))
 
 
 def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator[list[int]]:
-    """Yield neighbors whose states come to one piece. What is large is one by itself."""
+    """Yield neighbors whose states form a piece. A large parameter is a piece by itself."""
     members: list[int] = []
     num_bytes = 0
     for index, cost in enumerate(costs):
@@ -331,7 +330,7 @@ def is_large(cost: ParameterCosts) -> bool:
 
 
 def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> tuple[StatePiece, ...]:
-    """Return parts of a parameter that move by themselves, if it is larger than a piece and can be stepped in such."""
+    """Return the windows of a parameter that is larger than a piece, if it can be stepped in parts."""
     num_windows = -(-cost.state_bytes // max(PIECE_BYTES, most))
     length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
     if not cost.is_elementwise or not is_large(cost) or length >= cost.numel:
@@ -339,7 +338,7 @@ def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> t
     made = []
     for start in range(0, cost.numel, length):
         numel = min(length, cost.numel - start)
-        # what is rounded up is the end of each state, and of the parameter, which the last one has
+        # the last window has the padding at the end of each state and of the parameter
         is_last = start + numel == cost.numel
         parameter_bytes, gradient_bytes, sent_bytes, state_bytes = (
             whole - whole // cost.numel * start if is_last else whole // cost.numel * numel
@@ -376,7 +375,6 @@ def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], 
 
 
 def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
-    """Return a piece whose parts come to these slots."""
     if not slots:
         return piece
     windows = (replace(part, slot=slot, update=piece.update) for part, slot in zip(piece.windows, slots, strict=False))
@@ -384,8 +382,7 @@ def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
 
 
 def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], list[int]]:
-    """Return which slot each of some pieces comes to, and the sizes of the slots. Those that are larger than a piece should be
-    share one, the others take turns."""
+    """Return the slot of each piece, and the sizes of the slots. Oversized pieces share one slot, the others take turns."""
     if not rooms:
         return [], []
     usual = max((room for room in rooms if room <= 2 * most), default=0)
@@ -404,8 +401,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def disk_bytes(chunk_bytes: Iterable[int], *, num_written_at_once: int = 3) -> int:
-    """Return the room that chunks need on a disk: each in whole pages of 4 KiB, and the largest once more for each that is
-    being written, since its old bytes stay until the new ones are there.
+    """Return the disk space that chunks need: each in whole pages of 4 KiB, and the largest once more for each chunk being
+    written, since its old bytes stay until the new ones are there.
 
     Args:
         chunk_bytes: of each chunk.
@@ -426,16 +423,16 @@ def disk_bytes(chunk_bytes: Iterable[int], *, num_written_at_once: int = 3) -> i
 
 
 def terabytes_written(disk_bytes: int, *, num_steps: int = 1000, kept_bytes: int = 0) -> float:
-    """Return how many terabytes (10¹² bytes) some steps write to a disk on which optimizer states are.
+    """Return how many terabytes (10¹² bytes) some steps write to a disk that holds optimizer states.
 
-    Each step writes all that is there, but for what is still in host memory when its turn comes again. A consumer SSD is rated
-    for 600 or so in all.
+    Each step writes all of them, except for those that are still in host memory when their turn comes again. A consumer SSD is
+    rated for 600 or so in all.
 
     Args:
         disk_bytes: of the chunks on the disk.
         num_steps: steps of the optimizer.
-        kept_bytes: what of these stays in host memory from the end of a step to the begin of the next, if every other step goes
-            through the chunks backward.
+        kept_bytes: of these, the bytes that stay in host memory from the end of a step to the begin of the next, if every other
+            step goes through the chunks backward.
 
     Raises:
         TypeError: a size is no number of bytes.

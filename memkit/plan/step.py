@@ -1,7 +1,7 @@
-"""One training step as numbers: which op made which value, what autograd saves, and what each op does. No seconds.
+"""One training step as numbers: which op makes which value, what autograd saves, and what each op does. No seconds.
 
-A *value* is what a storage held between two writes; a view is no value of its own. An *op* makes values from values. Both are
-numbered in the order in which they came to be, so any selection of ops can be run again in the order of their numbers.
+A *value* is a storage's content between two writes; a view is no value of its own. An *op* makes values from values. Both are
+numbered in order of creation, so any selection of ops can run again in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 NO_OP = -1
-"""The maker of a *root*: a value that was there before, or that no recorded op can recompute."""
+"""The maker of a *root*: a value that existed before, or that no recorded op can recompute."""
 
 
 class Lineage:
-    """The ops and values of one forward, as they are known once it is over: nothing here changes."""
+    """The ops and values of one finished forward; immutable."""
 
     __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
     num_bytes: Sequence[int]
     maker: Sequence[int]
-    """The op that can make each value again, or `NO_OP`."""
+    """The op that can recompute each value, or `NO_OP`."""
     ins: Sequence[tuple[int, ...]]
     outs: Sequence[tuple[int, ...]]
     taken: Mapping[int, tuple[tuple[int, int], ...]]
-    """For ops that write to their arguments: which value they write over, and which value it becomes."""
+    """For ops that write to their arguments: pairs of the overwritten value and the value it becomes."""
     seconds: Sequence[float]
     users: list[list[int]]
     """The ops that read each value, as of the last `link`."""
@@ -55,7 +55,7 @@ class Lineage:
         return Lineage(self, seconds)
 
     def ops_to(self, value: int, kept: Collection[int]) -> set[int]:
-        """Return the ops that make a value from roots and from what is kept, whether it is kept itself or not."""
+        """Return the ops that make a value from roots and kept values, even if it is kept itself."""
         maker, ins = self.maker, self.ins
         ops, pending = set[int](), [value]
         while pending:
@@ -66,7 +66,7 @@ class Lineage:
         return ops
 
     def roots_of(self, value: int, traced: set[int]) -> Iterator[int]:
-        """Yield the roots that a value is made from, by all that is between; not what was `traced` before."""
+        """Yield the roots that a value depends on, except those already `traced`."""
         pending = [value]
         while pending:
             value = pending.pop()
@@ -93,7 +93,7 @@ def _as_tuple(known: Sequence[object] | Mapping[int, object]) -> object:
 
 
 class GrowingLineage(Lineage):
-    """The ops and values of one forward, as they are recorded."""
+    """The ops and values of one forward while it is recorded."""
 
     __slots__ = ()
 
@@ -123,8 +123,8 @@ class GrowingLineage(Lineage):
     def add_op(
         self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
     ) -> tuple[int, ...]:
-        """Return the numbers of the values that a new op makes, of which the last ones are what the values that it writes
-        over become, in the order of `taken`."""
+        """Return the numbers of the values that a new op makes. The last ones replace the values that it overwrites, in the
+        order of `taken`."""
         op, first = len(self.ins), len(self.maker)
         outs = tuple(range(first, first + len(outs_bytes)))
         self.num_bytes += outs_bytes
@@ -139,7 +139,7 @@ class GrowingLineage(Lineage):
 
 
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return for each request the first after it that comes from another node, by the nodes of all requests."""
+    """Return for each request the first later one from another node; `nodes` has each request's node."""
     ends: list[int] = []
     for start in range(len(nodes)):
         if len(ends) <= start:
@@ -150,28 +150,26 @@ def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One whole step: its lineage, what autograd saved, and when the backward asked for it.
-
-    Nothing in it changes while a recording that it was made from goes on.
-    """
+    """One whole step: its lineage, what autograd saves, and when the backward requests it. Immutable, also if its recording
+    continues."""
 
     lineage: Lineage
     saves: tuple[int, ...]
     """The value of each save that counts, in order. A value may be saved several times."""
     uses: tuple[int, ...]
     use_ends: tuple[int, ...] = ()
-    """For each request, the first after it that another node of the graph makes: until then the node holds what it was given.
-    Without it each request counts as a node's only one."""
+    """For each request, the first later one from another graph node: until then the node holds its value. Without it each
+    request counts as a node's only one."""
     fixed: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
+    """Saved values that stay under any plan: no op makes them, or the user requested it."""
     dropped: frozenset[int] = field(default_factory=frozenset)
     moved: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
+    """Saved values that leave for host memory under any plan; they come back for their readers."""
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
-    written over. All other roots are the caller's and cost nothing."""
+    """Roots that are freed unless held on purpose, and their bytes: made by ops that cannot run again, or overwritten. All
+    other roots are the caller's and cost nothing."""
     why_kept: Mapping[int, str] = field(default_factory=dict)
-    """Why no op makes a value again, where a user may wonder."""
+    """Why no op recomputes a value, where a user may not expect it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lineage", self.lineage.frozen())
@@ -179,7 +177,6 @@ class Step:
         object.__setattr__(self, "why_kept", dict(self.why_kept))
 
     def use_end(self, place: int) -> int:
-        """Return the first request after one that comes from another node."""
         return self.use_ends[place] if self.use_ends else place + 1
 
     @property
@@ -188,7 +185,7 @@ class Step:
 
 
 class OpKind(str, Enum):
-    """What limits an op, and by how much a GPU misses its ceilings."""
+    """What limits an op, and how far a GPU stays below its peak rates."""
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
@@ -198,15 +195,15 @@ class OpKind(str, Enum):
     POINTWISE = "pointwise"
     """All others: bound by the bytes that they read and write."""
     CONVOLUTION_OF_FEW = "convolution_of_few"
-    """Of at most 3 channels, forward, as the first of most nets: far slower than others of its bytes and FLOPs."""
+    """At most 3 input channels, forward, as the first of most nets: far slower than others of its bytes and FLOPs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
-    """What one op does, by its tensors alone."""
+    """The work of one op, from its tensors alone."""
 
     name: str
-    """As PyTorch calls it, such as "aten.mm.default"."""
+    """PyTorch's name, such as "aten.mm.default"."""
     kind: OpKind
     flops: float
     """Source: `torch.utils.flop_counter`; 0 where that knows none."""
@@ -216,26 +213,26 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """While which ops of the step the bytes of a value are on the device: from `made_at` up to, and without, `freed_at`.
+    """When a value's bytes are on the device: from op `made_at` up to, but not including, `freed_at`.
 
-    One storage may hold several values, one after the other: where an op writes over one, that ends, and the next begins.
+    One storage may hold several values in turn: where an op overwrites one, that ends, and the next begins.
     """
 
     made_at: int
-    """The op that makes it, by its place: its bytes are in `StepTrace.live_bytes` from there on."""
+    """The index of the op that makes it; `StepTrace.live_bytes` counts its bytes from there on."""
     released_at: int
-    """The first op while which nobody but autograd holds it: what is dropped or has left is gone from here on, and not sooner.
-    `freed_at` where somebody else holds it as long, or until the backward has begun."""
+    """The first op during which only autograd holds it: if dropped or offloaded, it is gone from here on. Equal to `freed_at`
+    if something else holds it that long, or until the backward has begun."""
     freed_at: int
-    """The first op while which it is gone in the plain step; the number of ops if it outlives that."""
+    """The first op during which it is gone in the plain step; the number of ops if it outlives the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleOps:
-    """One call of a module in the forward: the ops of it lie side by side."""
+    """One call of a module in the forward: its ops are contiguous."""
 
     module: str
-    """Its name in the model; "" is the model."""
+    """Its qualified name; "" is the model."""
     kind: str
     begin: int
     end: int
@@ -243,10 +240,10 @@ class ModuleOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """One training step, forward, loss and backward, on a device that is not there.
+    """One training step, forward, loss and backward, on a device that need not exist.
 
-    Places count the ops that have run when something happens, from 0 to `len(ops)`: what happens at place 3 comes after
-    `ops[2]` and before `ops[3]`.
+    Places count the ops that have run when something happens, from 0 to `len(ops)`: an event at place 3 is after `ops[2]` and
+    before `ops[3]`.
     """
 
     model: str
@@ -255,11 +252,11 @@ class StepTrace:
     min_bytes: int
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
-    """All ops that compute or make anything, also those that make nothing that is saved: of the forward and the loss, then of
-    the backward. What returns a view is none."""
+    """All ops that compute or make anything, even if nothing of theirs is saved: of the forward and the loss, then of the
+    backward. Ops that return views are left out."""
     num_forward_ops: int
     step: Step
-    """Which op made which value, what is saved, and when it is asked for. Its ops take no seconds."""
+    """Which op makes which value, what is saved, and when it is requested. Its ops take no seconds."""
     op_places: tuple[int, ...]
     """For each op of the lineage, its place among `ops`."""
     save_places: tuple[int, ...]
@@ -267,17 +264,17 @@ class StepTrace:
     lifetimes: Mapping[int, Lifetime]
     """Of each saved value, and of each other value of at least `min_bytes` that an op of the forward makes."""
     live_bytes: tuple[int, ...]
-    """Bytes on the device beside `base_bytes` while each op runs: just after it has made its outputs."""
+    """Bytes on the device beside `base_bytes` during each op, just after it has made its outputs."""
     base_bytes: int
-    """What is there before: parameters, buffers, inputs."""
+    """Bytes that exist before: parameters, buffers, inputs."""
     trainable_numel: int
     trainable_bytes: int
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     modules: tuple[ModuleOps, ...] = ()
     """The calls of modules in the forward, in the order in which they begin."""
     backend_dependent: tuple[str, ...] = ()
-    """The modules with ops of which only the backend knows what they run, save and reserve, as cuDNN's LSTM: their bytes and
-    their work are those of the ops that PyTorch would run without it."""
+    """The modules with ops whose execution, saves and workspaces only the backend knows, such as cuDNN's LSTM: their bytes and
+    work are those of the ops that PyTorch would run without it."""
 
     @property
     def peak_bytes(self) -> int:
@@ -293,7 +290,6 @@ _STEP_ROWS, _STEP_SETS = ("saves", "uses", "use_ends"), ("fixed", "dropped", "mo
 
 
 def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
-    """Return a trace as what JSON knows: `trace_from_plain` makes an equal one of it."""
     texts = _Texts()
     step, lineage = trace.step, trace.step.lineage
     return {
@@ -321,11 +317,8 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
 
 
 def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
-    """Return the trace that `trace_to_plain` was given.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError, AttributeError: it has made no such thing.
-    """
+    """Return the trace that `trace_to_plain` was called on. Of other content raises KeyError, TypeError, ValueError, IndexError
+    or AttributeError."""
     text = _texts_of(content["texts"])
     of_step = content["step"]
     rows: dict[str, Any] = {name: _wholes(of_step[name]) for name in _STEP_ROWS}  # of several types, as those below

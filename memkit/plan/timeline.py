@@ -1,8 +1,7 @@
-"""One step in seconds and bytes: what every simulation walks.
+"""One step in seconds and bytes, as every simulation walks it.
 
-A *timeline* has the clocks of a step and the bytes on its device, as they are by now: the clocks of compute, of the host that
-launches it, and of the two lanes that copy. *Levels* are bytes at each place of an order that is known, as that of saves and
-requests.
+A *timeline* has the clocks of a step (compute, the host that launches it, and the two copy lanes) and the bytes on its device.
+*Levels* are bytes at each place of a known order, such as saves and requests.
 """
 
 from __future__ import annotations
@@ -11,32 +10,30 @@ from enum import IntEnum
 from itertools import accumulate
 
 HIDDEN = 1.01
-"""Copies hide if a step takes at most so many times its computation."""
+"""Copies hide if a step takes at most this many times its computation."""
 
 
 class Lane(IntEnum):
-    """What goes on beside the computation, one thing after the other."""
+    """A queue beside the computation."""
 
     OUT = 0
     """Copies from the device to the host."""
     BACK = 1
     """Copies from the host to the device."""
     HOST = 2
-    """What the host does for the computation before that can begin."""
+    """Work of the host that must precede the computation."""
 
 
 class Timeline:
-    """A step as it goes on.
+    """A step in progress.
 
-    Its moments are those of a step that waits for nothing, in seconds from its begin. Whatever compute waits for makes all
-    later moments late.
+    Its moments are in seconds from its beginning, as if it waited for nothing. Each wait of compute delays all later moments.
     """
 
     __slots__ = ("_free_s", "late_s", "live_bytes")
 
     def __init__(self) -> None:
         self.late_s = 0.0
-        """How late compute is by now."""
         self.live_bytes = 0
         """Bytes on the device that the step counts."""
         self._free_s = [0.0] * len(Lane)
@@ -45,7 +42,7 @@ class Timeline:
         return moment_s + self.late_s
 
     def issue(self, lane: Lane, seconds: float, *, after_s: float = 0.0, latency_s: float = 0.0) -> float:
-        """Put something on a lane; return when it is over. It begins when what was before it is, and not before a time."""
+        """Put work on a lane; return when it ends. It begins after the earlier work of the lane, and not before `after_s`."""
         end_s = self._free_s[lane] = max(self._free_s[lane], after_s) + latency_s + seconds
         return end_s
 
@@ -53,14 +50,14 @@ class Timeline:
         return self._free_s[lane]
 
     def wait(self, moment_s: float, until_s: float) -> float:
-        """Let compute wait at a moment until a time; return for how long."""
+        """Let compute wait at a moment until a time; return the seconds waited."""
         before_s = self.late_s
         self.late_s = max(before_s, until_s - moment_s)
         return self.late_s - before_s
 
 
 class Levels:
-    """Bytes at each place of an order, told as differences: a span of places costs the same at any length."""
+    """Bytes at each place of an order, stored as differences: a span of any length costs the same."""
 
     __slots__ = ("_changes",)
 
@@ -68,7 +65,7 @@ class Levels:
         self._changes = [0] * (num_places + 1)
 
     def add(self, start: int, end: int, num_bytes: int) -> None:
-        """Add bytes from a place on, up to another. An empty span is nothing."""
+        """Add bytes from `start` up to, but not including, `end`."""
         if start < end:
             self._changes[start] += num_bytes
             self._changes[end] -= num_bytes
