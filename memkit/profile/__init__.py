@@ -1,20 +1,20 @@
-"""Measuring: run a model, watch what it saves and allocates, and return a frozen report. Nothing is moved or decided here.
+"""Measure: run a model, watch what it saves and allocates, and return a frozen report. Nothing is moved or decided here.
 
 - `tracker`: `profile_memory`, and the arguments and models that it refuses
-- `passes`: the runs that it makes, and the rows of a report
-- `step`: one run: forward, loss, backward; and puts back what a run changes
+- `passes`: its runs, and the rows of a report
+- `step`: one run (forward, loss, backward), which restores what it changes
 - `simulate/`: a run on the meta device, as a target's kernels would run it
 - `tree`: the model's modules, the shapes of their inputs and outputs
 - `calls`: which module is running; memory and time at the ends of its calls
-- `watch`: what autograd saves; storages, casts and checkpoints, seen below autograd
+- `watch`: saves, storages, casts and checkpoints, as seen by hooks and a dispatch mode
 - `sharded`: models that FSDP2 has split
-- `optimizer_states`: what an optimizer keeps for each parameter
+- `optimizer_states`: an optimizer's states for each parameter
 - `trace`: the step op by op (`trace=True`)
-- `partitions`: what a compiled block would save and recompute
-- `alive`: `StepMemory`: what is on the device at each op
+- `partitions`: the values that a compiled block would save and recompute
+- `alive`: `StepMemory`: the storages on the device at each op
 - `report`: `MemoryReport`, to JSON and back
 - `table`: the report as text; two reports side by side
-- `fit`: would the step fit in some memory, with which feature
+- `fit`: whether the step would fit in some memory, with which feature
 - `registry`: reports by tag
 """
 

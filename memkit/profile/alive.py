@@ -1,4 +1,4 @@
-"""What is on the device at each moment of a training step, storage by storage: one frozen value, to plain lists and back."""
+"""The storages on the device at each moment of a training step: one frozen value, to plain lists and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class MemoryCategory(str, Enum):
-    """What bytes on the device are for. A storage has one category for its whole life."""
+    """The purpose of bytes on the device. A storage has one category for its whole life."""
 
     PARAM = "param"
     """Parameters, and the slots that streamed weights share."""
@@ -78,7 +78,7 @@ class AliveItem:
     module: str
     """The row of the report: see `AliveStorage.module`."""
     what: str
-    """See `AliveStorage.what`; of several storages that of the largest, the first one of equals."""
+    """See `AliveStorage.what`; of several storages, the first largest one's."""
     num_bytes: int
     """Bytes of all of them."""
     num_storages: int = 1
@@ -104,12 +104,12 @@ class OptimizerMemory:
 class StepMemory:
     """The bytes on the device at each moment of a step, in storages: `MemoryReport.step_memory`.
 
-    The sum over the categories is what is on the device at a moment, to the byte: of a report with a trace it is
-    `StepTrace.base_bytes + StepTrace.live_bytes[moment]`, and the optimizer's states. A moment of the optimizer's step follows
-    the last op where an optimizer was given. Workspaces inside kernels are no storages and not in it.
+    The sum over the categories is the total on the device at a moment, to the byte: of a report with a trace it is
+    `StepTrace.base_bytes + StepTrace.live_bytes[moment]`, and the optimizer's states. If an optimizer was given, a moment of
+    its step follows the last op. Workspaces inside kernels are no storages and not included.
 
-    Gradients are there from the op of the backward that makes them, as after `zero_grad()`. The optimizer's states are there
-    all along, as in each step but the first.
+    Gradients exist from the op of the backward that makes them, as after `zero_grad()`. The optimizer's states exist all along,
+    as in each step but the first.
 
     Example:
         >>> import torch, memkit
@@ -221,7 +221,7 @@ class StepMemory:
 
 
 def grouped(items: Iterable[AliveItem], key: Callable[[AliveItem], Hashable]) -> list[tuple[AliveItem, list[str]]]:
-    """Return one item for each category and key, named as its first, with the modules that it stands for; largest first."""
+    """Return one item per category and key, named like its first, with the modules that it covers; largest first."""
     groups: dict[Hashable, list[AliveItem]] = {}
     for item in items:
         groups.setdefault((item.category, key(item)), []).append(item)
@@ -246,6 +246,6 @@ def _levels(storages: Iterable[AliveStorage], num_moments: int) -> dict[MemoryCa
 
 
 def short_name(op: str) -> str:
-    """Return the name of an op without namespace and overload: "mm" for "aten.mm.default"."""
+    """Return an op's name without namespace and overload: "mm" for "aten.mm.default"."""
     parts = op.split(".")
     return parts[1] if len(parts) == 3 else op

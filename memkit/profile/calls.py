@@ -1,4 +1,4 @@
-"""Which module is running: a stack of open calls, kept by hooks. Gauges of memory and time are read at the ends of calls."""
+"""The running module: a stack of open calls, kept by hooks. Gauges read memory and time at the ends of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memkit.profile.tree import ModuleTree
 
 
 class Gauge:
-    """Is read when a module's call begins or ends. This one reads nothing: for warm-up runs, and if memory can't be counted."""
+    """Read when a module's call begins or ends. This one reads nothing: for warm-up runs, and if memory can't be counted."""
 
     def __init__(self) -> None:
         self.before_bytes: int | None = None
@@ -34,7 +34,7 @@ class Gauge:
         """The innermost call, one of the module at `index`, ends."""
 
     def start_backward_of(self, index: int | None) -> None:
-        """The backward goes on with operations of the module at `index`; None when it ends."""
+        """The backward reaches operations of the module at `index`; None when it ends."""
 
     def take_highest(self) -> int | None:
         """Return the peak of allocated bytes since the last `take_highest`, and start again."""
@@ -131,8 +131,7 @@ _SPACE = ("depth", "height", "width")
 
 
 def _misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
-    """Return in words which shape a module needs, if its first argument has another; a module of another kind, the dims of its
-    first convolution."""
+    """Return in words the shape that a module, or else its first convolution, needs, if the first argument does not fit."""
     if not args or not isinstance(args[0], Tensor):
         return ""
     found, needed = tuple(args[0].shape), _needed(module)
@@ -168,10 +167,8 @@ def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
 
 
 class CallStack:
-    """The calls that are open, innermost last; tells a gauge when one opens or closes.
-
-    Modules under a compiled one are not hooked: their calls happen inside compiled code.
-    """
+    """The open calls, innermost last; tells a gauge when one opens or closes. Modules under a compiled one are not hooked:
+    their calls happen inside compiled code."""
 
     def __init__(self, tree: ModuleTree, gauge: Gauge) -> None:
         self._tree = tree
@@ -179,15 +176,15 @@ class CallStack:
         self._open: list[int] = []
         self._hooked: set[int] = set()
         self._raised: tuple[BaseException, int, tuple[Any, ...]] | None = None
-        """An exception, the module that raised it, and what that was given."""
+        """An exception, the module that raised it, and that module's arguments."""
         self._backward_of: int | None = None
         self.in_backward = False
         self.num_calls: Counter[int] = Counter()
-        # From which autograd sequence number on each module is the innermost: ascending, for `_owner_of_node`.
+        # The autograd sequence numbers from which on each module is the innermost, ascending, for `_owner_of_node`.
         self._first_numbers: list[int] = []
         self._owners: list[int] = []
         self.first_number = torch_private.node_number()
-        """Nodes with lower autograd sequence numbers were made before."""
+        """Nodes with lower autograd sequence numbers are older than the run."""
 
     @property
     def current(self) -> int:
@@ -198,7 +195,6 @@ class CallStack:
 
     @property
     def row(self) -> str:
-        """The name of `current`."""
         return self._tree.fqn(self.current)
 
     @property
@@ -206,8 +202,8 @@ class CallStack:
         return self._tree.outside
 
     def explain(self, error: BaseException) -> tuple[str, str]:
-        """Return the module that raised an exception in words, "layer1.0.conv1 (Conv2d)" or "the backward of ...", and which
-        shape it needs, if it was given another."""
+        """Return the module that raised an exception in words, "layer1.0.conv1 (Conv2d)" or "the backward of ...", and the
+        shape that it needs, if it was given another."""
         _, index, args = self._raised if self._raised is not None and self._raised[0] is error else (None, self.current, ())
         module = None if index == self.outside else self._tree.nodes[index].module
         name = "the loss" if module is None else f"{self._tree.fqn(index)} ({type(module).__name__})"
@@ -275,10 +271,8 @@ class CallStack:
 
 
 class BackwardGraph:
-    """The autograd nodes that a backward from `roots` can reach, and the leaves that get gradients from it.
-
-    The inside of a reentrant checkpoint is one node.
-    """
+    """The autograd nodes that a backward from `roots` can reach, and the leaves that get gradients from it. The inside of a
+    reentrant checkpoint is one node."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         self.nodes: list[torch.autograd.graph.Node] = []

@@ -1,5 +1,4 @@
-"""Whether a traced step fits in some memory, with which feature of memkit it would, and what that costs: figures and
-sentences."""
+"""Whether a traced step fits in some memory, with which feature of memkit, and at which cost: figures and sentences."""
 
 from __future__ import annotations
 
@@ -20,13 +19,12 @@ if TYPE_CHECKING:
 _ALONE = {Action.RECOMPUTE: ("memkit.Rematerialize", "recomputing"), Action.OFFLOAD: ("memkit.CPUOffload", "offloading")}
 _STATES = "memkit.StateOffload(optimizer)"
 _CLOSE = 0.9
-"""A step that takes more than this fraction of the memory may not fit: workspaces and fragmentation come on top."""
+"""A step that takes more of the memory than this may not fit: workspaces and fragmentation come on top."""
 _MOSTLY = 0.5
 _LEAST_STAYING_BYTES = 2**28
-"""If fewer bytes of states could stay on the device, that is not mentioned: a piece of them has up to 168 MiB."""
+"""Fewer bytes of states that could stay are not mentioned: a piece of them has up to 168 MiB."""
 
 DEFAULT_GPU = "H200"
-"""The GPU that predictions are for by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,18 +244,15 @@ def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -
 
 
 def fit_from(content: Mapping[str, Any]) -> Fit:
-    """Return the `Fit` that `dataclasses.asdict` was called on."""
     return Fit(**{**content, "features": tuple(FeatureFit(**feature) for feature in content["features"])})
 
 
 def _written(num_bytes: int) -> str:
-    """Return bytes as a budget is written, rounded down."""
     unit, unit_bytes = unit_of(num_bytes)
     return f"{100 * num_bytes // unit_bytes / 100:g}{unit}"
 
 
 def _size(num_bytes: int, *, up: bool = False) -> str:
-    """Return bytes with one decimal if needed; `up` rounds up."""
     unit, unit_bytes = unit_of(num_bytes)
     size = math.ceil(10 * num_bytes / unit_bytes) / 10 if up else num_bytes / unit_bytes
     return f"{size:.0f} {unit}" if size == round(size) else f"{size:.1f} {unit}"

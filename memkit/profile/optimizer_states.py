@@ -1,4 +1,4 @@
-"""The states that an optimizer keeps for each parameter of a model, and the room that they need on their way."""
+"""The states that an optimizer keeps for each parameter of a model, and the device memory for states in transfer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]
 
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. For others
-this isn't known without data, and is assumed not to be so."""
+"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. For other
+classes this can't be seen without data, so they count as not elementwise."""
 _AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Classes whose parameters can't be stepped one by one, so that their states can't leave."""
+"""Classes that can't step parameters one by one, so that their states can't leave."""
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
@@ -62,7 +62,7 @@ def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
 def optimizer_memory(
     step: ProfiledStep, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
 ) -> tuple[OptimizerMemory, tuple[AliveStorage, ...]]:
-    """Return what an optimizer keeps on the device, and its states one by one; streamed parameters have theirs in host
+    """Return the bytes that an optimizer keeps on the device, and its states; streamed parameters have theirs in host
     memory."""
     there: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -100,8 +100,7 @@ def optimizer_memory(
 
 
 def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, int]]) -> int | None:
-    """Return `OptimizerMemory.room_bytes`; `states` has each parameter with the bytes of its states, in the order of the
-    groups."""
+    """Return `OptimizerMemory.room_bytes`; `states` has parameters with their states' bytes, in the order of the groups."""
     if not states or issubclass(kind, _AS_A_WHOLE):
         return None
     is_known = any(kind is getattr(torch.optim, name) for name in _BY_ELEMENT)
@@ -123,7 +122,7 @@ def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, in
 
 
 def state_bytes_of(parameters: Iterable[nn.Parameter], optimizer: str) -> int:
-    """Return what an optimizer (a name) keeps for parameters of which only shapes and dtypes count."""
+    """Return the bytes that an optimizer (a name) keeps for parameters, of which only shapes and dtypes count."""
     kept = _kept(_made(optimizer, list(parameters))[0])
     return sum(state.num_bytes for states in kept.values() for state in states if state.is_there)
 
@@ -131,7 +130,7 @@ def state_bytes_of(parameters: Iterable[nn.Parameter], optimizer: str) -> int:
 def _made(
     optimizer: str | type[torch.optim.Optimizer], parameters: list[nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Return an optimizer of a class, over parameters of these shapes without data, and those."""
+    """Return an optimizer of a class over parameters of these shapes without data, and these parameters."""
     kind = optimizer_names()[optimizer.lower()] if isinstance(optimizer, str) else optimizer
     twins = [nn.Parameter(torch.empty_like(local_of(each), device="meta")) for each in parameters]
     options: dict[str, Any] = {"momentum": 0.9} if optimizer == "momentum" else {}

@@ -1,5 +1,5 @@
-"""What a block would save and recompute if it were compiled with a given `activation_memory_budget`: found from its graphs,
-without running anything."""
+"""The bytes that a block would save, and the work it would recompute, if compiled with a given `activation_memory_budget`:
+found from its graphs, without running anything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Partition(NamedTuple):
     """One way to partition a block's forward and backward."""
 
     budget: float
-    """The value of `activation_memory_budget`."""
     saved_bytes: int
     """Bytes that the block saves, with its inputs and outputs, without its parameters."""
     given_bytes: int
@@ -46,10 +45,9 @@ class _CutError(Exception):
 
 def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float]) -> list[Partition]:
     """Return how the compiler would partition a block (not a wrapper of `torch.compile`) called with these arguments, for
-    values of `activation_memory_budget`. Nothing is computed. AOTAutograd traces the forward with the partitioner of
-    `torch.compile`, in a thread of its own, where no mode or hook of the caller's is on. Raises RuntimeError if it can't be
-    traced."""
-    dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: it loads much
+    values of `activation_memory_budget`. Nothing is computed: AOTAutograd traces the forward with `torch.compile`'s
+    partitioner, in a thread of its own, free of the caller's modes and hooks. Raises RuntimeError if it can't be traced."""
+    dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: a slow import
     device = torch.get_default_device()
     is_elsewhere = any(parameter.device.type not in ("cpu", "meta") for parameter in block.parameters())
     place = torch.accelerator.device_index(torch.accelerator.current_device_index()) if is_elsewhere else nullcontext()
@@ -64,7 +62,7 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
                 around.enter_context(torch.autocast(kind, dtype=dtype))
             around.enter_context(preserved([block], torch.device("cpu"), contents=False))
             around.enter_context(torch.compiler.set_stance("force_eager"))
-            around.enter_context(dynamo.patch(error_on_nested_fx_trace=False))  # what is compiled runs as it is
+            around.enter_context(dynamo.patch(error_on_nested_fx_trace=False))  # compiled code runs as it is
             return [_partition(block, args, kwargs, budget) for budget in budgets]
 
     if _here.traces:
@@ -75,7 +73,7 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
     except Exception as error:
         raise RuntimeError(f"{type(block).__name__} cannot be traced: {error!r}") from error
     finally:
-        wait([tracing])  # after an interrupt as well: meanwhile nothing is compiled, whoever asks
+        wait([tracing])  # after an interrupt as well: meanwhile no thread may compile
 
 
 class _Here(threading.local):
@@ -87,8 +85,8 @@ _here = _Here()
 
 @functools.cache
 def _tracer(_: int) -> ThreadPoolExecutor:
-    """Return the thread that traces in a process, always the same: without CUDA, torch 2.11 crashes when a second one begins to
-    trace (`torch._C._ensureCUDADeviceGuardSet`)."""
+    """Return the process's one tracing thread: without CUDA, torch 2.11 crashes when a second one begins to trace
+    (`torch._C._ensureCUDADeviceGuardSet`)."""
     return ThreadPoolExecutor(1, "memkit partitions")
 
 
@@ -129,7 +127,6 @@ def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Parti
 
 
 def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
-    """Return the bytes that a forward returns beside parameters and buffers, each storage once."""
     owned = set(islice(graph.find_nodes(op="placeholder"), num_owned))
     (output,) = graph.find_nodes(op="output")
     kept = {_base(node) for node in output.all_input_nodes} - owned

@@ -42,7 +42,7 @@ def module_records(
     forward_s: Mapping[int, float],
     backward_s: Mapping[int, float],
 ) -> tuple[ModuleRecord, ...]:
-    """Return the rows: each module of the tree, and what was done outside of any."""
+    """Return the rows: each module of the tree, and the work outside of any."""
     parents = [*(node.parent for node in tree.nodes), None]
     below = children_of(parents)
     owners: dict[int, str] = {}  # each storage belongs to the module that saved it first
@@ -135,7 +135,7 @@ def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
         counter = counter or log
     device.synchronize()
     watch = Watch(step, tree, Gauge() if counter is None else PeakGauge(counter), log)
-    # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
+    # Operations of compiled code cannot be watched: a dispatch mode would make it run eagerly.
     with nullcontext() if tree.has_compiled else OpWatch(*watch.observers):
         watch.run()
     watch.close()
@@ -175,7 +175,7 @@ def _unpack(tracer: SaveObserver | None, saves: SavedStorages, packed: Any) -> T
 
 
 class Watch:
-    """Notes memory in a run, of which `log` counts the storages, if ops can be seen, and `tracer` makes a trace, if given."""
+    """Notes memory in a run: `log` counts the storages, if ops can be seen; `tracer`, if given, makes a trace."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Watch:
         self.saves = SavedStorages(resident=resident, inputs=step.input_tensors(), casts=casts, stack=self.stack)
         if log is not None:
             log.follow(step, tree, self.stack, casts)
-        # no methods, which would keep the model until it is collected
+        # no methods: they would keep the model alive until garbage collection
         self._pack, self._unpack = partial(_pack, log, tracer, self.saves), partial(_unpack, tracer, self.saves)
         self._hidden = HiddenRegions(self._pack, self.stack)
         self.writes = Writes(step.names_of_storages())
@@ -208,7 +208,7 @@ class Watch:
 
     @property
     def storages(self) -> StorageLog | None:
-        """What was on the device at each op; None without a backward, and if ops can't be seen."""
+        """The storages on the device at each op; None without a backward, and if ops can't be seen."""
         return self._log if self._step.backward else None
 
     @property
@@ -217,7 +217,6 @@ class Watch:
         return self._log.gathered_bytes() if self._log is not None and self._step.sharded else None
 
     def marks(self, index: int) -> list[str]:
-        """Return the marks of a row that the run has shown."""
         marked = {
             Mark.CHECKPOINTED: self._hidden.checkpointed,
             Mark.OTHER_HOOKS: self._hidden.under_other_hooks,
@@ -226,7 +225,7 @@ class Watch:
         return [mark.value for mark, rows in marked.items() if index in rows]
 
     def note_backend_dependent(self) -> None:
-        """Note that an operation runs of which only the backend knows what it saves."""
+        """Note an operation whose saves only the backend knows."""
         self.backend_dependent.add(self.stack.current)
 
     def ends(self) -> dict[int, int]:
@@ -239,8 +238,6 @@ class Watch:
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
     ) -> None:
-        """Run the step; for the arguments see `ProfiledStep.run`."""
-
         def done() -> None:
             self.forward_peak_bytes = self.gauge.take_highest()
             forward_done()

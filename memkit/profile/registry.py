@@ -1,4 +1,4 @@
-"""Reports by tag, so that a context with the same tag finds what was measured for it."""
+"""Reports by tag, for contexts with the same tag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ _reports: dict[str, MemoryReport] = {}
 
 
 def file_report(report: MemoryReport) -> None:
-    """File a report under its tag, in place of an earlier one."""
     _reports[report.tag] = report
 
 

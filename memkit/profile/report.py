@@ -1,4 +1,4 @@
-"""What a profile found, as one frozen value: rows, saved storages, totals; to JSON and back. Its text is made in `table.py`."""
+"""The result of a profile, as one frozen value: rows, saved storages, totals; to JSON and back. `table.py` makes its text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memkit.removed import removed
 
 
 class SavedCategory(str, Enum):
-    """What a saved storage is. Parameters and buffers are not listed: they exist with or without a backward."""
+    """The kind of a saved storage. Parameters and buffers are not listed: they exist with or without a backward."""
 
     ACTIVATION = "activation"
     """Made during the forward and kept for the backward."""
@@ -49,7 +49,6 @@ class SavedTensorRecord:
     storage_bytes: int
     """Bytes of the whole storage."""
     category: SavedCategory
-    """What the storage is."""
     module: str
     """The innermost module whose forward ran at the first save; "(outside modules)" if none did."""
     dtype: str
@@ -68,11 +67,10 @@ class SavedTensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRecord:
-    """One row: what one module keeps, and what its calls took.
+    """One row: the bytes that a module keeps, and the time and peaks of its calls.
 
     Bytes of a row are inclusive: the module's own plus those of the modules registered under it, so `self_bytes` of all rows
-    add up to the total exactly. Times and peaks are of the module's calls, whatever these called; None where nothing was
-    measured.
+    add up to the total exactly. Times and peaks are of the module's calls, including all that these call; None if not measured.
     """
 
     fqn: str
@@ -114,7 +112,7 @@ class ModuleRecord:
     backward_peak_bytes: int | None
     """Highest allocation while it did, minus what was allocated before the step."""
     marks: tuple[str, ...]
-    """What to know about the row: "streamed", "checkpointed", "compiled", "other hooks", "backend-dependent", "+1 alias"."""
+    """Remarks on the row: "streamed", "checkpointed", "compiled", "other hooks", "backend-dependent", "+1 alias"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +138,7 @@ class RunInfo:
     backward: bool
     """Whether a backward was run."""
     torch_version: str
-    """The version of torch."""
     python_version: str
-    """The version of Python."""
     allocator_config: str
     """`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF`; "" if neither is set."""
 
@@ -175,11 +171,11 @@ class MemoryReport:
     buffer_bytes: int
     """Bytes of the distinct storages of buffers."""
     slot_bytes: int = 0
-    """Bytes of the device that streamed weights take turns in: the slots of a `LayerOffload`, before the forward."""
+    """Bytes of the device that streamed weights share in turn: the slots of a `LayerOffload`, before the forward."""
     before_bytes: int | None
-    """Allocated before the forward (parameters on the device, slots of those that are not, buffers, inputs and whatever else
-    was there). None where compiled code ran on a device without an allocator's counter. On a device without one, only the
-    model and its inputs count."""
+    """Allocated before the forward (parameters on the device, slots of streamed ones, buffers, inputs and anything else). None
+    where compiled code ran on a device without an allocator's counter. On a device without one, only the model and its inputs
+    count."""
     forward_peak_bytes: int | None
     """Most bytes allocated at once during the forward and the loss, with those before."""
     backward_peak_bytes: int | None
@@ -187,18 +183,18 @@ class MemoryReport:
     reserved_peak_bytes: int | None
     """Most bytes that CUDA's caching allocator held from the device during the step."""
     fit: Fit | None = None
-    """Whether the step fits in the memory that was asked for."""
+    """Whether the step fits in the requested memory."""
     trace: StepTrace | None = None
-    """The step op by op, where that was asked for: plans are made from it, without running anything."""
+    """The step op by op, if requested: plans are made from it, without running anything."""
     optimizer: OptimizerMemory | None = None
-    """What the optimizer that was asked for keeps. Its bytes are in `step_memory`, but not in the peaks above, unless they were
-    there during the profile."""
+    """The memory of the requested optimizer. Its bytes are in `step_memory`, but not in the peaks above, unless they existed
+    during the profile."""
     sharding: ShardInfo | None = None
-    """What of the model this rank has, where FSDP2 has split it: `param_bytes` are its shards then, `grad_bytes` and the states
-    of an optimizer those of its shards."""
+    """This rank's part of the model, if FSDP2 has split it: then `param_bytes` are its shards, and `grad_bytes` and the states
+    of an optimizer belong to its shards."""
     step_memory: StepMemory | None = field(default=None, repr=False)
-    """What is on the device at each moment of the step, storage by storage. None without a backward, and where `torch.compile`
-    runs a part: what happens inside cannot be seen."""
+    """The storages on the device at each moment of the step. None without a backward, and where `torch.compile` runs a part:
+    the inside of compiled code cannot be seen."""
 
     @property
     def param_bytes(self) -> int:
@@ -212,7 +208,7 @@ class MemoryReport:
 
     @property
     def device_param_bytes(self) -> int:
-        """Of `param_bytes`, the bytes of parameters that are on the device all the time. Slots are not in it."""
+        """Of `param_bytes`, the bytes of parameters that are on the device all the time, without slots."""
         return self.param_bytes - self.host_param_bytes
 
     @property
@@ -237,9 +233,9 @@ class MemoryReport:
 
     @property
     def step_peak_bytes(self) -> int | None:
-        """Most bytes allocated at once during the whole step, with the states of the optimizer that was asked for.
+        """Most bytes allocated at once during the whole step, with the states of the requested optimizer.
 
-        As measured, where an allocator counts; else those of all storages. None without a backward.
+        Measured, where an allocator counts; else the sum over all storages. None without a backward.
         """
         if self.backward_peak_bytes is None or self.forward_peak_bytes is None:
             return None
@@ -262,7 +258,7 @@ class MemoryReport:
 
     @property
     def unaccounted_bytes(self) -> int | None:
-        """Bytes at the forward's peak that are neither from before nor saved: temporaries, workspaces, rounding.
+        """Bytes at the forward's peak that neither existed before nor are saved: temporaries, workspaces, rounding.
 
         Negative where more was saved than was alive at the peak.
         """
@@ -305,8 +301,8 @@ class MemoryReport:
         return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full, width=width)
 
     def in_words(self) -> str:
-        """Return in a sentence or two what is there at the peak of the step, and whether it fits, if that was asked; "" of a
-        profile without a backward."""
+        """Return in a sentence or two what fills the peak of the step, and whether it fits, if requested; "" for a profile
+        without a backward."""
         return " ".join(said for said in (peak_words(self), None if self.fit is None else str(self.fit)) if said is not None)
 
     def peak_to_text(
@@ -370,13 +366,12 @@ class MemoryReport:
         return compare(self, after)
 
     def to_csv(self) -> NoReturn:
-        """Raise `AttributeError`: it was removed."""
         raise AttributeError(removed("MemoryReport.to_csv", "use to_json, or the fields of MemoryReport.modules"))
 
     def to_html(self, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
-        """Write a page to look at: the step's timeline, its modules as boxes and as a table, and plans, before and after.
+        """Write an interactive page: the step's timeline, its modules as boxes and as a table, and plans, before and after.
 
-        It is one file of about 5 MiB that needs no network. It is drawn by plotly: `pip install "plotly>=5"`.
+        It is one file of about 5 MiB that needs no network. plotly draws it: `pip install "plotly>=5"`.
 
         Args:
             path: the file to write.
@@ -395,7 +390,7 @@ class MemoryReport:
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     report.to_html(f"{folder}/step.html")
         """
-        from memkit.page import write_page  # only where it is asked for
+        from memkit.page import write_page  # only on request
 
         write_page(self, path, plans=plans)
 
@@ -422,8 +417,8 @@ class MemoryReport:
         return f"<pre>{html.escape(self.to_text())}</pre>"
 
     def to_json(self) -> str:
-        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long
-        line, and what is there at each moment of the step another."""
+        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long line,
+        and the step's memory at each moment another."""
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(replace(self, trace=None, step_memory=None))}
         long = {
             "trace": None if self.trace is None else trace_to_plain(self.trace),
@@ -491,11 +486,8 @@ def _frozen(value: Any) -> Any:
 
 
 def timed_saves(report: MemoryReport, min_bytes: int) -> list[TimedSave]:
-    """Return the storages of a report that `CPUOffload` would count, with their times.
-
-    Raises:
-        ValueError: the report has no times (it is of the meta device, or has no backward).
-    """
+    """Return the storages of a report that `CPUOffload` would count, with their times. Raises ValueError if the report has no
+    times (it is of the meta device, or has no backward)."""
     saves = []
     for record in report.saved:
         if record.storage_bytes < min_bytes or record.category is SavedCategory.PARAM_CAST:

@@ -1,4 +1,4 @@
-"""Models sharded by FSDP2: this rank's parameters, what is gathered during a step, and runs that all ranks make together."""
+"""Models sharded by FSDP2: this rank's parameters, gathers during a step, and runs that all ranks make together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ INSTEAD = (
     "what one rank takes is said by memkit plan --ranks N, and memkit.plan.plan_shards, and a profile with "
     'device="meta" before sharding says the rest'
 )
-"""What to do if a sharded model can't be profiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,8 @@ class _Group:
 
 
 class GatheredParameters:
-    """Whole parameters, which FSDP2 fills before a layer and empties after it. No op shows that: ask `resized` after each."""
+    """Whole parameters, which FSDP2 fills before a layer and empties after it. No op shows that: call `resized` after each
+    op."""
 
     def __init__(self, groups: Sequence[Any] = ()) -> None:
         self._unknown: list[tuple[Any, _Group]] = []
@@ -66,7 +66,6 @@ class GatheredParameters:
         return isinstance(storage, torch.UntypedStorage) and self.shard_of(storage_key(storage)) is not None
 
     def shard_of(self, key: int) -> Tensor | None:
-        """Return the shard (a parameter) whose whole parameter has the storage with this key."""
         if key not in self._shards:
             self._look()
         return self._shards.get(key)
@@ -80,7 +79,7 @@ class GatheredParameters:
                 yield from group.storages
 
     def _look(self) -> None:
-        """Find the storages of groups that were gathered for the first time."""
+        """Find the storages of newly gathered groups."""
         unknown, self._unknown = self._unknown, []
         for item, group in unknown:
             whole = getattr(item, torch_private.FSDP_GATHERED, None)
@@ -95,12 +94,11 @@ class GatheredParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """What FSDP2 has sharded in some modules."""
+    """The parts of some modules that FSDP2 has sharded."""
 
     modules: tuple[Any, ...] = ()
     """The sharded modules, parents first."""
     groups: tuple[Any, ...] = ()
-    """FSDP2's parameter groups."""
     gathered: GatheredParameters = field(default_factory=GatheredParameters)
 
     def __bool__(self) -> bool:
@@ -148,8 +146,8 @@ def _num_shards(parameter: Any) -> int:
 
 
 def find_shards(modules: Sequence[nn.Module]) -> Shards:
-    """Return what FSDP2 has sharded, with every parameter a shard again. Raises ProfileError if a profile would be wrong or do
-    damage."""
+    """Return the shards of some modules, with every parameter a shard again. Raises ProfileError if a profile would be wrong or
+    do damage."""
     sharded = fsdp_modules(modules)
     groups = tuple(dict.fromkeys(group for module in sharded for group in fsdp_groups(module)))  # modules may share one
     if not groups:
@@ -159,7 +157,7 @@ def find_shards(modules: Sequence[nn.Module]) -> Shards:
     for module in sharded:
         _check_sync(module)
     for module in sharded:
-        getattr(_state_of(module), torch_private.FSDP_BEGIN)()  # sets hooks, which are to stay
+        getattr(_state_of(module), torch_private.FSDP_BEGIN)()  # sets hooks that stay
         module.reshard()
     shards = Shards(modules=tuple(sharded), groups=groups, gathered=GatheredParameters(groups))
     own = {id(parameter) for parameter in shards.parameters()}
@@ -239,7 +237,7 @@ def with_others(
     checks: bool = True,
 ) -> _Value:
     """Run a step in which FSDP2 communicates on every rank, within `around`; leave FSDP2 as it was. With `checks`, ranks wait
-    for each other before each collective, so that an exception on one is raised on all; else only after `work`, and a rank that
+    for each other before each collective, so that one's exception is raised on all; else only after `work`, and a rank that
     raises keeps the others until the timeout of the group. Raises ShardError if another rank has raised, or didn't come."""
     if not shards:
         with around():
@@ -247,7 +245,7 @@ def with_others(
     from memkit.core.agreement import agree, together
 
     def wait(number: int) -> None:
-        with torch_private.without_python_dispatch():  # it is no part of the step
+        with torch_private.without_python_dispatch():  # not part of the step
             agree(digest=number, doing=doing, feature="profile_memory")
 
     def run() -> _Value:
@@ -305,7 +303,7 @@ def _abandon(shards: Shards) -> None:
     """Let FSDP2 forget a forward or backward that was broken off."""
     for module in shards.modules:
         if hasattr(module, "reset_iter_state"):
-            with suppress(RuntimeError):  # of what is no root, which its root has reset
+            with suppress(RuntimeError):  # not a root: its root has reset it
                 module.reset_iter_state()
         state = _state_of(module)
         context = getattr(state, torch_private.FSDP_CONTEXT)

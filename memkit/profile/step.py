@@ -1,4 +1,4 @@
-"""`ProfiledStep`: the model on its inputs, then the loss, then the backward; and putting back what a run changes."""
+"""`ProfiledStep`: runs the model on its inputs, then the loss, then the backward, and restores what a run changes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from memkit.profile.tree import OUTSIDE_NAME, ROOT, ROOT_NAME, ModuleTree
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, contents: bool) -> Iterator[None]:
-    """Run a block, then put back every attribute, parameter, buffer and mode of `modules`, and all random states. Attributes
-    are put back as the objects they were, containers with the items they had; with `contents`, buffers and tensor attributes
-    with their bytes and version counters. The bytes of parameters are not kept: copies of them would double the memory that is
-    being measured."""
+    """Run a block, then restore every attribute, parameter, buffer and mode of `modules`, and all random states: attributes as
+    the same objects, containers with the same items; with `contents`, also the bytes and version counters of buffers and tensor
+    attributes. The bytes of parameters are not restored: copies would double the measured memory."""
     distinct = list(dict.fromkeys(found for module in modules for found in module.modules()))
     devices = [torch_device] if torch_device.type == "cuda" else []
-    with ExitStack() as after:  # each of these runs, whatever becomes of the others
+    with ExitStack() as after:  # each callback runs, even if others raise
         states = [_ModuleState(module) for module in distinct]
         if contents:
             tensors = [tensor for state in states for tensor in state.tensors]
-            # The bytes will be what they were, so that graphs which the user holds are as good as before.
+            # The bytes will be the same, so graphs that the user holds stay valid.
             versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
             after.enter_context(torch_private.keeping_versions(versioned))
             for storage in unique_storages(tensors).values():
@@ -50,7 +49,7 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
             after.callback(numpy_random.set_state, numpy_random.get_state())
         after.callback(random.setstate, random.getstate())
         after.enter_context(torch.random.fork_rng(devices, device_type="cuda"))
-        # Casts that autocast keeps are part of what a run makes, and must not be found ready by the next.
+        # A run must not find autocast's cached casts of the one before.
         torch.clear_autocast_cache()
         after.callback(torch.clear_autocast_cache)
         yield
@@ -110,17 +109,15 @@ def nothing(*_: object) -> None:
 
 
 USE_META = 'Use device "meta", which needs none'
-"""What to do if there is no CUDA device to measure on."""
 NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an exception is an allocator's, including the CPU's."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def say_where(error: Exception, where: str) -> None:
-    """Add a note to an exception of the model's: which module raised it, and what helps if it is out of memory."""
+    """Add a note to an exception of the model: the module that raised it, and what helps if it is out of memory."""
     if is_out_of_memory(error):
         note_on(error, f"memkit: out of memory in {where}; {NEEDS_NONE}")
     else:
@@ -129,7 +126,7 @@ def say_where(error: Exception, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """What is run: the model on its inputs, then the loss, then the backward."""
+    """Runs the model on its inputs, then the loss, then the backward."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -137,9 +134,9 @@ class ProfiledStep:
     loss_fn: Callable[[Any], Tensor] | None
     backward: bool
     streamed: StreamedWeights = NOTHING_STREAMED
-    """The parameters that are in host memory."""
+    """Parameters in host memory."""
     sharded: Shards = NOTHING_SHARDED
-    """The parameters that FSDP2 has sharded."""
+    """Parameters that FSDP2 has sharded."""
 
     def input_tensors(self) -> list[Tensor]:
         return [leaf for leaf in torch_private.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
@@ -208,18 +205,17 @@ class ProfiledStep:
         """Run the step once; everything that it makes is freed when this returns.
 
         Args:
-            stack: keeps track of the calls; its hooks are set for the run.
-            packing: context with the saved-tensor hooks for the forward, if there are any.
-            forward_done: called between forward and backward.
+            stack: tracks the calls; its hooks are set for the run.
+            packing: a context with saved-tensor hooks for the forward.
             backward_done: called after the backward, with the leaves that may have gradients, while they have them.
-            at_node: called before each autograd node, if given.
-            explain: called with an exception of the model's and the name of the module that raised it; may raise another.
+            at_node: called before each autograd node.
+            explain: called with an exception of the model and the name of the module that raised it; may raise another.
         """
         # Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward ends
         # there and not in a graph of the caller's.
         args, kwargs = torch_private.tree_map(_as_leaf, (self.args, self.kwargs))
         step = replace(self, args=args, kwargs=kwargs)
-        owned = step.resident_tensors()  # before FSDP2 has others in their place
+        owned = step.resident_tensors()  # before FSDP2 replaces them
         with HookSet() as hooks, Profiled() as block:
             stack.hook(hooks)
             if isinstance(packing, SavedTensorHooks):
@@ -284,7 +280,7 @@ def _check_graph(graph: BackwardGraph, stack: CallStack) -> None:
 
 
 def _gradient_of_sum(root: Tensor) -> Tensor:
-    if type(root) is Tensor and not root.is_nested:  # one number, expanded, so that it takes no memory of its own
+    if type(root) is Tensor and not root.is_nested:  # one expanded number, without memory of its own
         return torch.ones((), dtype=root.dtype, device=root.device).expand_as(root)
     return torch.ones_like(root)
 

@@ -1,4 +1,4 @@
-"""A report as text: its table, its sentences, the list of what fills the peak, and two reports side by side."""
+"""A report as text: its table, its sentences, the list of the peak's contents, and two reports side by side."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def peak_words(report: MemoryReport) -> str | None:
         return (
             None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
         )
-    shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # what is less would be 0.0
+    shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
         if num_bytes >= least:
             shown.append(f"{PLURALS[category]} {num_bytes / unit_bytes:.1f}")
             rest -= num_bytes
     if rest >= least:
-        # of a measured peak also what is no tensor of the step
+        # a measured peak also has bytes of no tensor of the step
         others = _UNSEEN if peak_bytes > memory.peak_bytes else "others"
         shown.append(f"{others} {rest / unit_bytes:.1f}")
     return f"{begin} ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
@@ -89,13 +89,13 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
     if rest:
         lines += ["", f"... and {len(rest)} more: {format_mib(sum(item.num_bytes for item in rest))}"]
     unseen_bytes = (report.step_peak_bytes or 0) - memory.peak_bytes
-    if unseen_bytes > 0:  # what an allocator has counted beside the storages of the step
+    if unseen_bytes > 0:  # bytes that the allocator counted beside the storages of the step
         lines += ["", wrapped(f"beside these, {_UNSEEN}: {format_mib(unseen_bytes)}", width)]
     return "\n".join(lines)
 
 
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
-    """Return what exists at the peak by category and module, largest first; unless `full`, names that differ in numbers are
+    """Return the contents of the peak by category and module, largest first; unless `full`, names that differ in numbers are
     one."""
     items = [replace(item, module=_above(item.module, depth)) for item in memory.grouped_at(memory.peak)]
     found = grouped(items, lambda item: item.module if full else re.sub(r"\b\d+\b", "*", item.module))
@@ -109,7 +109,6 @@ def _above(module: str, depth: int | None) -> str:
 
 
 def _one_name(distinct: Sequence[str]) -> str:
-    """Return one name for modules whose names differ in numbers alone."""
     if len(distinct) == 1:
         return distinct[0]
     parts = []
@@ -125,7 +124,7 @@ _MOST_NUMBERS = 4
 
 
 _MAX_SHAPES = 2
-"""The table shows so many shapes of a call; the report holds them all."""
+"""The most shapes of a call in the table."""
 
 
 class _Column(NamedTuple):
@@ -189,7 +188,7 @@ SORT_KEYS = {
     "backward": "backward_s",
     "name": "fqn",
 }
-"""The fields of rows that they can be sorted by. Those of the same name are columns."""
+"""Sort keys, and fields of rows. Those of the same name are columns."""
 
 
 def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> None:
@@ -221,7 +220,7 @@ def to_text(
             heading=column.heading,
             cells=[column.cell(row, report) for row in shown],
             right=column.right,
-            goes=None if name == sort_by else column.goes,  # what rows are sorted by never goes
+            goes=None if name == sort_by else column.goes,  # the sort column never goes
             shortens=name == "name",
         )
         for name, column in ((name, _COLUMNS[name]) for name in names)
@@ -233,7 +232,6 @@ def to_text(
 
 
 def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
-    """Name the row with the largest saves of its own, if it is not shown."""
     largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
     if largest in shown or not largest.self_bytes:
         return []
@@ -305,7 +303,7 @@ def _lines(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecord]:
-    """Leave out the rows below a depth, and add their own figures to the rows above them."""
+    """Drop the rows below a depth, and add their figures to the rows above."""
     if depth is None:
         return list(rows)
     own = {index: [row.self_bytes, row.num_storages, row.num_saves] for index, row in enumerate(rows)}
@@ -327,10 +325,8 @@ def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecor
 
 
 def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
-    """Merge runs of identical siblings, and so their children, into one row with their sum (for peaks: their maximum).
-
-    Only siblings named by their position are merged, as in `nn.Sequential` and `nn.ModuleList`.
-    """
+    """Merge runs of identical siblings named by position, as in `nn.Sequential` and `nn.ModuleList`, and so their children,
+    into one row with their sum (for peaks: their maximum)."""
     below = children_of([row.parent for row in rows])
     kinds = _kinds(rows, below)
     found: list[ModuleRecord] = []
@@ -359,16 +355,14 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
 
 
 def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[int]:
-    """Return for each row a number that is equal for rows with identical subtrees.
-
-    How often storages are saved again doesn't count: the last layer of a stack differs from the others in that.
-    """
+    """Return for each row a number that is equal for rows with identical subtrees. Repeated saves of storages don't count: the
+    last layer of a stack differs from the others in them."""
     numbers: dict[Any, int] = {}
     kinds = [0] * len(rows)
     for index in reversed(range(len(rows))):
         own = replace(rows[index], fqn="", parent=None, num_saves=0, peak_bytes=None, backward_peak_bytes=None)
         own = replace(own, forward_s=None, backward_s=None)
-        # Children with names that are not positions ("conv1") are part of what a module is.
+        # Children with names that are not positions ("conv1") belong to a module's kind.
         names = tuple(rows[child].fqn.rpartition(".")[2] for child in below[index])
         kind = (own, names, tuple(kinds[child] for child in below[index]))
         kinds[index] = numbers.setdefault(kind, len(numbers))
@@ -395,7 +389,6 @@ class ComparedFigure:
     """One figure before and after: bytes, or seconds. None if it is unknown."""
 
     name: str
-    """What the figure is."""
     before: float | None
     """Bytes or seconds in the first report."""
     after: float | None

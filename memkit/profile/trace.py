@@ -51,8 +51,8 @@ _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nl
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
-    """Return what an op does that has run. Each storage counts once: broadcast dimensions are read once, of several views the
-    largest counts, and an argument that the op writes over is both read and written."""
+    """Return the work of an op that has run. Each storage counts once: broadcast dimensions are read once, of several views the
+    largest counts, and an argument that the op overwrites is both read and written."""
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
     given, made = [*tensors_in(args), *tensors_in(list(kwargs.values()))], list(tensors_in(outputs))
     has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
@@ -68,7 +68,7 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
 
 
 def kind_of(name: str) -> OpKind:
-    """Return the kind of an op by its name without namespace and overload, such as "mm"."""
+    """Return an op's kind by its name without namespace and overload, such as "mm"."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 
@@ -106,8 +106,8 @@ def _distinct_bytes(tensor: Tensor) -> int:
 
 
 class _Tracer(PeakGauge):
-    """Follows a step op by op: numbers the ops, notes what each does, when storages are made, which ops of the forward each
-    module call has run, and which values of at least `min_bytes` autograd saves and requests, as `Rematerialize` would.
+    """Follows a step op by op: numbers the ops and notes their work, when storages are made, the ops of each module call of the
+    forward, and the values of at least `min_bytes` that autograd saves and requests, as `Rematerialize` would.
 
     Ops that return views are not counted: they neither compute nor move anything. The tracer holds no tensor. It must see ops
     inside the recorder's mode.
@@ -166,7 +166,7 @@ class _Tracer(PeakGauge):
         )
 
     def end_forward(self) -> Step:
-        """Return the step so far: requests are not known yet."""
+        """Return the step so far, without its requests."""
         step = step_of(self.recording, self.saves, self.save_nodes)
         self.num_forward_ops, self._is_forward = self.now, False
         self.recording.close()
@@ -191,7 +191,7 @@ class _Tracer(PeakGauge):
         log.note_op(str(op))
 
     def _note_value(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has a value of the recording now."""
+        """Note the current value of a storage."""
         place = self._log.place_of(storage)
         if place is None:
             return
@@ -205,8 +205,8 @@ class _Tracer(PeakGauge):
 
     def note_save(self, tensor: Tensor) -> tuple[int, int] | None:
         """Note a save; return its value and its node if it counts."""
-        with torch_private.without_python_dispatch():  # what is done here is no part of the forward
-            self._log.see(tensor)  # perhaps no op has shown it, as one made from a list
+        with torch_private.without_python_dispatch():  # not part of the forward
+            self._log.see(tensor)  # perhaps no op returned it, such as a tensor from a list
             self._log.note_saved(tensor)
             if torch_private.backward_task() != -1 or (type(tensor) not in PLAIN_TYPES and has_own_dispatch(tensor)):
                 return None
@@ -230,7 +230,7 @@ class _Tracer(PeakGauge):
         self.save_places.append(self.now)
         recording.saved.append(value)
         recording.saved_at.append((len(recording.calls), len(recording.funcs)))
-        # None: it was written to behind the recorder's back
+        # None: written to without the recorder seeing it
         return (value, node) if self._versions.setdefault(value, version) == version else None
 
     def note_use(self, value: int, node: int) -> None:
@@ -247,10 +247,10 @@ class _Tracer(PeakGauge):
 
 
 def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
-    """Run a step with a backward twice without data; return its trace and what was watched, and leave the model unchanged. The
-    second run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
-    DataDependentError if the step can't run on meta, runs a backward within its forward, or doesn't do the same twice."""
-    torch_private.require(torch_private.Feature.REMAT)  # ops are recorded, as it does
+    """Run a step with a backward twice without data; return its trace and its watch, and leave the model unchanged. The second
+    run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
+    DataDependentError if the step can't run on meta, runs a backward within its forward, or differs between the runs."""
+    torch_private.require(torch_private.Feature.REMAT)  # records ops as it does
     refuse_scripted(step)
     with preserved(step.modules(), META, contents=False):
         traced, planned, watch = _run_whole(step, tree, target, max(1, min_bytes))
@@ -317,7 +317,7 @@ def _run_alone(step: ProfiledStep, tree: ModuleTree, target: str) -> tuple[list[
     with as_on_target(tree, target, nothing) as mode, OpWatch(tracer, casts):
         step.run(
             stack,
-            packing=SavedTensorHooks(log.see, _refuse),  # which gives autograd nothing to hold
+            packing=SavedTensorHooks(log.see, _refuse),  # gives autograd nothing to hold
             forward_done=lambda: ends.update(log.ends()),
             at_node=mode.resume,
             explain=say_why_not,
@@ -334,7 +334,6 @@ def _refuse(packed: None) -> Tensor:
 
 
 def _lifetimes(traced: _Tracer, watch: Watch, step: Step, ends: Mapping[int, int]) -> dict[int, Lifetime]:
-    """Return the lifetimes of saved values, and of others of at least `min_bytes`."""
     num_bytes, saved, freed = step.lineage.num_bytes, set(step.saves), watch.ends()
     found: dict[int, Lifetime] = {}
     for value, (place, made_at) in sorted(traced.values.items()):

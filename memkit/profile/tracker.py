@@ -1,4 +1,4 @@
-"""`profile_memory`: checks its arguments, makes the runs, and puts the report together."""
+"""`profile_memory`: checks its arguments, makes the runs, and builds the report."""
 
 from __future__ import annotations
 
@@ -68,66 +68,65 @@ def profile_memory(
 ) -> MemoryReport:
     """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
 
-    The model runs in the mode it is in (call `model.train()` first for training figures): `warmup` times unwatched, once for
+    The model runs in its current mode (call `model.train()` first for training figures): `warmup` times unwatched, once for
     memory, and twice for time (of calls, and of saves). Afterwards hooks, modes, buffers, gradients and random states are as
     before. On CUDA the peak counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
 
-    Of a model that `memkit.shard` or FSDP2's `fully_shard` has split, each rank gets a report of what it takes itself: its
-    shards, their gradients and states, what it saves, and what is gathered at once (`MemoryReport.sharding`). **Every rank of
-    the process group has to call it**, with the same model and arguments, and a batch of its own, since each run communicates.
-    What one rank can't do is raised on all of them.
+    If `memkit.shard` or FSDP2's `fully_shard` has split the model, each rank gets a report of its own part: its shards, their
+    gradients and states, its saves, and the bytes gathered at once (`MemoryReport.sharding`). **Every rank of the process group
+    has to call it**, with the same model and arguments, and a batch of its own, since each run communicates. An error on one
+    rank is raised on all of them.
 
     Args:
         model: the module to run, on the CPU, on one CUDA device or on the meta device. A `LayerOffload` may stream its layers:
-            they are marked, and their weights told apart.
+            they are marked, and their weights shown separately.
         *args: its positional arguments, on the same device; any shapes that it accepts.
         kwargs: its keyword arguments.
-        loss_fn: called with the model's output; what it saves is in the row "(outside modules)". With `backward` it must
-            return one number.
+        loss_fn: called with the model's output; its saves are in the row "(outside modules)". With `backward` it must return
+            one number.
         backward: also run the backward, from `loss_fn`, or from the sum of the floating-point outputs without one.
-        optimizer: also count what it keeps for each parameter from its first step on, and run the backward, for the gradients:
-            an optimizer made on the model's parameters, a class of one, or a name such as "adamw", "momentum" or "adafactor".
-            It is not stepped: a copy of it steps once on parameters without data. What a step takes besides, as the lists that
-            `foreach=True` works on, is not counted, and is least with `fused=True`.
+        optimizer: also count the states that it keeps for each parameter from its first step on, and run the backward, for the
+            gradients: an optimizer made on the model's parameters, a class of one, or a name such as "adamw", "momentum" or
+            "adafactor". It is not stepped: a copy of it steps once on parameters without data. Temporaries of a step, such as
+            the lists that `foreach=True` works on, are not counted, and are least with `fused=True`.
         device: None, or the device that the model is on, runs it there. "meta" runs it without data, on any machine: nothing is
             copied or computed, and times are blank.
-        target: for a run on meta, whose kernels to imitate, "cuda" or "cpu": they save different tensors in attention,
-            dropout, RMS norm and under autocast.
+        target: for a run on meta, whose kernels to imitate, "cuda" or "cpu": they save different tensors in attention, dropout,
+            RMS norm and under autocast.
         tag: the report is filed under this name, where `find_report` and contexts with the same tag find it.
         depth: fold the printed rows below this depth.
         sort_by: order of the printed rows; see `MemoryReport.to_text`.
-        warmup: runs before the ones that are watched; none are made on meta.
-        print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`. Of several ranks the first one does.
+        warmup: runs before the watched ones; none on meta.
+        print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`. Of several ranks only the first prints.
         trace: also follow the step op by op, and run the forward once more, for plans: see `MemoryReport.trace`. Needs
             `device="meta"` and `backward=True`.
         min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
-        fit: also say whether the whole step fits in some memory, and with which feature of memkit it would: text such as
+        fit: also tell whether the whole step fits in some memory, and with which feature of memkit it would: text such as
             "12GiB", bytes, or a share of the peak. Runs the backward, and a trace without data wherever the model is.
         gpu: the GPU that `fit` predicts for: a name such as "RTX 4090", a file of `memkit bench machine`, or a
-            `memkit.plan.GpuSpec`. None: the one that the model is on, if memkit knows it by name, else "H200". Without `fit`:
-            whether the step fits in that GPU's memory.
+            `memkit.plan.GpuSpec`. None: the GPU of the model, if memkit knows it by name, else "H200". Without `fit`: whether
+            the step fits in that GPU's memory.
 
     Returns:
-        The report, whose `str()` is the table. What its figures mean, and do not mean, is said field by field in
-        `MemoryReport`.
+        The report, whose `str()` is the table. `MemoryReport` tells field by field what its figures mean, and do not mean.
 
     Raises:
         TypeError: `model` is no `nn.Module`, or `loss_fn` cannot be called.
         ValueError: an argument is none of the above, the optimizer was made on other parameters, model and inputs are on
-            different devices, or a trace is asked for of a run with data or without a backward.
-        ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
-            is nothing to run a backward from, the model is on several devices, or steps an optimizer in the backward; it is
-            called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context of
-            memkit's itself, as one that is attached does; on meta, it has gradients that go to the host. For a trace, the
-            forward runs a backward of its own, or does not run the same ops each time. A model that is sharded can't run
-            without data (on meta, for a trace or `fit`), and can't in the middle of accumulating gradients, beside tensor
-            parallelism, or on a part of the process group.
-        ShardError: the model is sharded, and something was raised on another rank, or ranks were given different models or
-            arguments, or one has not come.
+            different devices, or a trace is requested for a run with data or without a backward.
+        ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there is
+            nothing to run a backward from, the model is on several devices, or steps an optimizer in the backward; it is called
+            inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model itself enters such a context of
+            memkit, as an attached one does; on meta, it has gradients that go to the host. For a trace, the forward runs a
+            backward of its own, or does not run the same ops each time. A sharded model can't run without data (on meta, for a
+            trace or `fit`), and can't in the middle of accumulating gradients, beside tensor parallelism, or on a part of the
+            process group.
+        ShardError: the model is sharded, and another rank raised an exception, was given a different model or arguments, or has
+            not come.
         MissingTorchNameError: the model is sharded by a PyTorch that memkit does not know.
         DataDependentError: on meta, the model read the value of a tensor.
         DeviceUnavailableError: the CUDA device is not there.
-        Exception: whatever the model raises, with a note that names the module.
+        Exception: any exception of the model, with a note that names the module.
 
     Example:
         A whole step, with inputs by keyword, a loss and an optimizer:
@@ -166,7 +165,7 @@ def profile_memory(
 
 
 class _Prepared(NamedTuple):
-    """The step to run, and what is known before anything runs."""
+    """The step to run, and everything known before a run."""
 
     step: ProfiledStep
     tree: ModuleTree
@@ -193,7 +192,6 @@ def _prepare(
     fit: int | float | str | None,
     gpu: str | os.PathLike[str] | GpuSpec | None,
 ) -> _Prepared:
-    """Check the arguments of `profile_memory`."""
     spec = None if gpu is None else find_gpu(gpu)
     counted = check_optimizer(optimizer)
     is_fitted = fit is not None or gpu is not None
@@ -242,7 +240,7 @@ def _together(look: Callable[[], _Prepared], step: ProfiledStep, warmup: object)
 
 
 def _gpu_named(device_name: str) -> GpuSpec | None:
-    """Return the known GPU with a driver's name, such as "NVIDIA H100 80GB HBM3", if there is one."""
+    """Return the known GPU with a driver's name, such as "NVIDIA H100 80GB HBM3"."""
     names = [name for name in GPUS if re.search(rf"\b{re.escape(name.partition('-')[0])}\b", device_name)]
     return GPUS[max(names, key=len)] if names else None
 
@@ -262,8 +260,8 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
-    """Return the report, but for whether the step fits."""
-    # Only now: a private class of torch is the base of what watches the ops.
+    """Return the report without its `fit`."""
+    # Only now: a private class of torch is the base of the op watch.
     from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
 
     step, tree, run_device = prepared.step, prepared.tree, prepared.run_device
@@ -320,7 +318,7 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
 
 
 def _traced(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
-    from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
+    from memkit.profile.trace import trace_step  # only now, like the imports of `_measure`
 
     _logger.info("forward and backward without data, op by op")
     return trace_step(step, tree, target, min_bytes)
@@ -415,7 +413,7 @@ def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -
 
 
 def _refuse_sharded(step: ProfiledStep) -> None:
-    """Raise ProfileError if a model that FSDP2 has sharded is to run without data."""
+    """Raise ProfileError if a sharded model is to run without data."""
     if fsdp_modules(step.modules()):
         raise ProfileError(
             'the model is sharded by fully_shard, and what ranks send each other needs data; found device="meta", trace=True, '

@@ -27,7 +27,7 @@ OUTSIDE_NAME = "(outside modules)"
 
 
 class Mark(Enum):
-    """Something to know about a row beyond its figures; `value` is the text in the row."""
+    """A remark on a row beyond its figures; `value` is its text."""
 
     STREAMED = "streamed"
     SHARDED = "sharded"
@@ -78,11 +78,9 @@ class ModuleTree:
         return self._fqns[index]
 
     def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
-        """Yield the modules whose calls forward hooks can see, with their indices.
-
-        Modules inside a compiled one are called inside compiled code, and TorchScript takes no hooks. A module compiled in
-        place (`module.compile()`) would even run its hooks inside the compiled code, and they would cause graph breaks.
-        """
+        """Yield the modules whose calls forward hooks can see, with their indices. Modules inside a compiled one are called
+        inside compiled code, and TorchScript takes no hooks. A module compiled in place (`module.compile()`) would run its
+        hooks inside the compiled code, with graph breaks."""
         for index, node in enumerate(self.nodes):
             inside_compiled = node.parent is not None and self.nodes[node.parent].compiled
             scripted = isinstance(node.module, torch.jit.ScriptModule)
@@ -90,7 +88,6 @@ class ModuleTree:
                 yield index, node
 
     def fingerprint(self) -> str:
-        """Return a digest of names, types and parameter shapes: equal for models that are built alike."""
         digest = hashlib.sha256()
         for node in self.nodes:
             params = [(name, param.dtype, tuple(param.shape)) for name, param in node.module.named_parameters(recurse=False)]
@@ -179,7 +176,8 @@ class Signatures:
             hooks.after_forward(node.module, partial(self._note, index))
 
     def of(self, index: int) -> tuple[Shapes, Shapes, str, int]:
-        """Return input shapes, output shapes and output dtype of the first call, empty if there was none, and the number."""
+        """Return input shapes, output shapes and output dtype of the first call, empty if there was none, and the number of
+        signatures."""
         kinds = self._kinds.get(index, {((), ()): ""})
         (inputs, outputs), dtype = next(iter(kinds.items()))
         return inputs, outputs, dtype, len(self._kinds.get(index, {}))

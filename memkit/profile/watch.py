@@ -1,7 +1,7 @@
-"""Sees what happens in a run: what autograd saves, which storages live, casts of parameters, and code whose saved tensors are
-hidden, such as a checkpoint.
+"""Observes a run: autograd's saves, live storages, casts of parameters, and code with hidden saved tensors, such as a
+checkpoint.
 
-One dispatch mode calls a few observers after every operation. It is on in the memory run only, never when time is measured.
+One dispatch mode calls the observers after every operation. It is on in the memory run only, never when time is measured.
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ if TYPE_CHECKING:
 
 
 class OpObserver(Protocol):
-    """Sees every operation that runs under an `OpWatch`."""
-
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None: ...
 
 
 class SaveObserver(OpObserver, Protocol):
-    """Sees also what autograd saves and requests."""
-
     def note_save(self, tensor: Tensor) -> tuple[int, int] | None: ...
 
     def note_use(self, value: int, node: int) -> None: ...
@@ -70,19 +66,19 @@ class _Entry:
     num_bytes: int
     begin: int
     place: int
-    """Which it was among all; where its size has changed, that of the first with its storage."""
+    """Its number; a storage whose size has changed keeps its first one."""
     category: MemoryCategory = MemoryCategory.TEMP
     module: str = OUTSIDE_NAME
     what: str = ""
     end: int | None = None
     is_gathered: bool = False
-    """Whether it is of whole parameters, or a communication buffer for these."""
+    """Whether it holds whole parameters, or is a communication buffer for them."""
 
 
 class StorageLog(MemoryCounter):
-    """Counts live storages, and notes at which ops each exists: those that a step begins with, and others from the op that made
-    them until nothing refers to them; `only` is the type of the device that counts, None for any. Scratch memory inside a
-    kernel is not seen. The log holds no tensor."""
+    """Counts live storages, and notes at which ops each exists: those that a step begins with, and others from the op that
+    makes them until nothing refers to them; `only` is the counted device type, None for any. Scratch memory inside a kernel is
+    not seen. The log holds no tensor."""
 
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int = 1, only: str | None = None) -> None:
         self._rounding_bytes = rounding_bytes
@@ -96,7 +92,7 @@ class StorageLog(MemoryCounter):
         self._names: dict[int, tuple[str, str]] = {}
         self._casts: ParamCasts | None = None
         self._stack: CallStack | None = None
-        self._allocated_bytes = 0  # of `_live`, kept by hand: it is read at every edge of a call
+        self._allocated_bytes = 0  # of `_live`, kept by hand since every edge of a call reads it
         self._peak_bytes = 0
         for storage in step.storages():
             self._add(storage)
@@ -130,12 +126,12 @@ class StorageLog(MemoryCounter):
         return self._entries[place].begin
 
     def ends(self) -> dict[int, int]:
-        """Return for each storage that was freed, by its place, how many ops had run by then."""
+        """Return for each freed storage, by its place, how many ops had run by then."""
         ends = {entry.place: entry.end for entry in self._entries}  # the last one of equal places counts
         return {place: end for place, end in ends.items() if end is not None}
 
     def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
-        """Name the storages that are there before a step, and ask `stack` from now on which module is running."""
+        """Name the storages that exist before a step, and ask `stack` from now on for the running module."""
         self._stack, self._casts = stack, casts
         for tensor, category, module, what in step.named_tensors(tree):
             if category is not MemoryCategory.BUFFER:  # only leaves have gradients
@@ -158,7 +154,6 @@ class StorageLog(MemoryCounter):
                 self._add(storage)
 
     def see(self, outputs: Any) -> None:
-        """Count the storages in an op's outputs."""
         self.look()
         for storage in storages_in(outputs):
             self._add(storage)
@@ -187,7 +182,6 @@ class StorageLog(MemoryCounter):
                 entry.module = self._module()
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
-        """Mark the gradients of the leaves after a backward."""
         for leaf in leaves:
             if leaf.grad is None:
                 continue
@@ -207,7 +201,7 @@ class StorageLog(MemoryCounter):
         return max(accumulate(changes))
 
     def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
-        """Return the value. `states` are the optimizer's, there all the time; its step follows the last op."""
+        """Return the `StepMemory`. `states` are the optimizer's, there all the time; its step follows the last op."""
         moments, num_ops = [*self._moments], len(self._moments)
         if optimizer is not None:
             moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
@@ -275,7 +269,7 @@ class StorageLog(MemoryCounter):
             entry.category, entry.module, entry.what = category, module, what
 
     def _temp(self, storage: torch.UntypedStorage) -> _Entry | None:
-        """Return the entry of a storage that is nothing more than a temporary so far."""
+        """Return the entry of a storage that is so far only a temporary."""
         _, entry = self._live.get(storage_key(storage), (None, None))
         return entry if entry is not None and entry.category is MemoryCategory.TEMP else None
 
@@ -312,7 +306,7 @@ class ParamCasts:
 
 
 class Writes:
-    """Notes by name which of some storages, told by their keys, are written to in place."""
+    """Notes by name which of some storages, given by key, are written to in place."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
@@ -335,7 +329,7 @@ class HiddenRegions:
         self._stack = stack
         self.checkpointed: set[int] = set()
         self.under_other_hooks: set[int] = set()
-        """Modules in which the innermost saved-tensor hooks were others, not a checkpoint's."""
+        """Modules that ran ops under innermost saved-tensor hooks of others, not a checkpoint's."""
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         pack = receiving_pack()
@@ -388,9 +382,8 @@ class _Packed(KeptHandle):
 
 
 class SavedStorages:
-    """Lists every storage that autograd saves, once per version, and which module saved it first; empty and resident ones
-    (parameters, buffers) are left out. Holds weak references only: what the model drops is freed as in a run that is not
-    watched."""
+    """Lists every storage that autograd saves, once per version, and the module that saved it first, without empty and resident
+    ones (parameters, buffers). Holds weak references only: memory is freed as in an unwatched run."""
 
     def __init__(self, *, resident: ModelStorages, inputs: Iterable[Tensor], casts: ParamCasts, stack: CallStack) -> None:
         self._resident = resident
@@ -403,7 +396,6 @@ class SavedStorages:
         self._num_storages = self._num_packs = self._num_saves = self._num_uses = 0
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """Note a save."""
         saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
         self._num_packs += 1
         self._num_saves += bool(saves)
@@ -472,7 +464,7 @@ class SavedStorages:
 
 
 class SaveTimes:
-    """The times of saves and uses on the device's clock, from a run in which only these are noted."""
+    """The times of saves and uses on the device's clock, from a run that notes only these."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
