@@ -1,6 +1,6 @@
-"""A report as a page to look at, and as what PyTorch's memory viewer reads.
+"""A report as an interactive page, and as a file for PyTorch's memory viewer.
 
-All of it is made from frozen values: nothing is measured or decided here.
+Pages are made from frozen values: nothing is measured or decided here.
 
 - `document`: the page as one HTML file, with its `assets`
 - `under_plan`: bytes over time under a plan

@@ -1,6 +1,7 @@
-"""The page of a report: one HTML file that has all it needs in it: what it shows as JSON, styles, scripts and plotly.js.
+"""The page of a report: one self-contained HTML file with its data as JSON, styles, scripts and plotly.js.
 
-Bytes are integers, seconds are numbers; the page chooses units. Of bytes over time few points are kept, which keep the shape.
+Bytes are integers, seconds are numbers; the page chooses units. Curves of bytes over time keep few points, which keep the
+shape.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from memkit.core.extras import library
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace
 
-# A `MemoryReport` and parts of it. `to_html` is a method of the report, so pages are below profiles, and import none of these.
+# A `MemoryReport` and its parts: `to_html` is a method of the report, so pages are below profiles and can't import these.
 Report = Any
 Memory = Any
 Storage = Any
@@ -38,8 +39,8 @@ CATEGORIES = {
     "activation": ("activations", "made in the forward and kept for the backward"),
     "temp": ("temporaries", "everything else: what passes from one operation to the next"),
 }
-"""What a picture calls each category of bytes, and what they are, from the bottom of the stack to its top: what stays longest
-is lowest."""
+"""The page's name and explanation of each category of bytes, from the bottom of the stack to its top: the longest-lived is
+lowest."""
 
 
 def memory_of(report: Report) -> Memory | None:
@@ -52,13 +53,13 @@ def peak_bytes_of(report: Report) -> Any:
 
 
 def op_name(op: str) -> str:
-    """Return an op as people call it: "native_batch_norm" for "aten.native_batch_norm.default"."""
+    """Return an op's short name: "native_batch_norm" for "aten.native_batch_norm.default"."""
     return op.removeprefix("aten.").partition(".")[0] if op.startswith("aten.") else op
 
 
 MOST_POINTS = 2000
 MOST_STORAGES = 6000
-"""A page has the lifetimes of at most this many storages, the largest ones."""
+"""The most storages whose lifetimes are on a page, the largest ones."""
 _MOST_POINTS_OF_A_PLAN = MOST_POINTS // 2
 _MOST_MODULES_OF_A_PLAN = 200
 _MOST_SHAPES = 2
@@ -91,13 +92,13 @@ def spans_of(memory: Memory) -> list[tuple[str, int, int]]:
 
 
 def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
-    """Return the levels of the categories that exist at any moment, from the bottom of the stack to its top."""
+    """Return the levels of the non-empty categories, from the bottom of the stack to its top."""
     levels = {category.value: level for category, level in memory.levels.items() if any(level)}
     return {name: levels[name] for name in dict.fromkeys([*CATEGORIES, *levels]) if name in levels}
 
 
 def timeline_of(memory: Memory) -> dict[str, Any]:
-    """Return the timeline as JSON values. Texts are listed once, and numbers stand for them."""
+    """Return the timeline as JSON values. Texts are listed once and referred to by number."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -127,7 +128,7 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
 
 
 def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, Any]:
-    """Return what the page shows. Raises ValueError if a plan is for another step, or the report has no trace."""
+    """Return the contents of the page. Raises ValueError if a plan is for another step, or the report has no trace."""
     memory = memory_of(report)
     return {
         "version": __version__,
@@ -158,7 +159,6 @@ def where_of(report: Report) -> list[str]:
 
 
 def facts_of(report: Report) -> list[dict[str, Any]]:
-    """Return the figures at the top of the page."""
     optimizer, peak = report.optimizer, "peak of the step" if report.run.backward else "peak"
     facts: list[tuple[str, int | None, float | None, str]] = [
         (peak, peak_bytes_of(report), None, "the most on the device at once"),
@@ -280,13 +280,13 @@ def page_of(report: Report, *, plans: Iterable[MemoryPlan] = ()) -> str:
         "plotly": str(library("plotly.offline", "the page").get_plotlyjs()),
         "script": "\n".join(map(_asset, _SCRIPTS)),
     }
-    first, *pieces = _asset("page.html").split("{{")  # once, so that nothing of the user's is taken for a place to fill
+    first, *pieces = _asset("page.html").split("{{")  # once, so that no user text counts as a placeholder
     filled = (piece.partition("}}") for piece in pieces)
     return "".join([first, *(f"{parts[name.strip()]}{rest}" for name, _, rest in filled)])
 
 
 def as_script_json(content: Any) -> str:
-    """Return JSON that may stand in a script element: nothing in it can end the element, or begin a comment."""
+    """Return JSON that is safe in a script element: it can neither end the element nor begin a comment."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""A step as a memory snapshot of CUDA's allocator: what PyTorch's memory viewer reads.
+"""A step as a memory snapshot of CUDA's allocator, for PyTorch's memory viewer.
 
 Source: `torch.cuda.memory._snapshot`, whose docstring lists the fields; `torch.cuda._memory_viz`.
 """
@@ -17,23 +17,18 @@ from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of, op_name
 
 _BEGIN = 2**36
-"""The first address: any number will do."""
+"""The first address, chosen freely."""
 _PER_MOMENT_US = 1000
 
 
 def write_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
-    Path(path).write_bytes(pickle.dumps(snapshot_of(report), protocol=4))  # the viewer reads none that is newer
+    Path(path).write_bytes(pickle.dumps(snapshot_of(report), protocol=4))  # the viewer reads no newer protocol
 
 
 def snapshot_of(report: Report) -> dict[str, Any]:
-    """Return the step of a report as `torch.cuda.memory._snapshot` returns what an allocator did. Any: the format's own dicts.
-
-    What is there before the first op is allocated first. Each allocation has two frames in the place of lines of code: the op,
-    and the module.
-
-    Raises:
-        ValueError: the report does not know the step moment by moment.
-    """
+    """Return the step of a report in the format of `torch.cuda.memory._snapshot` (hence Any). Storages from before the first op
+    are allocated first. Each allocation has two frames in place of lines of code: the op and the module. Raises ValueError if
+    the report does not know the step moment by moment."""
     memory = memory_of(report)
     if memory is None:
         raise ValueError(
@@ -69,7 +64,7 @@ def _rounded(storage: Storage) -> int:
 
 
 def _frames(storage: Storage) -> list[dict[str, Any]]:
-    """Return what a viewer shows of an allocation, the innermost frame first."""
+    """Return the frames of an allocation, the innermost first."""
     category = storage.category.value
     return [
         {"name": op_name(storage.what), "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
@@ -78,7 +73,7 @@ def _frames(storage: Storage) -> list[dict[str, Any]]:
 
 
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
-    """Return an address for each storage, so that no two overlap at any time, and the size of the address range. Each storage
+    """Return an address for each storage, so that none overlap at any time, and the size of the address range. Each storage
     goes to the smallest gap that holds it, or to the end."""
     addresses = [0] * len(storages)
     space, ending = _Space(), list[tuple[int, int]]()
@@ -102,7 +97,6 @@ class _Space:
         """The beginning of each gap, by its end."""
 
     def take(self, num_bytes: int) -> int:
-        """Allocate bytes; return their address."""
         place = bisect_left(self._by_size, (num_bytes, 0))
         if place == len(self._by_size):
             address = self.end
@@ -168,7 +162,7 @@ def _events(
         "stream": 0,
         "time_us": 0,
         "frames": [],
-        "category": "unknown",  # where there are categories the viewer needs this one
+        "category": "unknown",  # the viewer needs this category if there are any
     }
     timed: list[tuple[int, int, int]] = []
     for index, storage in enumerate(storages):

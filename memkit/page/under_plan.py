@@ -11,9 +11,9 @@ from memkit.plan.plans import PlannedReplay, PlannedValue
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> tuple[list[int], list[int]]:
-    """Return how a step under a plan differs from the plain one, at each moment of its trace: the difference in bytes of saved
-    values, and of values held to recompute them; and the bytes that recomputing takes on top. Raises ValueError if the plan is
-    for another step."""
+    """Return the difference between a step under a plan and the plain one at each moment of its trace: bytes of saved values
+    and of values held to recompute them; and the bytes that recomputing takes on top. Raises ValueError if the plan is for
+    another step."""
     plan.check(trace)
     walk = _Walk(trace, plan)
     saved = walk.saved()
@@ -32,7 +32,7 @@ class _Walk:
         self.sooner: Mapping[int, int] = {
             value: self.request_place(replay.request) for replay in reversed(plan.replays) for value in replay.stays
         }
-        """When values are back that are made while others are recomputed."""
+        """When values are back that are recomputed on the way to others."""
 
     def request_place(self, request: int) -> int:
         """Return how many ops have run at a request."""
@@ -56,7 +56,6 @@ class _Walk:
         return levels.each()[: self.num_places]
 
     def _leave(self, levels: Levels, planned: PlannedValue) -> None:
-        """Subtract a saved value while it is not on the device."""
         life, value = self.trace.lifetimes[planned.value], planned.value
         if planned.action is Action.OFFLOAD:
             gone, back = max(self.save_place(planned.let_go_at), life.released_at), self.request_place(planned.fetch_at)
@@ -79,7 +78,7 @@ class _Walk:
             levels.add(gone, min(back, end, self.num_places), -planned.num_bytes)
 
     def _roots(self) -> dict[int, tuple[int, int]]:
-        """Return when the other values exist that replays start from, and that would be freed."""
+        """Return when the other roots of replays exist that would otherwise be freed."""
         retained = self.trace.step.retained_bytes
         known = {planned.value for planned in self.plan.values} | self.first_save.keys()
         found = dict[int, tuple[int, int]]()
@@ -92,8 +91,8 @@ class _Walk:
         return found
 
     def again(self, saved: Sequence[int]) -> list[int]:
-        """Return for each place what replays take on top of everything else. They run before the op of their place, and so
-        beside what the op before has left."""
+        """Return for each place the bytes that replays take on top. They run before the op of their place, so beside the
+        storages that the previous op has left."""
         trace = self.trace
         held = Levels(self.num_places)
         for value in self.first_save:
