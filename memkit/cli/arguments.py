@@ -22,11 +22,11 @@ DTYPES = {
     "bool": "bool",
     **dict.fromkeys(("complex64", "c64"), "complex64"),
 }
-"""Names that people write for dtypes, and torch's names."""
+"""Common names of dtypes, and torch's names."""
 
 
 Input = tuple[str, tuple[int, ...], str | None]
-"""An input: its keyword, or "", its shape, and torch's name of its dtype, if one is asked for."""
+"""An input: its keyword or "", its shape, and torch's name of its requested dtype, if any."""
 
 
 def input_of(text: str) -> Input:
@@ -44,11 +44,10 @@ def input_of(text: str) -> Input:
 
 
 SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
-"""The forms of a SPEC."""
 
 
 def nearest_spec(text: str) -> str:
-    """Return the SPEC that was most likely meant by an invalid one."""
+    """Return the SPEC that an invalid one most likely meant."""
     if text.endswith(".json") or os.path.isdir(text) or ("/" in text and not text.endswith(".py")):
         return f"hf:{text}"
     if text.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Measures what plans need to know of a machine: its GPU, the link to it, its host and its disk."""
+"""Measures a machine for plans: its GPU, the link to it, its host and its disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BOTH_S = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSizes:
     block_numel: int
-    """Parameters that are updated at once."""
+    """Parameters per update."""
     num_blocks: int
     """With their states, all blocks are larger than the processor's cache."""
     copied_bytes: int
@@ -45,7 +45,7 @@ REHEARSAL = HostSizes(block_numel=2**14, num_blocks=2, copied_bytes=2**20, disk_
 
 
 def update_threads() -> list[int]:
-    """Return the numbers of threads that updates are timed with: 1, 4, 8 and 16, or as many as this process has cores."""
+    """Return the numbers of threads for timed updates: 1, 4, 8 and 16, or as many as this process has cores."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({min(num_threads, num_cores) for num_threads in _UPDATE_THREADS})
 
@@ -111,7 +111,7 @@ class HostUpdates:
 
     def measure_beside_copies(self, device: Device, both_bytes_per_s: float) -> tuple[float, float]:
         """Return the parameters per second with the most threads while copies run in both directions, and the bytes per second
-        of these in each direction, whose estimate sets their number."""
+        of these copies in each direction. The estimate `both_bytes_per_s` sets their number."""
         num_bytes = self._sizes.copied_bytes
         num_copies = max(2, min(round(_BOTH_S * both_bytes_per_s / num_bytes), 400))
         blocks = itertools.cycle(self._blocks)
@@ -176,8 +176,8 @@ def _host_text(spec: GpuSpec, width: int) -> str:
 
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
-    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds. How much
-    single kinds of ops deviate (`GpuSpec.factors`) is not measured: the factors are those of an H200."""
+    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds. The
+    deviation of single kinds of ops (`GpuSpec.factors`) is not measured: the factors are those of an H200."""
     num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
     with torch.no_grad(), _within(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
         bytes_per_s = measure_ceilings(device).bytes_per_s

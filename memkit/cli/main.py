@@ -77,8 +77,6 @@ def _one_line(error: BaseException) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line."""
-
     def error(self, message: str) -> NoReturn:
         sys.exit(_fail(f"{message} (see `{self.prog} --help`)"))
 
@@ -155,8 +153,8 @@ def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inpu
 
 
 def _check_model(options: argparse.Namespace) -> None:
-    """Raise if no model or no input was given. argparse itself would report that before a misspelled option; and building the
-    model would import torch first."""
+    """Raise if no model or no input was given. argparse would report that before a misspelled option, and building the model
+    would import torch first."""
     if not hasattr(options, "spec"):
         return
     if not options.inputs:
@@ -258,7 +256,7 @@ def _add_bench_machine(benches: Any) -> None:
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for what is printed beside the table, and for where the report is written."""
+    """Add the arguments for output beside the table, and for the report's files."""
     parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
     parser.add_argument(
         "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"

@@ -1,4 +1,4 @@
-"""`memkit plan`, once its arguments are read; with what one rank takes of a split model."""
+"""`memkit plan`, after its arguments are parsed, with the share of one rank of a split model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from memkit.weights.selection import find_layers
 
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
-    """Return what the first of so many ranks takes of a model and an optimizer (a name), its states counted on the shards,
-    with one layer gathered ahead; `offload`: shards, their gradients and states are in host memory. Raises ValueError if
-    `memkit.shard` would refuse the model, and ProfileError if the optimizer does not step without data."""
+    """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer (a name), with states counted on
+    the shards and one layer gathered ahead; `offload`: shards, their gradients and states are in host memory. Raises ValueError
+    if `memkit.shard` would refuse the model, ProfileError if the optimizer does not step without data."""
     layers = _layers_of(model)
     inside = {id(item) for layer in layers.values() for item in layer.parameters()}
     outside = [item for item in model.parameters() if id(item) not in inside]
@@ -48,12 +48,12 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step on one rank, whose inputs are those of the report, without optimizer states.
+    """Return the trace of a step on one rank with the report's inputs, without optimizer states.
 
-    Shards of parameters and gradients, or those in transfer from the host, and what is gathered at a time, are there all the
-    time. A layer's unsharded gradients are freed when those of the next layer in the backward are complete; until then the
-    buffer that they are reduced from is held. Those of parameters in no layer stay to the end. Computation and saved values are
-    the same.
+    Shards of parameters and gradients (or those in transfer from the host) and the bytes gathered at a time exist all the time.
+    A layer's unsharded gradients are freed when those of the next layer in the backward are complete; until then the buffer
+    that they are reduced from is held. Those of parameters in no layer stay to the end. Computation and saved values are the
+    same.
     """
     trace, memory = report.trace, report.step_memory
     assert trace is not None
@@ -93,7 +93,7 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
 
 _NUM_BUDGETS = 8
 _MOST_TRACES = 14
-"""The most batches for which a step is traced."""
+"""The most batches to trace a step for."""
 
 _logger = logging.getLogger("memkit.cli.main")
 
@@ -149,7 +149,7 @@ def plan(options: argparse.Namespace) -> None:
         limit = max(limits) if limits else gpu.memory_bytes
         front = replace(front, batch=_largest_batch(problem, lambda batch: problem_in(report_with(batch)), limit, options))
     if options.json != STDOUT:
-        print(to_text(front, width=terminal_width()), flush=True)  # ahead of files, which may fail
+        print(to_text(front, width=terminal_width()), flush=True)  # before files, which may fail
     if options.json is not None:
         contents = {budget_bytes: json.loads(plan.to_json()) for budget_bytes, plan in plans.items()}
         write_text(options.json, front.to_json(contents) + "\n")
@@ -162,7 +162,7 @@ def plan(options: argparse.Namespace) -> None:
 def _largest_batch(
     problem: Problem, problem_with: Callable[[int], Problem], budget_bytes: int, options: argparse.Namespace
 ) -> LargestBatch:
-    """Return the largest batch that fits, plain and planned: each that is tried is traced anew."""
+    """Return the largest batch that fits, plain and planned. Each try is traced anew."""
     shapes = [shape for _, shape, _ in options.inputs]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or 0 in sizes or not all(shapes):

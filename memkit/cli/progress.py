@@ -17,7 +17,7 @@ from memkit.core.terminal import shortened
 
 @contextmanager
 def progress() -> Iterator[None]:
-    """Show on standard error what takes longer than a second: the last message that memkit logged, and for how long.
+    """Show on standard error any work longer than a second: memkit's last log message, and its duration.
 
     Warnings are shown there as well, each text once, on one line; Python's `-W` options select them.
     """
@@ -28,7 +28,7 @@ def progress() -> Iterator[None]:
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(), handler:
-            if not sys.warnoptions:  # as Python shows them, whatever was set before
+            if not sys.warnoptions:  # Python's default, whatever was set before
                 warnings.simplefilter("default")
                 for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
                     warnings.simplefilter("ignore", kind)
@@ -40,7 +40,7 @@ def progress() -> Iterator[None]:
 
 
 class _Progress(logging.Handler):
-    """A log handler with a thread that regularly checks whether the last message is old."""
+    """A log handler with a thread that regularly checks the age of the last message."""
 
     PATIENCE_S = 1.0
 

@@ -27,25 +27,25 @@ _logger = logging.getLogger("memkit.cli.main")
 
 
 class UsageError(MemkitError):
-    """Raised when the command line asks for something that is not there."""
+    """Raised when the command line names something that does not exist."""
 
 
 def autocast(name: str | None, device: torch.device) -> AbstractContextManager[object]:
-    """Return `torch.autocast` with the dtype of a name, or nothing for None."""
+    """Return `torch.autocast` with the dtype of a name, or a null context for None."""
     if name is None:
         return nullcontext()
-    # On meta, autocast of any kind is taken for the target's, and that for the CPU is there on every machine.
+    # On meta, any autocast counts as the target's, and the CPU's exists on every machine.
     return torch.autocast("cpu" if device.type == "meta" else device.type, getattr(torch, name))
 
 
 def build_model(spec: str, device: torch.device) -> nn.Module:
     """Return the model that SPEC names, with random weights, on `device`: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for
-    a configuration of transformers, or a folder with one; or "package.module:factory" for something that returns a module when
-    called without arguments, or that is a module. The current folder is searched, too.
+    a configuration of transformers, or a folder with one; or "package.module:factory" for a module, or a callable without
+    arguments that returns one. The current folder is searched, too.
 
     Raises:
         UsageError: there is no such package, module, attribute or file, or it gives no `nn.Module`.
-        Exception: the model's own as it is built, with a note that says so.
+        Exception: the model's own during the build, with a note that says so.
     """
     place, _, name = spec.partition(":")
     try:
@@ -64,7 +64,7 @@ def _build(factory: Any, spec: str, device: torch.device) -> nn.Module:
                 return _built(factory, spec)
         except UsageError:
             raise
-        except Exception as error:  # it reads values while it builds; with data it can
+        except Exception as error:  # the build reads values, which needs data
             _logger.debug("%s cannot be built on meta: %s", spec, error)
     return _built(factory, spec).to(device) if device.type != "meta" else _built(factory, spec)
 
@@ -99,7 +99,7 @@ def _torchvision_factory(name: str) -> Callable[[], Any]:
         near = _near(builder_name, builders, "torchvision", ".".join([*packages, ""]))
         raise UsageError(f"{where} has no model {builder_name!r}{near}")
     parameters = inspect.signature(builder).parameters
-    # Without these the builder would download weights, or spend minutes on an initialization that is not looked at.
+    # Without these the builder would download weights, or spend minutes on an unused initialization.
     options = {"weights": None, "weights_backbone": None, "init_weights": False}
     return lambda: builder(**{option: value for option, value in options.items() if option in parameters})
 
@@ -112,7 +112,7 @@ def _timm_factory(name: str) -> Callable[[], Any]:
 
 
 _LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")
-"""Architectures of which the heads' names do not end like the auto classes, such as GPT2LMHeadModel and
+"""Architectures whose heads' names do not end like the auto classes, such as GPT2LMHeadModel and
 WhisperForConditionalGeneration."""
 
 
@@ -138,7 +138,7 @@ def _transformers_factory(name: str) -> Callable[[], Any]:
             f"{path}: transformers {transformers.__version__} knows no model_type {content['model_type']!r}"
         ) from error
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # it is for generating, and would hold the keys and values of each layer
+        config.use_cache = False  # for generating only: it would hold the keys and values of each layer
     asked = next(iter(content.get("architectures") or ()), "")
     return _class_named(transformers, config, asked)
 
@@ -147,7 +147,7 @@ def _class_named(transformers: Any, config: Any, asked: str) -> Callable[[], Any
     heads = [asked.partition("For")[2], *_LANGUAGE] if asked else []
     for head in dict.fromkeys(heads):
         auto = getattr(transformers, f"AutoModelFor{head}", None)
-        with suppress(ValueError), torch.device("meta"):  # which it raises where it has no such model for the configuration
+        with suppress(ValueError), torch.device("meta"):  # raised if there is no such model for the configuration
             if auto is not None and type(auto.from_config(config)).__name__ == asked:
                 return lambda: auto.from_config(config)
     if asked and hasattr(transformers, asked):
@@ -165,7 +165,6 @@ _FACTORIES: dict[str, Callable[[str], Any]] = {
 
 
 def model_of(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Return the model that the options ask for."""
     _logger.info("building %s", options.spec)
     model = build_model(options.spec, device).train()
     return model if options.dtype is None else model.to(getattr(torch, options.dtype))
@@ -176,8 +175,8 @@ def make_inputs(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return a model's inputs, by position and by keyword: random values, or indices that are valid in any table.
 
-    Those for which no dtype is named have `dtype_name`; those of a transformers model have its own dtype, or integers where the
-    argument is named so: "input_ids", "labels", "attention_mask".
+    Inputs without a dtype have `dtype_name`; those of a transformers model have its own dtype, or integers for names such as
+    "input_ids", "labels" and "attention_mask".
     """
     names = list(inspect.signature(model.forward).parameters)
     if _is_of_transformers(model) and isinstance(getattr(model, "dtype", None), torch.dtype):
@@ -186,7 +185,7 @@ def make_inputs(
     def made(name: str, shape: tuple[int, ...], dtype_asked: str | None) -> Tensor:
         if name.endswith("input_ids") and _is_of_transformers(model) and len(shape) != 2:
             raise UsageError(f"--input: {name} needs (batch, length), such as 8x2048; found {'x'.join(map(str, shape))}")
-        is_mask = name == "attention_mask" and _is_of_transformers(model)  # nothing is hidden, which it looks at
+        is_mask = name == "attention_mask" and _is_of_transformers(model)  # transformers reads it: hide nothing
         is_integer = is_mask or (_is_of_transformers(model) and (name.endswith("_ids") or name == "labels"))
         dtype: torch.dtype = getattr(torch, dtype_asked or ("int64" if is_integer else dtype_name))
         if device.type == "meta" and not is_mask:
@@ -225,7 +224,7 @@ def said_as(option: str, read: Callable[[], _T]) -> _T:
 
 def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
     """Return a hint with the most similar names, as SPECs; "" if there are none."""
-    of = {other.casefold(): other for other in known if not other.startswith("_")}  # of names that differ in case, one
+    of = {other.casefold(): other for other in known if not other.startswith("_")}  # one of the names that differ in case
     near = [of[found] for found in difflib.get_close_matches(name.casefold(), of, n=3, cutoff=0.6)]
     return f". Did you mean {' or '.join(f'{place}:{prefix}{other}' for other in near)}?" if near else ""
 
