@@ -1,7 +1,7 @@
 """See where GPU memory goes in PyTorch training, and make it fit.
 
 The public names are in `__all__`. Records of a profile are in `memkit.profile`, plans in `memkit.plan`, exceptions in
-`memkit.errors`. All of it is imported when it is first used: torch takes seconds, and `memkit --help` needs none of it.
+`memkit.errors`. Each is imported on first use: torch takes seconds, and `memkit --help` does not need it.
 """
 
 from __future__ import annotations

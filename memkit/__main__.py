@@ -14,7 +14,6 @@ def _stop(*_: object) -> None:
 
 
 def main() -> int:
-    """Run the `memkit` command; return its exit status."""
     signal.signal(signal.SIGINT, _stop)
     from memkit.cli.main import main as run
 

@@ -18,11 +18,7 @@ def torch_version() -> str | None:
 
 
 def require_torch() -> None:
-    """Check the torch that is installed, without importing it.
-
-    Raises:
-        ImportError: it is too old, or there is none.
-    """
+    """Check the installed torch without importing it. Raises ImportError if it is too old, or there is none."""
     needed, found = ".".join(map(str, OLDEST)), torch_version()
     numbers = re.match(r"(\d+)\.(\d+)", found or "0.0")
     if found is None or (numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST):

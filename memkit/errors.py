@@ -1,24 +1,24 @@
 """Every exception that the library raises at run time.
 
-    MemkitError
-    ├── DeviceUnavailableError     the device that was asked for is not on this machine
-    ├── ProfileError               what was asked for cannot be measured here
-    │   └── DataDependentError     a run without data met code that needs values
-    ├── ReportFormatError          a file is no memkit report, or no spec of a GPU, or is newer than this memkit
-    ├── PlanFormatError            a file is no memkit plan, or is newer than this memkit
-    ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
-    ├── DiskError                  a disk has no room, fails, or does not take a scratch file
-    ├── BudgetInfeasible           no plan keeps to the budget that was asked for
-    ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
-    ├── StateOffloadError          a step of streamed optimizer states can't be made exactly
-    ├── ForkedError                a forked process uses what the process that it was forked from has made
-    ├── ShardError                 a process of the group could not shard the model, or has another model
-    ├── ReplayMismatchError        an op that was run again has made something else
-    ├── MissingTorchNameError      torch is newer than this memkit, and has not what a feature needs of it
-    └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
+MemkitError
+├── DeviceUnavailableError     the requested device is not on this machine
+├── ProfileError               a profile cannot be measured as requested
+│   └── DataDependentError     a run without data met code that needs values
+├── ReportFormatError          a file is no memkit report, or no spec of a GPU, or is newer than this memkit
+├── PlanFormatError            a file is no memkit plan, or is newer than this memkit
+├── HostMemoryError            host memory cannot be locked, or a limit on it is met
+├── DiskError                  a disk has no room, fails, or does not take a scratch file
+├── BudgetInfeasible           no plan keeps to the requested budget
+├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
+├── StateOffloadError          a step of streamed optimizer states can't be made exactly
+├── ForkedError                a forked process uses an object of its parent process
+├── ShardError                 a process of the group could not shard the model, or has another model
+├── ReplayMismatchError        a replayed op gave another result
+├── MissingTorchNameError      torch is newer than this memkit, and lacks a name that a feature needs
+└── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
 
-Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of the user's own model keep their type: memkit
-adds a note that names the module (see `note_on`).
+Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of the user's own model keep their type: memkit adds
+a note that names the module (see `note_on`).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class HostMemoryError(MemkitError):
 
 
 class DiskError(MemkitError):
-    """Raised when a disk has no room for what is to be there, or a read or a write fails. What was on disk before still is.
+    """Raised when a disk has no room for the data, or a read or a write fails. Data already on disk is unaffected.
 
     Attributes:
         path: the directory of the scratch file.
-        errno: what the system calls the failure, such as `errno.ENOSPC`; None where memkit itself has found too little room.
+        errno: the system's error number, such as `errno.ENOSPC`; None where memkit itself has found too little room.
     """
 
     def __init__(self, message: str, *, path: Path, errno: int | None = None) -> None:
@@ -75,7 +75,7 @@ class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in lin
     """Raised when no plan keeps to a budget, or a step without a plan did not keep to it.
 
     Attributes:
-        smallest_bytes: the smallest budget that can be kept to; after a step without a plan, what that step took.
+        smallest_bytes: the smallest budget that can be kept to; after a step without a plan, the bytes that it took.
     """
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
@@ -97,11 +97,11 @@ class ForkedError(MemkitError):
 
 
 class ShardError(MemkitError):
-    """Raised by `shard`, and by `profile_memory` of what is sharded, on every rank where it went wrong on another one, or where
-    ranks were given different models.
+    """Raised on every rank by `shard`, and by `profile_memory` of a sharded model, when another rank failed, or when ranks were
+    given different models.
 
     Attributes:
-        rank: where it went wrong first; None if that is not known.
+        rank: the first rank that failed; None if unknown.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -115,7 +115,7 @@ class ReplayMismatchError(MemkitError):
 
 
 class MissingTorchNameError(MemkitError):
-    """Raised when torch, newer than this memkit, lacks a private name that a feature needs. Everything else goes on working.
+    """Raised when torch, newer than this memkit, lacks a private name that a feature needs. Everything else still works.
 
     Attributes:
         symbol: the name.
@@ -131,7 +131,7 @@ class RaceError(MemkitError):
 
 
 def users_line() -> tuple[str, int]:
-    """Return the file and the line outside of memkit and torch that the call comes from."""
+    """Return the file and line of the call, outside of memkit and torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("memkit", "torch"):
         frame = frame.f_back
@@ -139,16 +139,14 @@ def users_line() -> tuple[str, int]:
 
 
 def warn_user(message: str) -> None:
-    """Warn, and point at the user's line that the call comes from, however deep inside of memkit it is."""
+    """Warn, and point at the user's line that made the call, however deep inside memkit it is."""
     filename, line = users_line()
     warnings.warn_explicit(message, UserWarning, filename, line)
 
 
 def note_on(error: BaseException, note: str) -> None:
-    """Add a line to the message of an exception of the model's or torch's, which keeps its type, arguments and traceback.
-
-    `BaseException.add_note` came with Python 3.11; before, the note is only kept in `__notes__`.
-    """
+    """Add a line to the message of an exception from the model or torch, which keeps its type, arguments and traceback.
+    `BaseException.add_note` came with Python 3.11; before, the note is only kept in `__notes__`."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
@@ -157,7 +155,7 @@ def note_on(error: BaseException, note: str) -> None:
 
 
 def note_no_room(error: BaseException, what: str, name: str) -> None:
-    """Say on the allocator's error what was to come back from the host, and by which context."""
+    """Note on the allocator's error the value that was to come back from the host, and the context that brings it."""
     note_on(
         error,
         f"memkit: no room on the device for {what} that {name} had moved to the host, even after everything that was fetched "

@@ -1,4 +1,4 @@
-"""`live_values`: what features predicted and did, as plain numbers for TensorBoard, W&B or a progress bar."""
+"""`live_values`: the predicted and measured figures of features, as plain numbers for TensorBoard, W&B or a progress bar."""
 
 from __future__ import annotations
 
@@ -63,34 +63,33 @@ _OF_STATES = {
     "moved_out": "d2h_bytes",
 }
 _OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_written_bytes"}
-"""Names of values, and the fields that they are read from."""
+"""Names of values, and their fields."""
 
 _OF_DEVICE = ("peak", "predicted_peak")
-"""Values that count everything on the device: of several `LayerOffload`s the highest is shown, of other values the sum."""
+"""Values that count everything on the device: of several `LayerOffload`s the highest is shown; other values are summed."""
 
 
 class Feature(Protocol):
     """A feature with figures: a `MemoryBudget`, `CPUOffload`, `Rematerialize`, `LayerOffload` or `StateOffload`."""
 
     def stats(self) -> Any:  # Any: of each its own
-        """Return its figures."""
+        """Return the feature's figures."""
 
 
 def live_values(*sources: str | Feature) -> dict[str, float]:
-    """Return what features predicted and did, as a flat dict of numbers for a logger or a progress bar.
+    """Return the predicted and measured figures of features, as a flat dict of numbers for a logger or a progress bar.
 
-    Names are "memkit/TAG/NAME_UNIT", those of a `LayerOffload` "memkit/layers/NAME_UNIT", those of a `StateOffload`
+    Names are "memkit/TAG/NAME_UNIT", for a `LayerOffload` "memkit/layers/NAME_UNIT", for a `StateOffload`
     "memkit/states/NAME_UNIT": "memkit/default/peak_gib" beside "memkit/default/predicted_peak_gib", "step_ms" beside
-    "predicted_step_ms", "memkit/states/host_gib" of host memory beside the "room_gib" on the device. What is not known yet, or
-    not done by a feature, is left out. A call waits for nothing: seconds cover the work that is done by now.
+    "predicted_step_ms", "memkit/states/host_gib" of host memory beside the "room_gib" on the device. Values that are not known
+    yet, or that a feature does not have, are left out. A call waits for nothing: seconds cover the work finished by now.
 
-    Those of several `LayerOffload` have the same names: a peak, which counts all that is on the device, is the highest of them,
-    and any other value is the sum over those that know it. The time of a step is so as well: their models run one after the
-    other.
+    Several `LayerOffload`s share their names: a peak, which counts everything on the device, is the highest of them, and any
+    other value is the sum over those that know it. So is the time of a step: their models run one after the other.
 
     Args:
-        sources: tags, or features themselves; without any, the tag "default". Give a context another tag than "layers" beside
-            a `LayerOffload`, and another one than "states" beside a `StateOffload`.
+        sources: tags, or features themselves; without any, the tag "default". Give a context another tag than "layers" beside a
+            `LayerOffload`, and another one than "states" beside a `StateOffload`.
 
     Raises:
         TypeError: a source is neither.
@@ -112,7 +111,6 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
 
 
 def values_of(figures: Iterable[SavedTensorStats | LayerStats | StateStats]) -> dict[str, float]:
-    """Return the values for the figures of some features: see `live_values`."""
     values, layers, states = dict[str, float](), list[LayerStats](), list[StateStats]()
     for found in figures:
         if isinstance(found, LayerStats):

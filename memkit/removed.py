@@ -1,4 +1,4 @@
-"""The answers for what was removed: since when, and what to use instead. Each is kept for one version."""
+"""The answers for removed features: since when, and what to use instead. Each is kept for one version."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ _COMMANDS = {
 
 
 def removed(what: str, instead: str) -> str:
-    """Return the line that answers a removed option, argument or command.
-
-    Args:
-        what: as the user wrote it, such as `--csv` or `StateOffload(update="both")`.
-        instead: a clause that says what to do, such as "use --json".
-    """
+    """Return the answer for a removed option, argument or command. `what` is as the user wrote it, such as `--csv` or
+    `StateOffload(update="both")`; `instead` is a clause such as "use --json"."""
     return f"{what} was removed in 0.2; {instead}"
 
 
