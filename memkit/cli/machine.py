@@ -32,7 +32,6 @@ _BOTH_S = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSizes:
     block_numel: int
-    """Parameters per update."""
     num_blocks: int
     """With their states, all blocks are larger than the processor's cache."""
     copied_bytes: int
@@ -160,7 +159,6 @@ def _seconds(act: Callable[[], None]) -> float:
 
 
 def _host_text(spec: GpuSpec, width: int) -> str:
-    """Return speeds by number of threads as a table."""
     speeds = {
         "AdamW (1e9/s)": spec.host_updates_per_s,
         "with casts": spec.host_cast_updates_per_s,

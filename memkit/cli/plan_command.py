@@ -93,7 +93,6 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
 
 _NUM_BUDGETS = 8
 _MOST_TRACES = 14
-"""The most batches to trace a step for."""
 
 _logger = logging.getLogger("memkit.cli.main")
 

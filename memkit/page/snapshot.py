@@ -17,7 +17,6 @@ from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of, op_name
 
 _BEGIN = 2**36
-"""The first address, chosen freely."""
 _PER_MOMENT_US = 1000
 
 
@@ -64,7 +63,6 @@ def _rounded(storage: Storage) -> int:
 
 
 def _frames(storage: Storage) -> list[dict[str, Any]]:
-    """Return the frames of an allocation, the innermost first."""
     category = storage.category.value
     return [
         {"name": op_name(storage.what), "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
@@ -109,7 +107,6 @@ class _Space:
         return address
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Free bytes, and merge them with the gaps on either side."""
         end = address + num_bytes
         if end in self._size_at:
             end += self._remove(end)

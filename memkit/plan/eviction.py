@@ -93,7 +93,6 @@ class Walk:
         self.temp_bytes = 0
         """Bytes of values that only a replay holds."""
         self.peak_bytes = 0
-        """The most bytes of saved values and replay temporaries at once."""
         self.evictable: dict[int, None] = {}
         """The droppable values on the device, in order of arrival."""
         self.needed: dict[int, int] = {}

@@ -247,6 +247,7 @@ def fewest_that_fit(
 
 
 def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list[int]:
+    """Return budgets at even distances, the most first and the least last."""
     if num_budgets == 1 or most_bytes <= least_bytes:
         return [max(most_bytes, least_bytes)]
     step = (most_bytes - least_bytes) / (num_budgets - 1)
@@ -362,7 +363,6 @@ _GO = (5, 7, 4, _MOVED, 10, 8, 9)
 
 
 def to_text(front: Front, *, width: int | None = None) -> str:
-    """Return the table, one row per budget, with general remarks above and below it."""
     columns = _COLUMNS if width is None else min(width, _COLUMNS)
     unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
     heads = [

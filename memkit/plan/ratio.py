@@ -100,7 +100,6 @@ class RatioSoFar:
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
-        """Follow a plan from here on, or none."""
         self._plan, self._is_late = plan, is_late
         self._sum_up()
 

@@ -31,7 +31,7 @@ class ModuleCall:
     ops: tuple[int, int]
     """Its first op that may run again, and the first op after its last save, where the second run of a region ends."""
     num_ops: int
-    """Ops of any kind until then."""
+    """Ops of any kind up to that end."""
     inputs: tuple[int, ...]
     """Values that it reads and that were made earlier in the step."""
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -51,7 +51,7 @@ class HostCosts:
     recorded_s: float
     """On recording an op, beyond that."""
     saved_s: float
-    """On a save and its request while ops are recorded."""
+    """On a save, and its request, while ops are recorded."""
     replayed_s: float
     """On an op that is replayed from the record."""
     region_s: float
@@ -380,7 +380,7 @@ class RegionPlanner:
         yield from product_of([index for index, call in enumerate(self.calls) if call.parent < 0])
 
     def _groups(self) -> list[list[int]]:
-        """Return groups of similar calls, such as the blocks of a model, of which none is nested in another."""
+        """Return groups of similar calls, such as a model's blocks, none nested in another."""
         groups: dict[tuple[int, str], list[int]] = {}
         depths: list[int] = []
         for index, call in enumerate(self.calls):

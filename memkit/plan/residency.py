@@ -56,7 +56,6 @@ def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]
 
 
 def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
-    """Return the smallest slot size that holds a layer."""
     size = min((size for size in slot_bytes if size >= num_bytes), default=None)
     if size is None:
         found = format_bytes(max(slot_bytes)) if slot_bytes else "no slots"

@@ -17,5 +17,4 @@ def find_report(tag: str) -> MemoryReport | None:
 
 
 def forget_report(tag: str) -> None:
-    """Drop the report filed under `tag`, if there is one."""
     _reports.pop(tag, None)

@@ -134,9 +134,7 @@ class ProfiledStep:
     loss_fn: Callable[[Any], Tensor] | None
     backward: bool
     streamed: StreamedWeights = NOTHING_STREAMED
-    """Parameters in host memory."""
     sharded: Shards = NOTHING_SHARDED
-    """Parameters that FSDP2 has sharded."""
 
     def input_tensors(self) -> list[Tensor]:
         return [leaf for leaf in torch_private.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]

@@ -124,7 +124,6 @@ _MOST_NUMBERS = 4
 
 
 _MAX_SHAPES = 2
-"""The most shapes of a call in the table."""
 
 
 class _Column(NamedTuple):
@@ -192,7 +191,6 @@ SORT_KEYS = {
 
 
 def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> None:
-    """Raise ValueError unless these are arguments for `to_text`."""
     for name, value in (("depth", depth), ("top", top)):
         if value is not None and (not isinstance(value, int) or value < 0):
             raise ValueError(f"{name} must be a whole number, 0 or more; found {value!r}")

@@ -166,7 +166,6 @@ class _Tracer(PeakGauge):
         )
 
     def end_forward(self) -> Step:
-        """Return the step so far, without its requests."""
         step = step_of(self.recording, self.saves, self.save_nodes)
         self.num_forward_ops, self._is_forward = self.now, False
         self.recording.close()
@@ -191,7 +190,6 @@ class _Tracer(PeakGauge):
         log.note_op(str(op))
 
     def _note_value(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Note the current value of a storage."""
         place = self._log.place_of(storage)
         if place is None:
             return

@@ -165,8 +165,6 @@ def profile_memory(
 
 
 class _Prepared(NamedTuple):
-    """The step to run, and everything known before a run."""
-
     step: ProfiledStep
     tree: ModuleTree
     run_device: torch.device

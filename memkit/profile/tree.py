@@ -57,7 +57,6 @@ class ModuleNode:
     depth: int
     self_param_bytes: int
     self_host_param_bytes: int
-    """Bytes of its parameters that stream."""
     marks: tuple[str, ...]
     compiled: bool
 
