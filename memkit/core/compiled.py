@@ -75,8 +75,8 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
-    """Until the hooks are removed, call `run` in place of a compiled module's code, just outside of it: see [Note: calls of
-    compiled modules]. It is not compiled, and a copy of the module doesn't have it."""
+    """Until the hooks are removed, call `run` in place of a compiled module's code, just outside of it. It is not compiled, and
+    a copy of the module doesn't have it. See [Note: calls of compiled modules]."""
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")

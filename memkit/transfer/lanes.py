@@ -213,8 +213,8 @@ class Lanes:
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
-        """Copy pieces of pinned host memory to parts of a storage, alternating between two streams: see [Note: copies by
-        turns]. Return an event on `back` at the end of all copies."""
+        """Copy pieces of pinned host memory to parts of a storage on two streams in turn: see [Note: copies by turns].
+        Return an event on `back` at the end of all copies."""
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]
