@@ -40,7 +40,7 @@ def offloading(device: Device) -> Offload:
 
 @pytest.fixture
 def only_new_objects() -> None:
-    """Let the garbage collector look at nothing that was there before: what it finds can be counted on."""
+    """Hide all existing objects from the garbage collector, so that a test can count the ones that it finds."""
     gc.collect()
     gc.freeze()
 
