@@ -29,7 +29,7 @@ DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU]
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_test_device(request.param)
     yield device
-    device.synchronize()  # raises what finalizers have found
+    device.synchronize()  # raises the finalizers' findings
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def _report_and_plan(device: Device, tag: str, widths: tuple[int, ...] = (32, 64
     layers = [nn.Sequential(nn.Linear(*pair, bias=False), nn.Tanh()) for pair in itertools.pairwise(widths)]
     model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, widths[0], device=device.torch_device)
     memkit.profile_memory(model, x, backward=True, tag=tag, print_table=False)
-    sizes = [4 * 16 * width for width in widths]  # the input, and what each tanh gave
+    sizes = [4 * 16 * width for width in widths]  # the input, and each tanh's result
     return model, x, plan_ratio(sizes, 0.5, window_bytes=0, held=frozenset({0})).offload_bytes
 
 

@@ -203,7 +203,7 @@ def test_what_another_context_was_given_is_known_though_addresses_are_used_again
     forward = RecordedForward(Recording(device), window, DTRScore(), math.inf, Counts())
 
     for value in range(20):
-        tensor = torch.empty(8)  # its storage, and itself, where those of the last one were
+        tensor = torch.empty(8)  # its storage and object take the last one's addresses
         assert forward.note_offer(value, tensor)
         assert not forward.note_offer(value + 100, tensor)  # written to where this tensor does not count it
         del tensor

@@ -129,7 +129,7 @@ def test_steps_that_take_another_path_each_time(ratio: float, device: Device, of
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0])
-@pytest.mark.parametrize("widths", [WIDTHS, (32,) * 6])  # the second: what is saved looks all the same, also the weights
+@pytest.mark.parametrize("widths", [WIDTHS, (32,) * 6])  # the second: all saves look the same, also the weights
 @pytest.mark.parametrize("has_grad", [False, True])
 def test_first_step_follows_a_report(
     has_grad: bool, widths: tuple[int, ...], ratio: float, device: Device, offloading: Offload

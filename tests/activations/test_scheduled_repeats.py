@@ -126,7 +126,7 @@ def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, opt
     steady = found[-len(turns) * 2 :]
     if turns in ("AB", "AAB"):
         assert found[len(turns) * 2 :] == [True] * (len(turns) * 4)
-    else:  # of what begins alike, the one is expected that came next behind the same two the last time
+    else:  # among equal beginnings, the one is expected that followed the same two last time
         assert steady == [True] * len(steady)
 
 
@@ -166,7 +166,7 @@ def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads:
         steady += "sd"[followed.take()[-1:] != [True]]
     assert steady[:2] == "dd"
     assert steady[2:4] == "ss"
-    assert steady[6] == "s"  # the other ones left what is known of it
+    assert steady[6] == "s"  # the others left its schedule
     assert steady[-4:] == "ssss"
 
 

@@ -101,7 +101,7 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
     found = run(lambda: offloading(0.5, "pipeline", window_bytes=window_units * UNIT_BYTES))
 
     assert_same_bits(found, run(nullcontext))
-    device.synchronize()  # what was served in place may be on its way to the host still
+    device.synchronize()  # storages served in place may still be on their way to the host
     stats = memkit.stats("pipeline")
     assert stats.peak_live_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)

@@ -96,7 +96,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
     name, device = request.param
     found = Context(name, KINDS[name], _open(device))
     yield found
-    found.device.synchronize()  # raises what finalizers have found
+    found.device.synchronize()  # raises the finalizers' findings
 
 
 _MORE = [_param(name, device, pytest.mark.slow) for name in MORE_KINDS for device in DEVICES if device != "seed 0"]

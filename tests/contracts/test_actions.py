@@ -119,7 +119,7 @@ def test_marks_of_rematerialize_move_and_drop_what_they_say(device: Device) -> N
 
         stats = memkit.stats("actions")
         assert stats.moved_out_bytes == _bytes(actions, Action.OFFLOAD)
-        assert stats.dropped_bytes >= _bytes(actions, Action.RECOMPUTE)  # a plan drops what others bring along as well
+        assert stats.dropped_bytes >= _bytes(actions, Action.RECOMPUTE)  # a plan also drops values that others bring along
     plan = memkit.Rematerialize(1.0, "actions").plan
     assert plan is not None
     for planned, asked in zip(plan.saves, actions, strict=True):

@@ -127,7 +127,7 @@ def _held(context: Context) -> dict[str, object]:
 def test_thirty_steps(name: str, context: Context) -> None:
     for count in range(33):
         STEPS[name](Case(context.device, context))
-        context.device.synchronize()  # what is timed has been reached by the next step, however busy the device is
+        context.device.synchronize()  # the next step finds timed events reached, however busy the device is
         if count == 8:  # by then there are copies to all places that are used
             before = _held(context)
 
@@ -145,7 +145,7 @@ def test_tensors_are_freed_without_the_collector(name: str, context: Context) ->
     """No cycle holds tensors: they go as soon as in the plain run."""
     for _ in range(6):
         STEPS[name](Case(context.device, context))
-    assert context.num_live == 0  # what has arrived by then is let go
+    assert context.num_live == 0  # copies that have arrived are let go
     before = _num_tensors(context)
     STEPS[name](Case(context.device, context))
     assert context.num_live == 0

@@ -370,7 +370,7 @@ def test_values_of_a_jagged_tensor_leave() -> None:
         del y
     stats = memkit.stats("jagged")
 
-    assert stats.moved_out_bytes == 2 * 8 * 32 * 4  # what the sine was given, and what the exponential has made
+    assert stats.moved_out_bytes == 2 * 8 * 32 * 4  # the sine's input and the exponential's result
     assert storage() is None
     loss.backward()
     memkit.reset("jagged")

@@ -107,7 +107,7 @@ def test_loading_between_a_backward_and_the_next(device: Device, way: str, is_be
         train(nets[1], optimizers[1], device, range(5, 7), states=states)
         if is_behind_backward:
             nets[1](batch(device, 8)).square().mean().backward()
-        states.wait()  # else what is stepped on the host would come back behind what is loaded
+        states.wait()  # else the host's steps would come back behind the loaded states
         nets[1].load_state_dict(nets[0].state_dict())
         optimizers[1].load_state_dict(optimizers[0].state_dict())
         optimizers[1].zero_grad()

@@ -278,7 +278,7 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
 
     monkeypatch.setattr(staging._Side, "copy", copy_late)
     monkeypatch.setattr(StateSlots, "fetch", fetch_and_land)
-    PinLimit(device, monkeypatch, 8 * MIB)  # what the disk needs
+    PinLimit(device, monkeypatch, 8 * MIB)  # the disk's need
     torch.manual_seed(0)
     plain = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(12))
     model = copy.deepcopy(plain)

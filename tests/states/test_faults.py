@@ -89,7 +89,7 @@ def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    saved = optimizer.state_dict()["state"]  # which waits, and reads what is on a disk
+    saved = optimizer.state_dict()["state"]  # which waits, and reads the disk
     return [
         (parameter.detach().clone(), copy.deepcopy(dict(saved.get(number) or {})))
         for number, parameter in enumerate(model.parameters())

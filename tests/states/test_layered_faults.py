@@ -78,7 +78,7 @@ class _Trained:
     def assert_whole(self) -> int:
         """Assert that each parameter is old or new, with its states. Return how many are new."""
         with torch.no_grad():
-            self.model(inputs(self.device, 1)[0].to(self.dtype))  # which does what interrupts have kept from being done
+            self.model(inputs(self.device, 1)[0].to(self.dtype))  # which finishes interrupted work
         return assert_old_or_new(snapshot(self.model, self.optimizer), self.old, self.new)  # type: ignore[arg-type]
 
     def assert_goes_on(self) -> None:
