@@ -31,7 +31,6 @@ class Call:
     frame: FrameType | None
     """The calling frame: once it is off the stack, the call is over."""
     is_outermost: bool
-    """Whether no other call is around it in this thread."""
     end: Callable[[Ending], None] | None = None
     """Called at its end, again if an interrupt broke that off; None until the call has begun its work."""
     end_here: Callable[[], None] | None = None

@@ -1,7 +1,7 @@
-"""Modules that `torch.compile` runs: which are, and a place around their calls that is outside of what is compiled.
+"""Modules that `torch.compile` runs, and a place around their calls, outside of the compiled code.
 
-[Note: calls of compiled modules] There are three ways to compile a module by itself. Of hooks, Dynamo compiles some, and calls
-others as they are, by where they are set (seen with torch 2.10 and 2.15):
+[Note: calls of compiled modules] There are three ways to compile a module by itself. Dynamo compiles some hooks, and calls
+others as they are, depending on their place (seen with torch 2.10 and 2.15):
 
 | | `module.compile()` | `torch.compile(module)` | `module.forward = torch.compile(...)` |
 |---|---|---|---|
@@ -13,15 +13,15 @@ others as they are, by where they are set (seen with torch 2.10 and 2.15):
 | hooks of saved tensors | as they are, but see below | same | same |
 | a dispatch mode | runs op by op, nothing is compiled | same | same |
 
-Global hooks that are set when a graph is made are in it, for the modules inside: it is made again when what they read
-changes, and broken where they are marked. Hooks of saved tensors are compiled by themselves where a frame was left
-uncompiled, and its ops save one by one. What is compiled by itself is compiled again when it reads something else, up to
-Dynamo's limit. A hook with a mark (`_Untraced` in `hooks.py`), or of whose code Dynamo was told so (`leave_untraced`), is
-called as it is.
+A graph contains the global hooks that are set when it is made, for the modules inside: it is made again when values that they
+read change, and broken where they are marked. If a frame was left uncompiled, its ops save one by one, and hooks of saved
+tensors are compiled by themselves. Code compiled by itself is compiled again when it reads something else, up to Dynamo's
+limit. A hook with a mark (`_Untraced` in `hooks.py`), or whose code Dynamo was told to leave (`leave_untraced`), is called as
+it is.
 
-In each of the three, and where `forward` is decorated, there is one attribute of the module that the compiled code is called
-by. A function in its place is called ahead of that code and of the hooks that it calls, returns behind them, runs as plain
-Python, and no code is compiled again because of it.
+In each of the three, and where `forward` is decorated, the compiled code is called through one attribute of the module. A
+function in its place is called ahead of that code and of its hooks, returns behind them, runs as plain Python, and no code is
+compiled again because of it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class NotCopied:
 
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
-    """Let `detach` find what is attached to a model, until `note_detached`."""
+    """Let `detach` find a feature on its model, until `note_detached`."""
     _attached[owner] = _Attached(is_on, take_off)
 
 
@@ -58,7 +58,7 @@ def detach(model: nn.Module) -> None:
     notebook whose cell ran twice, or after `memkit.LayerOffload(model, ...)` that was not assigned to a name.
 
     Args:
-        model: what was given to `attach` or `LayerOffload`, or a module that contains it.
+        model: the argument of `attach` or `LayerOffload`, or a module that contains it.
 
     Raises:
         TypeError: `model` is not a module.

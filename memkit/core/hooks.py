@@ -121,8 +121,6 @@ class _WithKeywords:
 
 
 class HookSet:
-    """Hooks that are removed together; a context manager."""
-
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
@@ -253,8 +251,6 @@ def may_step_in_backward(parameter: Tensor) -> bool:
 
 @runtime_checkable
 class Ends(Protocol):
-    """The owner of hooks that are on while a thread is in a context."""
-
     def end(self, *, has_failed: bool) -> None:
         """Remove the hooks, if they are still on."""
 

@@ -37,7 +37,6 @@ class KeptHandle:
         return self.version_now == self.version
 
     def check_version(self) -> None:
-        """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
             raise modified_error(self.alias, self.version, lambda: self.size, self.version_now)
 

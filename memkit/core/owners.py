@@ -82,7 +82,7 @@ its first step will make on the device."""
 
 
 class ModelStorages:
-    """The storages of parameters and buffers, and those that they use temporarily, such as slots."""
+    """The storages of parameters and buffers, including temporary ones, such as slots."""
 
     def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
         self._keys = frozenset(keys)

@@ -137,7 +137,7 @@ def require(feature: Feature) -> None:
 
 @functools.cache
 def known(*names: str) -> tuple[Any, ...]:
-    """Return those of some names of this module that torch has: a missing op needs no handling."""
+    """Return the given names of this module that torch has: a missing op needs no handling."""
     found = []
     for name in names:
         with suppress(MissingTorchNameError):

@@ -270,7 +270,7 @@ NO_LABEL = nullcontext()
 class Named(Protocol):
     @property
     def names(self) -> str:
-        """What to call it."""
+        """Names for the label."""
 
 
 def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:

@@ -21,7 +21,7 @@ from memkit.core.tensors import byte_view, tensor_over
 class MemoryCounter(ABC):
     """Counts the bytes of live storages on one device.
 
-    `allocated` means bytes handed out to tensors, as in `torch.cuda.memory_stats`. It does not tell what can still be
+    `allocated` means bytes handed out to tensors, as in `torch.cuda.memory_stats`. It does not tell how much can still be
     allocated: fragmentation, and memory held by libraries and other processes, are not in it.
     """
 
@@ -44,7 +44,7 @@ class MemoryCounter(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start the peaks again from what is allocated and reserved now."""
+        """Start the peaks again from the bytes allocated and reserved now."""
 
 
 class Stream:

@@ -9,7 +9,7 @@ CPU work is done when a call returns, so code that forgets to wait would still s
   of host memory knows which streams wrote, read and freed it, and when; an access that is not ordered behind those raises
   `RaceError`, also where the bytes would have been right by luck.
 
-What it cannot show is speed, and what the allocator of a GPU does with addresses.
+It cannot show speed, or how the allocator of a GPU uses addresses.
 """
 
 from __future__ import annotations
@@ -331,7 +331,6 @@ class ReferenceDevice(Device):
         return any(pinned.data_ptr() <= start < pinned.data_ptr() + pinned.nbytes for pinned in self._pinned)
 
     def _is_awaited(self, tensor: Tensor) -> bool:
-        """Tell whether a copy that has not landed yet touches these bytes."""
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(
             entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)

@@ -106,7 +106,6 @@ class Arena:
 
     @_mended
     def take(self, num_bytes: int) -> Span:
-        """Allocate a span of at least one byte."""
         assert num_bytes > 0
         return self._taken_by(partial(self._take, num_bytes), num_bytes)
 

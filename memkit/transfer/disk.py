@@ -209,7 +209,6 @@ class DiskStore:
         self.lock = threading.RLock()
         self.is_broken = False
         self.read_bytes = self.written_bytes = 0
-        """Of all transfers that were begun."""
         self._queue, self._device, self._block_bytes = queue, device, block_bytes
         self._waits_for_all = waits_for_all
         self._copies: dict[int, DiskCopy] = {}

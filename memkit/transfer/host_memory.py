@@ -204,7 +204,6 @@ class Gaps:
         return tuple(sorted(taken))
 
     def free(self, byte_range: Range) -> None:
-        """Add a range, merged with its neighbours."""
         start, end = byte_range
         at = bisect_left(self.ranges, byte_range)
         if at < len(self.ranges) and self.ranges[at][0] == end:

@@ -25,12 +25,12 @@ or raises an `OSError`; it may sleep."""
 class ReferenceDisk(Disk):
     """A disk that is not there. Reads and writes land as late as they may: when they are waited for, or at random moments.
 
-    Memory that is read into holds poison as soon as it may be written to, and what is written is what memory holds when that
-    lands. So a missing wait gives wrong bytes every time. A place in the file that became free is poisoned at once.
+    The memory of a read holds poison as soon as the read may write to it, and a write takes the memory's bytes when it lands.
+    So a missing wait gives wrong bytes every time. A place in the file that became free is poisoned at once.
 
     Args:
         limit: the most that may be there; None for any.
-        fault: what goes wrong.
+        fault: makes calls fail.
         seed: for random moments and a random order of blocks; None for the latest moment, in order.
         is_late: whether to be late. Else threads move the bytes, as on a real disk.
 
