@@ -1,4 +1,4 @@
-"""Raises an error of one rank on every rank, so that none waits for a rank that has raised."""
+"""Raises an error of one rank on every rank, so that no rank waits for one that has raised."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from memkit.errors import ShardError, note_on
 _Value = TypeVar("_Value")
 
 _FINE = torch.iinfo(torch.int64).max
-"""Stands for a rank number: no rank has raised."""
+"""In place of a rank number: no rank has raised."""
 
 
 def together(
     work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str, feature: str = "shard"
 ) -> _Value:
-    """Run `work` on every rank of the default group; return its result on this rank, once all ranks are done. The parts of the
-    results that `describe` returns must be the same on all ranks, by `repr`. If `work` communicates, it must call `agree`
-    before. Raises what was raised on this rank, or ShardError if another rank has raised, the results differ, or a rank didn't
-    come this far."""
+    """Run `work` on every rank of the default group; return this rank's result once all ranks are done. By `repr`, the parts of
+    the results that `describe` returns must be the same on all ranks. If `work` communicates, it must call `agree` before.
+    Raises this rank's error, or ShardError if another rank has raised, results differ, or a rank didn't come this far."""
     value: _Value | None = None
     raised: Exception | None = None
     digest = 0
@@ -39,8 +38,8 @@ def together(
 
 
 def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, feature: str) -> None:
-    """Wait until every rank of the default group is here. Raise on all of them if one passes an exception, or another digest
-    (of 62 bits), or doesn't come this far: its own exception on that rank, a ShardError on the others."""
+    """Wait until every rank of the default group is here. If one passes an exception or another digest (of 62 bits), or doesn't
+    come this far, raise on all: its own exception on that rank, a ShardError on the others."""
     rank = dist.get_rank()
     try:
         _wait_for_all()
@@ -82,7 +81,7 @@ def _device() -> torch.device:
 
 
 def _wait_for_all() -> None:
-    """Wait for all ranks, if the group can tell which one didn't come within its timeout."""
+    """Wait for all ranks, if the group can name one that didn't come within its timeout."""
     if dist.get_backend() == dist.Backend.GLOO:
         dist.monitored_barrier(wait_all_ranks=True)
 

@@ -1,13 +1,13 @@
 """Which backward is running, when it reaches a tensor, and when it ends.
 
 Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
-one. Whoever keeps state for a backward keeps it under this number, and registers with `on_end` to hear of the end.
+one. State of a backward is kept under this number; `on_end` tells its owner of the end.
 
-[Note: backwards that have failed and are not over] The engine has a thread for each device but the host, whose part runs in
-the thread that calls `backward()`. Where a node of that part fails, `backward()` raises at once, while the other threads are
-still at the node that each has begun: until these are done the backward is not over, and hooks of it run beside what the caller
-does next. So whoever is about to change what such hooks change waits for them first: `BackwardEnd.join`. A backward that is
-not over after a minute is taken for one that another thread runs, and that may wait for who waits here.
+[Note: backwards that have failed and are not over] The engine has a thread for each device but the host, whose part runs in the
+thread that calls `backward()`. If a node of that part fails, `backward()` raises at once, while the other threads finish the
+nodes that they have begun. Until then the backward is not over, and its hooks run beside the caller's next code. So code that
+changes what such hooks change waits for them first: `BackwardEnd.join`. A backward that is not over after a minute is taken for
+one of another thread, which may itself wait for this one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_S, _MOST_S = 1e-4, 60.0
 
 class BackwardEnd:
     """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, and drops them
-    when it, or one of them, has failed. It alone holds this one, so the death of the callback means a failure. Source:
+    when the backward or a callback has failed. Only the engine holds this callback, so its death means a failure. Source:
     DistributedDataParallel, which queues its callback the same way."""
 
     __slots__ = ("_among", "_held", "_hook", "_lock")
@@ -41,7 +41,7 @@ class BackwardEnd:
         callback = functools.partial(self._tell, False)
         self._held = weakref.ref(callback, lambda _: self._tell(True))
         torch_private.engine.queue_callback(callback)
-        del callback  # an interrupt's traceback would hold it with this frame, and who waits for its death would wait for ever
+        del callback  # an interrupt's traceback would hold it with this frame, and a wait for its death would never end
         if among is not None:
             among.add(self)
 
@@ -51,9 +51,8 @@ class BackwardEnd:
         return self._hook is None or self._held() is None
 
     def join(self) -> bool:
-        """Make this thread wait until the backward is over and no thread is in the hook; return whether it is over. A hook that
-        an interrupt has kept from being called is not called any more. Within a backward, which may be this one, nothing is
-        waited for."""
+        """Wait until the backward is over and no thread is in the hook; return whether it is over. A hook that an interrupt has
+        kept from being called is not called any more. Within a backward, which may be this one, this doesn't wait."""
         if torch_private.backward_task() != -1:
             return self.is_over
         most_s = time.monotonic() + _MOST_S
@@ -78,21 +77,20 @@ class BackwardEnd:
 
 
 def on_end(hook: Callable[[bool], None], *, among: set[BackwardEnd] | None = None) -> BackwardEnd:
-    """Call `hook(has_failed)` once the backward that runs in this thread is over. If `hook(False)` raises, the backward fails
-    with that error, and `hook(True)` is called as well, to finish the clean-up."""
+    """Call `hook(has_failed)` once the backward of this thread is over. If `hook(False)` raises, the backward fails with that
+    error, and `hook(True)` is called as well, to finish the clean-up."""
     return BackwardEnd(hook, among)
 
 
 def pass_through(torch_device: torch.device) -> None:
-    """Run a backward of a tensor on a device within the one that runs: the engine puts it ahead of all else, so once it is
-    over, the engine's thread for the device has ended the node that it was at."""
+    """Run a small backward on a device within the current one. The engine runs it ahead of all else, so when it is over, the
+    engine's thread for the device has ended the node that it was at."""
     with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device=torch_device, requires_grad=True)
         torch.autograd.grad(leaf.clone(), leaf)
 
 
 def join(ends: Iterable[BackwardEnd]) -> bool:
-    """Make this thread wait until backwards are over, as `BackwardEnd.join` does. Return whether they are."""
     return all(end.join() for end in tuple(ends))
 
 
@@ -100,9 +98,8 @@ _IS_OUTPUT = "memkit.output"
 
 
 def before(outputs: object, hook: Callable[[object], None]) -> bool:
-    """Call `hook(gradients)` each time autograd has a gradient of one of the tensors in `outputs`, a pytree; return whether
-    there is any. The graph keeps the hook. A tensor that was among the outputs of an earlier call keeps the hook of that
-    call."""
+    """Call `hook(gradients)` each time autograd has a gradient of a tensor in `outputs`, a pytree; return whether there is any.
+    The graph keeps the hook. A tensor that was among the outputs of an earlier call keeps the hook of that call."""
     is_any = False
     tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
     for tensor in tensors:
@@ -117,6 +114,7 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
 
 
 def gradient_node(parameter: Tensor) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now."""
+    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter in its current
+    form."""
     with torch.enable_grad(), torch_private.without_dispatch_modes():
         return torch.autograd.graph.get_gradient_edge(parameter).node

@@ -1,6 +1,5 @@
-"""The module forwards under way in each thread, and what is undone when one ends: by returning, raising or an interrupt.
-`Around` temporarily replaces the function that a module is called through.
-"""
+"""The module forwards under way in each thread, and the clean-up when one returns, raises or is interrupted. `Around`
+temporarily replaces the function that runs a module."""
 
 from __future__ import annotations
 
@@ -21,29 +20,25 @@ from memkit.core.torch_state import leave_untraced
 class Ending(Enum):
     RETURNED = "returned"
     RAISED = "raised"
-    """With an exception, such as that by which a checkpoint stops once it has recomputed all it needs. No code of the caller's
-    has run since."""
+    """By an exception, such as the one that stops a checkpoint once all is recomputed. No code of the caller has run since."""
     LEFT = "left"
-    """By an interrupt that kept the end from being seen when it happened: any code may have run since."""
+    """By an interrupt that hid the end when it happened: any code may have run since."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A forward of a module under way."""
-
     module: nn.Module
     frame: FrameType | None
-    """The frame that called it: once that is off the stack, the call is over."""
+    """The calling frame: once it is off the stack, the call is over."""
     is_outermost: bool
-    """Whether no other call is around it in this thread."""
     end: Callable[[Ending], None] | None = None
-    """Called when it ends; None until the call has begun its work. Called again if an interrupt broke it off."""
+    """Called at its end, again if an interrupt broke that off; None until the call has begun its work."""
     end_here: Callable[[], None] | None = None
-    """Called before `end`, in the thread of the call only. Called again if an interrupt broke it off."""
+    """Called before `end`, only in the thread of the call; again if an interrupt broke it off."""
 
 
 class Claims:
-    """Which thread has calls under way: one at a time may."""
+    """Lets one thread at a time have calls under way."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -52,7 +47,7 @@ class Claims:
 
     def are_going_on(self) -> bool:
         """Tell whether that thread, which may have died, has calls on its stack: an interrupt may have left some that are not.
-        A stack that is walked while its thread runs may seem to end too soon, so this looks several times."""
+        A walk up the stack of a running thread may seem to end too soon, so this looks several times."""
         return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
 
     def _are_on_stack(self) -> bool:
@@ -67,7 +62,7 @@ _NUM_LOOKS = 3
 
 
 class Calls(threading.local):
-    """A thread's calls that are going on, the innermost last."""
+    """A thread's calls under way, the innermost last."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -91,8 +86,7 @@ class Calls(threading.local):
         self._calls.remove(call)
 
     def claim(self, claims: Claims) -> bool:
-        """Make this thread the one that has calls under way, for as long as its current call lasts; False while another thread
-        has some."""
+        """Make this thread the one with calls under way while its current call lasts; False while another thread has some."""
         with claims.lock:
             if claims.calls is not self._calls:
                 if claims.are_going_on():
@@ -106,7 +100,6 @@ class Calls(threading.local):
         return bool(self._calls) and self._calls[-1].module is module
 
     def end(self, module: nn.Module, *, depth: int) -> None:
-        """End the innermost call of a module, which has returned or raised."""
         if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
             call = self._calls[-1]
             try:  # as `_end_last` does
@@ -132,7 +125,7 @@ class Calls(threading.local):
             self._end_last(Ending.LEFT)
 
     def end_interrupted(self) -> None:
-        """End the calls that were left by an interrupt: torch runs hooks after exceptions, but not after those."""
+        """End the calls that an interrupt has left: torch runs hooks after exceptions, but not after interrupts."""
         stack = _stack() if self._calls else ()
         while self._calls and self._calls[-1].frame not in stack:
             self._end_last(Ending.LEFT)
@@ -146,7 +139,7 @@ class Calls(threading.local):
         except Exception:
             self._calls.remove(call)
             raise
-        self._calls.remove(call)  # last: what an interrupt has kept from ending is ended by the next call
+        self._calls.remove(call)  # last: the next call ends a call whose end an interrupt broke off
 
 
 def _end(call: Call, ending: Ending) -> None:
@@ -156,7 +149,7 @@ def _end(call: Call, ending: Ending) -> None:
 
 
 def _stack() -> set[FrameType]:
-    """Return the frames on the stack, without this one and the caller's: a frame that held itself would keep the others
+    """Return the frames on the stack, but for this one and the caller's: a frame that held itself would keep the others
     alive."""
     stack = set[FrameType]()
     frame = sys._getframe(1).f_back
@@ -167,22 +160,21 @@ def _stack() -> set[FrameType]:
 
 
 Code = Callable[..., Any]
-"""The function that runs a module's forward, called with its arguments."""
 Run = Callable[[nn.Module, Code, tuple[Any, ...], dict[str, Any]], Any]
-"""Called with a module, the function that runs it, and the arguments of a call; returns the result of the call."""
+"""Called with a module, the function that runs it and the arguments of a call; returns the call's result."""
 
 
 class Around:
-    """Replaces the function that runs a module, in the module's attribute `place`. Installed and removed by `HookSet.add`."""
+    """Replaces the function that runs a module, in the module's attribute `place`. `HookSet.add` has it removed."""
 
     def __init__(self, module: nn.Module, place: str, run: Run) -> None:
         self._module, self._place = module, place
         own = vars(module).get(place)  # read once: another thread may put something there, or take it off
         self.code: Code = getattr(module, place) if own is None else own
         self._is_own = own is not None
-        """Whether the attribute is the instance's rather than the class's."""
+        """Whether the instance, not the class, had the attribute."""
         self._run: Run | None = run
-        """None after it was removed, since another wrapper may still call this one."""
+        """None after the removal, since another wrapper may still call this one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run

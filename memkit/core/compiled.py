@@ -1,7 +1,7 @@
-"""Modules that `torch.compile` runs: which are, and a place around their calls that is outside of what is compiled.
+"""Modules that `torch.compile` runs, and a place around their calls, outside of the compiled code.
 
-[Note: calls of compiled modules] There are three ways to compile a module by itself. Of hooks, Dynamo compiles some, and calls
-others as they are, by where they are set (seen with torch 2.10 and 2.15):
+[Note: calls of compiled modules] There are three ways to compile a module by itself. Dynamo compiles some hooks, and calls
+others as they are, depending on their place (seen with torch 2.10 and 2.15):
 
 | | `module.compile()` | `torch.compile(module)` | `module.forward = torch.compile(...)` |
 |---|---|---|---|
@@ -13,15 +13,15 @@ others as they are, by where they are set (seen with torch 2.10 and 2.15):
 | hooks of saved tensors | as they are, but see below | same | same |
 | a dispatch mode | runs op by op, nothing is compiled | same | same |
 
-Global hooks that are set when a graph is made are in it, for the modules inside: it is made again when what they read
-changes, and broken where they are marked. Hooks of saved tensors are compiled by themselves where a frame was left
-uncompiled, and its ops save one by one. What is compiled by itself is compiled again when it reads something else, up to
-Dynamo's limit. A hook with a mark (`_Untraced` in `hooks.py`), or of whose code Dynamo was told so (`leave_untraced`), is
-called as it is.
+A graph contains the global hooks that are set when it is made, for the modules inside: it is made again when values that they
+read change, and broken where they are marked. If a frame was left uncompiled, its ops save one by one, and hooks of saved
+tensors are compiled by themselves. Code compiled by itself is compiled again when it reads something else, up to Dynamo's
+limit. A hook with a mark (`_Untraced` in `hooks.py`), or whose code Dynamo was told to leave (`leave_untraced`), is called as
+it is.
 
-In each of the three, and where `forward` is decorated, there is one attribute of the module that the compiled code is called
-by. A function in its place is called ahead of that code and of the hooks that it calls, returns behind them, runs as plain
-Python, and no code is compiled again because of it.
+In each of the three, and where `forward` is decorated, the compiled code is called through one attribute of the module. A
+function in its place is called ahead of that code and of its hooks, returns behind them, runs as plain Python, and no code is
+compiled again because of it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ AHEAD_OF_COMPILED_S = 1e-3
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether calling a module runs code that `torch.compile` has made, or will make, of the whole module."""
+    """Tell whether `torch.compile` has compiled, or will compile, the whole module."""
     return _place_of_code(module) is not None
 
 
 def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost compiled modules in a module, which may be the module itself. It runs in each forward with Dynamo
-    loaded: each class is looked at once, and of each module only its own attributes."""
+    """Yield the outermost compiled modules in a module, possibly itself. This runs in each forward with Dynamo loaded, so it
+    looks at each class once, and in each module only at its own attributes."""
     seen, plain, code = set[nn.Module](), set[type[nn.Module]](), torch_private.COMPILED_CALL
     waiting = [module]
     while waiting:
@@ -75,13 +75,13 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
-    """Call `run` in place of a compiled module's code, just outside of it, until the hooks are removed: see [Note: calls of
-    compiled modules]. It is not compiled, and a copy of the module doesn't have it."""
+    """Until the hooks are removed, call `run` in place of a compiled module's code, just outside of it. It is not compiled, and
+    a copy of the module doesn't have it. See [Note: calls of compiled modules]."""
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")
     around = _AroundCode(module, place, run)
-    hooks.add(around)  # ahead: to remove what is not there yet does nothing
+    hooks.add(around)  # ahead: removing it before it is put does nothing
     around.put()
 
 
@@ -91,12 +91,12 @@ def code_of(module: nn.Module) -> Code | None:
 
 
 def is_seen_by_global_hooks(module: nn.Module) -> bool:
-    """Tell whether global hooks on a call of a compiled module are called outside of `around_compiled`."""
+    """Tell whether global hooks on a compiled module's call run outside of `around_compiled`."""
     return _place_of_code(module) != torch_private.COMPILED_CALL
 
 
 def module_inside(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a `torch.compile(module)`, whose call warns of global hooks; None if this is no such wrapper."""
+    """Return the module inside a `torch.compile(module)`, whose call warns of global hooks; None for other modules."""
     dynamo = sys.modules.get(f"{torch_private.DYNAMO}.eval_frame")  # nothing is compiled where it is not loaded
     is_around = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return next(module.children()) if is_around else None
@@ -123,8 +123,8 @@ def num_asked() -> int:
 
 
 def runs_as_it_is() -> bool:
-    """Tell whether the caller is in a function that was to be compiled, and runs op by op because of a mode. Cheap if Dynamo
-    was not asked to compile anything since the last answer."""
+    """Tell whether a mode makes the caller's function run op by op, not compiled. Cheap if Dynamo was not asked to compile
+    anything since the last answer."""
     if not _asked.was_asked:
         return False
     _asked.was_asked = in_compiled_function()
@@ -132,7 +132,7 @@ def runs_as_it_is() -> bool:
 
 
 def _place_of_code(module: nn.Module) -> str | None:
-    """Return the attribute that a compiled module's code is called by, None if it is not compiled."""
+    """Return the attribute through which a module's compiled code is called; None if it is not compiled."""
     own = vars(module)
     code = own.get(torch_private.COMPILED_CALL)
     if code is not None:

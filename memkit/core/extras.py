@@ -1,4 +1,4 @@
-"""Libraries that only some of memkit needs: imports them, and says how to install one that is missing."""
+"""Imports optional libraries, and says how to install a missing one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OLDEST = {
     "torchvision": "0.25",
     "transformers": "4.50",
 }
-"""The oldest version of each that is accepted, as in the extras."""
+"""The oldest accepted versions, as in the extras."""
 
 
 def how_to_install(package: str) -> str:

@@ -1,8 +1,5 @@
-"""Keeps track of what memkit has attached to models, so that `detach` can remove it by the model alone, and of threads that
-profile a model, in which contexts that would hide saved tensors are refused. It keeps nothing alive; hooks on the model do.
-
-`EnteredOnce` is the base of features that are used in one `with`, and closed where that is left.
-"""
+"""Keeps track of everything memkit has attached to models, for `detach`, and of threads that profile a model, which refuse
+contexts that would hide saved tensors. It keeps nothing alive; hooks on the model do."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _attached: weakref.WeakKeyDictionary[Any, _Attached] = weakref.WeakKeyDictionary
 
 
 class NotCopied:
-    """Base class of objects that a model's hooks hold, and that are therefore copied with the model."""
+    """Base class of objects that a model's hooks hold, which a copy of the model would otherwise copy."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
         raise LayerOffloadError(
@@ -42,7 +39,7 @@ class NotCopied:
 
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
-    """Let `detach` find what is attached to a model, until `note_detached`."""
+    """Let `detach` find a feature on its model, until `note_detached`."""
     _attached[owner] = _Attached(is_on, take_off)
 
 
@@ -61,7 +58,7 @@ def detach(model: nn.Module) -> None:
     notebook whose cell ran twice, or after `memkit.LayerOffload(model, ...)` that was not assigned to a name.
 
     Args:
-        model: what was given to `attach` or `LayerOffload`, or a module that contains it.
+        model: the argument of `attach` or `LayerOffload`, or a module that contains it.
 
     Raises:
         TypeError: `model` is not a module.
@@ -96,7 +93,7 @@ _Own = TypeVar("_Own", bound="EnteredOnce")
 
 
 class EnteredOnce:
-    """A context that is closed where it is left, and not entered again."""
+    """A context that closes its feature on exit, and is not entered again."""
 
     _is_closed = _is_entered = False
 
@@ -132,7 +129,7 @@ class Profiled(Exclusive):
 
 
 def refuse_in_profile(name: str) -> None:
-    """Raise if a model that is being profiled is about to enter a context that would hide saved tensors from the profile."""
+    """Raise if this thread profiles a model: the context about to be entered would hide saved tensors from the profile."""
     if _profiled.are_any():
         raise ProfileError(
             f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "

@@ -12,10 +12,9 @@ from memkit.errors import ForkedError
 
 
 class OwnThreads(ThreadPoolExecutor):
-    """Threads that a feature keeps. Whoever waits for what they are to do asks `are_here` first, unless it is done."""
+    """Threads that a feature keeps. A caller asks `are_here` before it waits for their work."""
 
     are_here = True
-    """Whether this is the process that they are in."""
 
     def __init__(self, num_threads: int, name: str, begin: Callable[[], object]) -> None:
         super().__init__(num_threads, name, begin)
@@ -23,7 +22,7 @@ class OwnThreads(ThreadPoolExecutor):
 
 
 class _Elsewhere(OwnThreads):
-    """The same, in a fork: found by their class, so that no call of a steady step has to ask."""
+    """Such threads in a fork, told by their class, so that no call of a steady step has to ask."""
 
     are_here = False
 
@@ -35,7 +34,6 @@ class _Elsewhere(OwnThreads):
 
 
 def forked(what: str) -> ForkedError:
-    """Return the error of a forked process that uses an object of its parent, such as "StateOffload"."""
     return ForkedError(
         f"{what} can't be used in process {os.getpid()}, which was forked: its threads and its host memory stay in the parent. "
         'Use it in the parent, start workers by "spawn", or fork before you create it'

@@ -1,6 +1,5 @@
-"""The only place where hooks are set on a model, a graph node, the autograd engine or the steps of all optimizers, so that
-each is removed again, in reverse order, on success and on error.
-"""
+"""The only place that sets hooks on a model, a graph node, the autograd engine or the steps of all optimizers, so that each is
+removed again, in reverse order, on success and on error."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ class RemovableHandle(Protocol):
 
 
 class StepHook:
-    """Calls `hook(optimizer)` before each step of every optimizer, once `set`, until removed or dropped. torch refers to
-    neither, so they may belong to what they hold. What is left in torch when this is dropped within a step does nothing, and
-    goes when the next is set: torch fails if a hook goes while it calls them."""
+    """Calls `hook(optimizer)` before each step of every optimizer, from `set` until removed or dropped. torch refers to
+    neither, so they may belong to objects that they hold. If this is dropped within a step, torch's part does nothing from then
+    on and goes when the next is set: torch fails if a hook goes while it calls them."""
 
     def __init__(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
         self.hook = hook
         self._handle: RemovableHandle | None = None
 
     def set(self) -> None:
-        """Have the hook be called from now on. Whoever removes this holds it by then, so that an interrupt leaves no hook."""
+        """Have the hook called from now on. The owner holds this by then, so that an interrupt leaves no hook."""
         _remove_left()
         self._handle = register_optimizer_step_pre_hook(partial(_call, weakref.ref(self)))
         weakref.finalize(self, _remove_outside_of_steps, self._handle).atexit = False
@@ -56,20 +55,19 @@ def _call(reference: weakref.ref[StepHook], optimizer: torch.optim.Optimizer, *_
 
 
 def put_last(handle: RemovableHandle) -> None:
-    """Have a hook run behind all others of its kind, also those that were set since."""
+    """Move a hook behind all others of its kind, also later ones."""
     hook: Any = handle
     hook.hooks_dict_ref().move_to_end(hook.id)
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-"""What calls the hooks around every step."""
 
 _left: list[RemovableHandle] = []
 """Hooks that were dropped within a step. They do nothing any more, and go when the next is set."""
 
 
 def _remove_outside_of_steps(handle: RemovableHandle) -> None:
-    """Remove the hook of what has died: garbage may be collected within a step, or in another thread beside one."""
+    """Remove the hook of a dead owner: garbage may be collected within a step, or in another thread beside one."""
     _left.append(handle)
     if not any(map(_is_in_step, sys._current_frames().values())):
         _remove_left()
@@ -88,7 +86,7 @@ def _remove_left() -> None:
 
 
 class _Untraced:
-    """Calls a hook so that Dynamo neither traces nor compiles it, nor what it calls: as `torch.compiler.disable`, which loads
+    """Calls a hook so that Dynamo neither traces nor compiles it or its callees: as `torch.compiler.disable`, which loads
     Dynamo."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -101,8 +99,7 @@ class _Untraced:
 
 
 class _Uncopied(_Untraced):
-    """Such a hook that a copy of its module, or a saved one, has not: in its place is one that does nothing and needs no
-    memkit."""
+    """Such a hook that no copy of its module has: the copy, or saved module, has one that does nothing and needs no memkit."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (nullcontext(), "__exit__")
@@ -124,8 +121,6 @@ class _WithKeywords:
 
 
 class HookSet:
-    """Hooks that are removed together; a context manager."""
-
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
@@ -148,21 +143,21 @@ class HookSet:
         is_copied: bool = True,
     ) -> None:
         """Call `before(module, args)`, or with kwargs, before a module's other pre-hooks and `after(module, args, output)`
-        after its other hooks, or with None when the forward raises. Both run as plain Python even if the module was compiled,
-        two frames below its call. Without `is_copied`, a copy of the module, or a saved one, calls nothing."""
+        after its other hooks; the output is None when the forward raises. Both run as plain Python even if the module was
+        compiled, two frames below its call. Without `is_copied`, a copied or saved module calls nothing."""
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
     def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args, kwargs)` after a module's other pre-hooks, and `after(module, args, output)` before its
-        other hooks, or when the forward raises; otherwise as `around_forward`."""
+        """As `around_forward`, but call `before(module, args, kwargs)` after a module's other pre-hooks, and `after(module,
+        args, output)` before its other hooks or when the forward raises."""
         self._handles.append(module.register_forward_pre_hook(_Untraced(before), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
 
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(True, module, args)` just before the pre-hook that a library has set on a module, and `hook(False, ...)`
-        just after, as plain Python even if the module was compiled."""
+        just after it, as plain Python even if the module was compiled."""
         self._handles += [module.register_forward_pre_hook(_Untraced(partial(hook, begins))) for begins in (True, False)]
         handles: list[Any] = self._handles[-2:]
         hooks, (before, after) = handles[0].hooks_dict_ref(), [handle.id for handle in handles]
@@ -174,26 +169,25 @@ class HookSet:
         self._handles.append(handle)
 
     def put_outside(self) -> None:
-        """Move the hooks of `around_forward`, which must be the only ones here, outside of hooks that were set since."""
+        """Move the hooks of `around_forward`, the only ones here, outside of hooks that were set since."""
         handles: list[Any] = list(self._handles)
         for before, after in zip(handles[::2], handles[1::2], strict=True):
             before.hooks_dict_ref().move_to_end(before.id, last=False)
             after.hooks_dict_ref().move_to_end(after.id)
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(module, args, kwargs, output)` after a module's other hooks, unless the forward raises, as plain
-        Python."""
+        """Call `hook(module, args, kwargs, output)` as plain Python after a module's other hooks, unless the forward raises."""
         self._handles.append(module.register_forward_hook(_Untraced(hook), with_kwargs=True))
 
     def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
-        """Call `hook()` each time the autograd engine is about to run `node`; the gradients pass through untouched."""
+        """Call `hook()` each time the engine is about to run `node`; the gradients pass through untouched."""
         self._handles.append(node.register_prehook(lambda _: hook()))
 
     def around_accumulation(
         self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
     ) -> None:
-        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` after each gradient that the engine has
-        accumulated; `steps` says whether `after` writes to parameters, as an optimizer does."""
+        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` after each accumulated gradient; `steps`
+        says whether `after` writes to parameters, as an optimizer does."""
         self.before_accumulation(parameter, before)
         behind = _AfterAccumulation(weakref.proxy(after))
         behind.steps = steps
@@ -208,14 +202,13 @@ class HookSet:
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: hook()))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call `hook(optimizer)` before each step of every optimizer, until these hooks are removed or dropped: see
-        `StepHook`."""
+        """Call `hook(optimizer)` before each step of every optimizer: see `StepHook`."""
         held = StepHook(hook)
         self._handles.append(held)
         held.set()
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` before every forward, in all threads, and `after(module, args, kwargs, output)`, or
+        """In all threads, call `before(module, args)` before every forward, and `after(module, args, kwargs, output)`, or
         `after(module, args, None)` if it raises, after it."""
         self.ahead_of_all_forwards(before)
         last = _WithKeywords()
@@ -241,7 +234,8 @@ class _AfterAccumulation(partial[None]):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Keeps what such a hook calls and knows weakly: Python's collector doesn't see what torch holds there, and frees none."""
+    """Holds the function that such a hook refers to weakly: Python's collector doesn't see torch's references, and would free
+    none."""
 
     after: Callable[[Tensor], None]
     behind: _AfterAccumulation
@@ -251,15 +245,12 @@ class _Held:
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:
-    """Tell whether a post-accumulation hook of the parameter may write to parameters."""
     hooks = torch_private.post_accumulate_hooks(parameter) or {}
     return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
 
 
 @runtime_checkable
 class Ends(Protocol):
-    """The owner of hooks that are on while a thread is in a context."""
-
     def end(self, *, has_failed: bool) -> None:
         """Remove the hooks, if they are still on."""
 
@@ -270,8 +261,7 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 class SavedTensorHooks(AbstractContextManager[Any]):
     """A context in which autograd passes each saved tensor to `pack`, and gets it back from `unpack`, unless other hooks are
-    inside. Compiled code calls them too; they are not compiled themselves. Source:
-    `torch.autograd.graph.saved_tensors_hooks`."""
+    inside. Compiled code calls them too; they are not compiled. Source: `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(
         self,
@@ -288,16 +278,14 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.pack = pack
         self.unpack = unpack
         self.owner = owner
-        """The context of memkit that these hooks belong to."""
         self.name = name
         """The context's class, for users; empty if memkit itself has entered it."""
         self.hands_on = hands_on
         """Whether these hooks only keep tensors that no other hooks may see, and pass on all others."""
         self.outer: HookPair | None = None
-        """The innermost pair before: these hooks may pass tensors on to it."""
+        """The next outer pair: these hooks may pass tensors on to it."""
         self.block = block
-        """Tells whether a thread is in the context; None if that is not known. Then `end_left` removes the hooks, and ends the
-        owner."""
+        """Dies when the thread leaves the context: then `end_left` removes the hooks and ends the owner. None if not known."""
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
@@ -321,14 +309,14 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Remove the hooks. Calling it again finishes what an interrupt broke off, or does nothing."""
+        """Remove the hooks. Calling it again finishes an interrupted call, or does nothing."""
         if self not in _stacked.hooks:
             return
         above, top = [], torch_private.top_saved_tensor_hooks
         while (pair := top(True)) is not None and pair[0] is not self.pack:
             above.append(pair)
             self._pop()
-        if pair is not None:  # above it are those that were set after an interrupt has left it there
+        if pair is not None:  # above it are pairs that were set after an interrupt has left it there
             deque(map(partial.__call__, self._take_off), maxlen=0)  # as `do_at_once`: no interrupt comes between the two
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
@@ -336,11 +324,11 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             above = [pair for pair in above if not _is_of_left(pair)]
         for pair in reversed(above):
             self._push(*pair)
-        _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
+        _stacked.hooks.remove(self)  # last: until then, an interrupt leaves it to `end_left`
 
 
 def end_left() -> None:
-    """End the contexts that this thread has left without their noticing, because of an interrupt."""
+    """End the contexts that an interrupt has made this thread leave unnoticed."""
     for hooks in _stacked.hooks[::-1]:
         if hooks.block is not None and hooks.block() is None:
             if isinstance(hooks.owner, Ends):
@@ -349,8 +337,7 @@ def end_left() -> None:
 
 
 def _is_of_left(pair: HookPair) -> bool:
-    """Tell whether hooks above those being left belong to a layer that an interrupt has left: they would pass on later
-    tensors."""
+    """Tell whether hooks belong to a layer that an interrupt has left: they would pass on later tensors."""
     return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
 
 
@@ -369,7 +356,7 @@ def stacked_owners() -> list[object]:
 
 
 def name_of_hooks_around() -> str:
-    """Return a name for the saved-tensor hooks that the caller runs under; empty if there are none."""
+    """Return a name for the saved-tensor hooks around the caller; empty if there are none."""
     if in_checkpoint():
         return "torch.utils.checkpoint"
     if innermost_pair() is None:
@@ -393,8 +380,7 @@ def innermost_pack() -> Callable[[Tensor], object] | None:
 
 
 def _packs_on_top() -> Iterator[tuple[Callable[[Tensor], object], SavedTensorHooks | None]]:
-    """Yield the innermost pack hook and memkit's hooks that it belongs to; then the next outer one, as long as they are
-    memkit's."""
+    """Yield the innermost pack hook and memkit's hooks that it belongs to; then the next outer one, while they are memkit's."""
     pair = innermost_pair()
     for hooks in (*reversed(_stacked.hooks), None):
         if pair is None:
@@ -407,13 +393,13 @@ def _packs_on_top() -> Iterator[tuple[Callable[[Tensor], object], SavedTensorHoo
 
 
 def receiving_pack() -> Callable[[Tensor], object] | None:
-    """Return the pack hook that handles a tensor saved now, unless it is a streamed weight; None if there is none."""
+    """Return the pack hook that would get a tensor saved now, if it is no streamed weight; None if there is none."""
     return next((pack for pack, hooks in _packs_on_top() if hooks is None or not hooks.hands_on), None)
 
 
 def in_checkpoint() -> bool:
-    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` is checkpointing: the non-reentrant kind
-    shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on the Python stack."""
+    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` checkpoints. The non-reentrant kind shows by
+    its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on the Python stack."""
     if any(getattr(pack, "__module__", "") == torch_private.CHECKPOINT_HOOKS for pack, _ in _packs_on_top()):
         return True
     if torch.is_grad_enabled():

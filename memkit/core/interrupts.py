@@ -1,20 +1,20 @@
-"""What holds after an exception inside memkit, Ctrl-C included, and the tools that several parts use for it.
+"""memkit's state after an exception inside it, Ctrl-C included, and the tools that several parts use for it.
 
 [Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. No number is
 wrong then, and contexts end:
 
-- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the object of the lock as broken. The next
-  call, at the latest that of the next forward, waits for the device, gives back what nothing holds, derives sums, queues and
-  counts from the objects themselves (records and handles, segments and spans), and goes on. What cannot be rebuilt raises by
+- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the lock's object as broken. The next call,
+  at the latest in the next forward, waits for the device, gives back whatever nothing holds, derives sums, queues and counts
+  from the objects themselves (records and handles, segments and spans), and goes on. A part that cannot be rebuilt raises by
   name. That is rare, and may take long. See `mended`.
-- *Held before issued.* A copy is put on a lane only when its storage and its host memory are noted where they are held. They
-  are let go only when a stream has waited for the event recorded after the copy, or the host for the device.
+- *Held before issued.* A copy is put on a lane only when the holders of its storage and its host memory are noted. They let go
+  only when a stream has waited for the event recorded after the copy, or the host for the device.
 - *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
   is lost, and the rest of the finalizer with it.
 - *Contexts end.* An interrupt in `__enter__` undoes it at once. After one in `__exit__`, the next context to be entered in the
   thread finishes that. See `Exclusive`, and `memkit.core.hooks.end_left`.
-- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
-  may let one in right after it was given back: what a call returns then is lost. So whatever the caller would lose can be found
+- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking or giving back a lock. It may
+  let one in right after the lock was given back, and the call's result is lost. So whatever the caller would lose can be found
   otherwise: by a weak reference that dies with it, or, for host memory, as allocated and not held (`Arena.give_all`).
 """
 
@@ -67,12 +67,12 @@ def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Conca
 
 
 def do_at_once(*steps: functools.partial[Any]) -> None:
-    """Call functions that are written in C, in one C call: an interrupt comes before all of them, or after."""
+    """Call functions written in C in one C call: an interrupt comes before all of them, or after."""
     deque(map(functools.partial.__call__, steps), maxlen=0)
 
 
 Block = weakref.ref[Any]
-"""Refers to an object that lives as long as a thread is in a context: one held by the `with` block, or the context itself."""
+"""Refers to an object that lives while a thread is in a context: held by the `with` block, or the context itself."""
 
 
 class Blocks(threading.local):
@@ -94,8 +94,8 @@ class Blocks(threading.local):
 
 class _HeldExit:
     """An `__exit__` that tells whether a thread is still in the context. A `with` statement looks `__exit__` up before
-    `__enter__`, and holds the result until the block is left in whatever way. So each look-up returns a new object; once that
-    is freed the block has been left. It is no Python function, whose frame in a traceback would keep it alive."""
+    `__enter__`, and holds the result until the block is left in any way. So each look-up returns a new object, whose death
+    means that the block was left. It is no Python function, whose frame in a traceback would keep it alive."""
 
     def __get__(self, context: Exclusive | None, _: type[Any]) -> Callable[..., None]:
         if context is None:
@@ -106,12 +106,11 @@ class _HeldExit:
 
 
 class Exclusive(ABC):
-    """A context that can't be entered twice at once, and copes with an interrupt that keeps it from noticing that it was left.
-    If `__enter__` is called by hand, or by an `ExitStack`, it is entered until `__exit__` is called, or it is freed."""
+    """A context that can't be entered twice at once, and copes with an interrupt that hides its exit. If `__enter__` is called
+    by hand, or by an `ExitStack`, it is entered until `__exit__` is called or it is freed."""
 
     _looked_up: Block | None = None
     _block: Block | None = None
-    """The current block, or the last one."""
     is_entered = False
 
     __exit__ = _HeldExit()
@@ -130,7 +129,7 @@ class Exclusive(ABC):
         self.leave(has_failed=kind is not None)
 
     def leave(self, *, has_failed: bool) -> None:
-        """End; may be called again after that was interrupted."""
+        """End; may be called again after an interrupt."""
         try:
             self.end_block(has_failed=has_failed)
         finally:

@@ -1,6 +1,4 @@
-"""What autograd holds in place of a saved tensor: handles of tensors that stay, that were passed to outer hooks, or that wrap
-others.
-"""
+"""Autograd's handles of saved tensors that stay, were passed to outer hooks, or wrap others."""
 
 from __future__ import annotations
 
@@ -17,9 +15,8 @@ _Parameter = nn.Parameter
 
 
 class KeptHandle:
-    """A saved tensor that stays. Saved-tensor hooks switch off autograd's check that no saved tensor was written to; this does
-    it again. The alias shares the tensor's version counter, which counts writes through any view. The tensor itself may hold
-    the graph."""
+    """A saved tensor that stays. Saved-tensor hooks switch off autograd's check for later writes; this does it again. The alias
+    shares the tensor's version counter, which counts writes through any view. The tensor itself may hold the graph."""
 
     __slots__ = ("__weakref__", "alias", "version")
 
@@ -40,7 +37,6 @@ class KeptHandle:
         return self.version_now == self.version
 
     def check_version(self) -> None:
-        """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
             raise modified_error(self.alias, self.version, lambda: self.size, self.version_now)
 
@@ -50,14 +46,13 @@ class KeptHandle:
 
     @property
     def version_now(self) -> int:
-        """What `version` would be if it were saved now."""
         return torch_private.version_of(self.alias)
 
 
 class ScheduledHandle(tuple[Any, ...]):
     """A saved tensor of a forward that follows a schedule: an object that keeps the forward alive, the action, an alias that
-    shares the version counter (with the bytes, unless they leave), and the version. It is made and unpacked without calling a
-    Python function. For a tensor that stays, with nothing to do, a plain tuple of an alias and the version is used."""
+    shares the version counter (with the bytes, unless they leave), and the version. No Python function is called to make or
+    unpack it. A tensor that stays, with nothing to do, is a plain tuple of an alias and the version."""
 
     __slots__ = ()
 
@@ -92,8 +87,8 @@ class ForwardedHandle(KeptHandle):
 
 
 class FlattenedHandle(KeptHandle):
-    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight): `pack` takes the inner ones, or those of
-    which `leaves` says so by their names; the others are kept."""
+    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight). `pack` takes the inner tensors, or those
+    that `leaves` picks by name; the others are kept."""
 
     __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
 
@@ -101,7 +96,7 @@ class FlattenedHandle(KeptHandle):
         self, tensor: Any, pack: Callable[[Tensor], KeptHandle], leaves: Callable[[Tensor, str], bool] | None = None
     ) -> None:
         with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
-            super().__init__(tensor)  # the alias wraps nothing, and counts what is written by the wrapper's own ops
+            super().__init__(tensor)  # the alias wraps nothing, and counts writes by the wrapper's own ops
         names, self._context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and in newer DTensors a mesh
         self._inner = {
@@ -121,7 +116,7 @@ def modified_error(
     tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
 ) -> RuntimeError:
     """Return autograd's own error for a tensor that was written to after it was saved at `version`. `size` and `version_now`
-    are those of the tensor, where `tensor` is an alias without them."""
+    tell the tensor's, where `tensor` is an alias without them."""
     try:
         described = f"{tensor.type()} {list((size or tensor.size)())}"
     except RuntimeError:  # not every layout has these

@@ -1,7 +1,5 @@
-"""`Mode`: the base class of memkit's dispatch modes, which stays consistent at Ctrl-C.
-
-Its own base is a private class of torch, which is looked up when this file is imported: import it only when needed.
-"""
+"""`Mode`: the base class of memkit's dispatch modes, which stays consistent at Ctrl-C. Import this file only when needed: it
+looks up its own base, a private class of torch."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ _LEAVING = (
     "set_shows_to_compiler",
     "set_shows_to_guards",
 )
-"""The private names that `leave_mode` needs."""
 
 
 class Mode(torch_private.DispatchMode):
-    """A dispatch mode that is off, with nothing left behind, after it was left or its `__enter__` was interrupted."""
+    """A dispatch mode that is off, with nothing left behind, after its exit or an interrupted `__enter__`."""
 
     def __enter__(self) -> Any:
         for name in _LEAVING:

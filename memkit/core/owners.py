@@ -1,8 +1,6 @@
-"""Storages that are overwritten while tensors of the user may still refer to them, such as slots: who owns each, and which
-parameters stream through them.
-
-`GradientStandIn` is the `grad` of a parameter that was stepped within the backward, so that it isn't mistaken for no gradient.
-"""
+"""Storages that are overwritten while tensors of the user may still refer to them, such as slots: their owners, and the
+parameters that stream through them. `GradientStandIn` replaces the `grad` of a parameter that was stepped within the
+backward."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ class Owner(Protocol):
     """Owner of storages that it overwrites: a saved tensor must not keep a plain reference to one."""
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns the tensor with the bytes that it has now, and raises autograd's error if it was
-        written to."""
+        """Return a function that returns the tensor with its current bytes, and raises autograd's error if it was written
+        to."""
 
     def streamed(self) -> StreamedWeights:
-        """Return the parameters that stream through the storages that it owns."""
+        """Return the parameters that stream through its storages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +77,12 @@ def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
 
 
 with_offloaded_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], int]] = weakref.WeakKeyDictionary()
-"""Optimizers whose states are in host memory, and that are stepped in pieces; each with a function that returns how many bytes
-of states its first step will make on the device."""
+"""Optimizers that step in pieces, with their states in host memory; each with a function that returns how many bytes of states
+its first step will make on the device."""
 
 
 class ModelStorages:
-    """The storages of parameters and buffers, including those that they use temporarily, such as slots."""
+    """The storages of parameters and buffers, including temporary ones, such as slots."""
 
     def __init__(self, keys: Iterable[int], gathered: Container[torch.UntypedStorage] = ()) -> None:
         self._keys = frozenset(keys)
@@ -105,7 +103,7 @@ aside = _Aside()
 
 @contextmanager
 def owners_set_aside() -> Iterator[None]:
-    """Return a context in which, in this thread, weights do not stream: the model runs on stand-ins without data."""
+    """Keep weights from streaming in this thread: the model runs on stand-ins without data."""
     before, aside.is_set = aside.is_set, True
     try:
         yield
@@ -121,12 +119,12 @@ _Own = TypeVar("_Own", bound="GradientStandIn")
 
 
 class GradientStandIn(Tensor):
-    """The `grad` of a parameter that was stepped within the backward: using it raises. It takes the memory of one element. Each
-    feature that steps in the backward has a subclass, with the error and the advice."""
+    """The `grad` of a parameter that was stepped within the backward, so that it isn't mistaken for no gradient: using it
+    raises. It takes the memory of one element. Each feature that steps in the backward has a subclass, with the error and the
+    advice."""
 
     error: ClassVar[type[MemkitError]]
     advice: ClassVar[str]
-    """What cannot be done with gradients, and what to do instead."""
 
     @staticmethod
     def __new__(cls: type[_Own], size: torch.Size, dtype: torch.dtype, device: torch.device) -> _Own:
@@ -141,7 +139,8 @@ class GradientStandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attributes be read, and it be moved with its parameter; what `zero_grad` does has no effect; all else raises."""
+        """Allow reading attributes and moves with the parameter, make `zero_grad`'s calls do nothing, and raise for all
+        else."""
         name = func.__name__
         if name in _ZERO_GRAD:
             return args[0]

@@ -13,13 +13,13 @@ from memkit.errors import MemkitError
 def read_json(
     source: str | os.PathLike[str], *, schema: str, version: int, what: str, error: type[MemkitError], do: str = ""
 ) -> tuple[dict[str, Any], str]:
-    """Return the content of memkit's JSON, and a name of its source for errors. Raises `error` if it is of another kind or was
-    written by a newer memkit, and OSError if the file can't be read."""
+    """Return the content of memkit's JSON, and a name of its source for errors. Raises `error` for another kind or a newer
+    memkit's JSON, OSError if the file can't be read."""
     where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
     do = f" {do}" if do else ""
     try:
         content = json.loads(source if isinstance(source, str) else Path(source).read_text(encoding="utf-8"))
-    except ValueError as wrong:  # of JSON, or of what is no text
+    except ValueError as wrong:  # not JSON, or not text
         raise error(f"{where} is not {what}: it is not JSON ({wrong}). To read a file, pass a pathlib.Path.{do}") from wrong
     if not isinstance(content, dict) or content.get("schema") != schema:
         raise error(f'{where} is not {what}: it has no "schema": "{schema}".{do}')

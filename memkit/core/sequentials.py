@@ -6,10 +6,9 @@ while spans are called, an instance attribute `forward` of the Sequential replac
 
 So the hooks of the Sequential and of its children are called as before, with the same arguments. Children, entries of the
 `state_dict` and module names stay the same. A copy of the Sequential runs the forward of its class. A span is a module like any
-other: it can have hooks, be recomputed, and be nested in other spans. To begin a region at the call of one child and end it at
-that of another would be harder: code in between may raise, and has no frame of its own.
-
-If a child was replaced, removed or added since, the forward of the class runs, without spans.
+other: it can have hooks, be recomputed, and be nested in other spans. A region from the call of one child to the end of another
+would be harder: code in between may raise, and has no frame of its own. If a child was replaced, removed or added since, the
+forward of the class runs, without spans.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class SequentialSpan(nn.Sequential):
 
 
 class SpanReference:
-    """Refers to a span as a weak reference refers to a module: as long as its Sequential and children exist, of which it holds
-    none. It returns the same span as long as that is held."""
+    """Refers to a span as a weak reference refers to a module, for as long as its Sequential and children exist; it holds none
+    of them. It returns the same span while that is held."""
 
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
@@ -45,7 +44,7 @@ class SpanReference:
         self._made: weakref.ref[SequentialSpan] | None = None
 
     def find(self) -> nn.Sequential | None:
-        """Return the Sequential, None if it is gone, has other children there, or does not just call them."""
+        """Return the Sequential; None if it is gone, has other children there, or does not just call them."""
         whole, first = self._whole(), self._first
         if whole is None or not calls_in_turn(whole):
             return None
@@ -74,7 +73,7 @@ class SpannedForward:
         self._parts = self._arranged(0, len(self._children), waiting)
 
     def _arranged(self, first: int, stop: int, waiting: list[SequentialSpan]) -> list[nn.Module]:
-        """Return the modules to call for a range of children; nested spans are called by the enclosing ones."""
+        """Return the modules to call for a range of children; enclosing spans call nested ones."""
         found: list[nn.Module] = []
         while first < stop:
             if waiting and waiting[-1].place[0] == first:
@@ -93,7 +92,7 @@ class SpannedForward:
 
     def put(self, hooks: HookSet) -> None:
         around = _AroundForward(self._whole, "forward", self._run)
-        hooks.add(around)  # ahead: to remove what is not there yet does nothing
+        hooks.add(around)  # ahead: removing it before it is put does nothing
         around.put()
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,7 +107,7 @@ class SpannedForward:
 
 
 class _AroundForward(Around):
-    """Replaces the forward of a module's class. A copy of the module, also a saved one, has the forward of the class."""
+    """Replaces the forward of a module's class. A copied or saved module has the forward of the class."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return getattr, (self._module, self._place)
@@ -127,13 +126,13 @@ def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedFor
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return a module's class name for users: for a span that of its `Sequential`."""
+    """Return a module's class name for users; a span has its `Sequential`'s."""
     return nn.Sequential.__name__ if isinstance(module, SequentialSpan) else type(module).__name__
 
 
 def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Tell whether a module only calls its children in order, as `Sequential` does, even if its forward was replaced to call
-    spans."""
+    """Tell whether a module only calls its children in order, as `Sequential` does, even if a forward that calls spans replaces
+    its own."""
     if not isinstance(module, nn.Sequential) or isinstance(module, SequentialSpan):
         return False
     kind = type(module)

@@ -7,11 +7,11 @@ from numbers import Integral, Real
 
 MIB = 1024**2
 ALIGNMENT_BYTES = 512
-"""Tensors that lie side by side in one storage begin at multiples of this, as in CUDA's allocator."""
+"""Neighboring tensors in one storage begin at multiples of this, as in CUDA's allocator."""
 DISK_PAGE_BYTES = 4096
-"""Reads and writes past the system's cache are of whole pages, in the file and in memory."""
+"""Reads and writes past the system's cache are in whole pages, in the file and in memory."""
 HOST_PAGE_BYTES = 2 * 2**20
-"""A huge page: pinned host memory is whole ones."""
+"""A huge page: pinned host memory comes in whole ones."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {prefix + unit: base**at for at, prefix in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("IB", 1024))}
@@ -30,7 +30,7 @@ def format_mib(num_bytes: int) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return bytes as MiB with two decimals, those below 1 MiB as KiB (1024 bytes) or as they are."""
+    """Return bytes as MiB with two decimals; fewer than 1 MiB as KiB (1024 bytes) or plain bytes."""
     if num_bytes >= MIB:
         return format_mib(num_bytes)
     if num_bytes >= 1024:
@@ -44,12 +44,12 @@ def format_gib(num_bytes: int) -> str:
 
 
 def unit_of(num_bytes: int) -> tuple[str, int]:
-    """Return the unit that bytes are told in, and its bytes: GiB from 1 GiB on, then MiB, then KiB."""
+    """Return the unit to write bytes in, and its bytes: GiB from 1 GiB on, then MiB, then KiB."""
     return next((unit, size) for unit, size in _STEPS if num_bytes >= size or size == 1024)
 
 
 def check_bytes(name: str, value: int | str) -> int:
-    """Return an argument that is a number of bytes, 0 or more, given as such (also one of NumPy's) or as text with a unit."""
+    """Return an argument of 0 or more bytes, given as a number (also one of NumPy's) or as text with a unit."""
     if isinstance(value, bool) or not isinstance(value, Integral | str):
         raise TypeError(f'{name} is a number of bytes, or text such as "8GiB"; found {value!r}')
     if isinstance(value, str):
@@ -63,8 +63,8 @@ def check_bytes(name: str, value: int | str) -> int:
 
 
 def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
-    """Return a budget: a positive number of bytes, as such or as text with a unit. A number without a unit so small that
-    another unit was meant is refused."""
+    """Return a budget: a positive number of bytes, given as a number or as text with a unit. A number without a unit is refused
+    if it is so small that another unit was meant."""
     is_negative = isinstance(value, Integral) and value < 0
     num_bytes = 0 if is_negative and not may_be_zero else check_bytes(name, value)
     if num_bytes == 0 and not may_be_zero:
@@ -78,8 +78,8 @@ def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False
 
 
 def check_budget(budget: int | float | str, *, share: str = "share of the saved bytes that stays") -> int | float:
-    """Return a budget as bytes (an int) or as a share of what is there (a float above 0, at most 1); `share` says of what, for
-    the errors. Text that can be read in two ways is refused."""
+    """Return a budget as bytes (an int) or as a share (a float above 0, at most 1). `share` names the whole for the errors.
+    Ambiguous text is refused."""
     if isinstance(budget, Real) and not isinstance(budget, Integral):  # NumPy's as well
         budget = float(budget)
         if not 0 < budget <= 1:

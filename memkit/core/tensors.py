@@ -3,9 +3,9 @@
 The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
 alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
 
-A tensor may wrap others, as a quantized weight wraps integers and scales. The inner tensors are plain ones, and are given other
-bytes as a plain parameter is: they stay the same objects, so nothing has to know how a class holds them. A wrapper has no
-bytes, but says on which device it is.
+A tensor may wrap others, as a quantized weight wraps integers and scales. The inner tensors are plain ones, and get other bytes
+as a plain parameter does: they stay the same objects, so nothing has to know how a class holds them. A wrapper has no bytes,
+but says on which device it is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold a tensor's elements: one of a plain tensor, those of the parts of a sparse one, those of the
-    inner tensors of a wrapper subclass (`DTensor`, jagged and quantized tensors), none of an opaque layout."""
+    """Yield the storages of a tensor's elements: one of a plain tensor, one of each part of a sparse tensor, those of the inner
+    tensors of a wrapper subclass (`DTensor`, jagged and quantized tensors), none of an opaque layout."""
     if torch_private.is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
         for name in names:
@@ -52,32 +52,31 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter, or a view of one. FSDP2 gathers them within the forward, into storages that it uses
+    """Tell whether a tensor is a parameter or a view of one. FSDP2 gathers them in the forward, into storages that it uses
     again."""
     return type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter
 
 
 def is_range_of_bytes(tensor: Tensor) -> bool:
-    """Tell whether a tensor is fully described by the bytes of one storage and its geometry, so that it can be moved or dropped
-    and restored. Sparse tensors, layouts of oneDNN, strided nested and quantized tensors, and the zero tensors of forward-mode
-    autograd are not. For classes without `__torch_dispatch__`."""
+    """Tell whether the bytes of one storage and a geometry fully describe a tensor, so that it can be moved or dropped and
+    restored. They don't for sparse tensors, layouts of oneDNN, strided nested and quantized tensors, and the zero tensors of
+    forward-mode autograd. For classes without `__torch_dispatch__`."""
     return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
 
 
 def counted_by(tensor: Tensor) -> Tensor:
     """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
-    know nothing of each other's writes (`Tensor.data`, `Tensor.set_`, the parts of `unsafe_chunk`)."""
+    miss each other's writes (`Tensor.data`, `Tensor.set_`, the parts of `unsafe_chunk`)."""
     base = torch_private.base_of(tensor)
     return tensor if base is None else base
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a key of a storage, which is unique as long as a strong or weak reference to the storage is held."""
+    """Return a key that is unique while a strong or weak reference to the storage is held."""
     return torch_private.storage_address(storage)
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Map the key of each distinct storage of `tensors` to the storage, in the order in which they are met."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         for storage in storages_of(tensor):
@@ -86,12 +85,11 @@ def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all distinct storages of `tensors`: what they keep allocated, with whole storages for views."""
+    """Return the bytes of all distinct storages of `tensors`, whole storages for views."""
     return sum(storage.nbytes() for storage in unique_storages(tensors).values())
 
 
 def byte_view(storage: torch.UntypedStorage) -> Tensor:
-    """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
     if torch_private.num_dispatch_modes():
         return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -153,7 +151,7 @@ def chunk_bytes(tensor: Tensor) -> int:
 
 
 def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, int]]]:
-    """Yield groups of plain tensors that share bytes, each with its first byte and the one after its last in the storage."""
+    """Yield groups of plain tensors that share bytes, each with its first byte and the end of its bytes in the storage."""
     ranges: dict[int, list[tuple[Tensor, int, int]]] = {}
     for tensor in tensors:
         low = int(tensor.storage_offset()) * tensor.dtype.itemsize
@@ -190,12 +188,12 @@ def _inner(wrapper: Any) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a parameter or a buffer is a range of bytes, and no tensor that wraps others."""
+    """Tell whether a parameter or a buffer is a range of bytes, and wraps no other tensors."""
     return type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def has_plain_parts(tensor: Tensor) -> bool:
-    """Tell whether a parameter or a buffer is plain, or wraps tensors that are: the same at any time, and where it says."""
+    """Tell whether a parameter or a buffer is plain, or wraps plain tensors, always the same ones and on its own device."""
     if not torch_private.is_wrapper(tensor):
         return is_plain(tensor)
     parts = parts_of(tensor)
@@ -205,11 +203,11 @@ def has_plain_parts(tensor: Tensor) -> bool:
 
 
 def set_reported_device(wrapper: Tensor, torch_device: torch.device) -> None:
-    """Let a wrapper say that it is on a device, as those that it wraps are by now. It stays the same object."""
+    """Make a wrapper report the device that its inner tensors are on by now. It stays the same object."""
     if wrapper.device == torch_device:
         return
     with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
-        # Setting `data` takes over what a tensor says of itself, and nothing that Python has put on it.
+        # Setting `data` takes over a tensor's metadata, and no Python attributes.
         wrapper.data = torch_private.make_wrapper_subclass(
             type(wrapper),
             wrapper.size(),

@@ -14,9 +14,9 @@ from tabulate import tabulate
 ELLIPSIS = "…"
 _EMPTY = frozenset({"", "-"})
 LAST = 100
-"""Columns with this number or a higher one are left out only if shortening cells is not enough."""
+"""Columns from this number on are left out only if shorter cells are not enough."""
 _SHORTEST = 16
-"""Cells are not made shorter than this as long as a column can be left out."""
+"""Cells stay at least this long while a column can be left out."""
 
 
 def terminal_width() -> int | None:
@@ -51,16 +51,16 @@ class TextColumn:
     cells: Sequence[str]
     right: bool = True
     goes: int | None = None
-    """The order in which columns are left out, the lowest first; from `LAST` on only if shorter cells are not enough. None:
+    """The order in which columns are left out, the lowest first; from `LAST` on only if shorter cells are not enough; None:
     never."""
     shortens: bool = False
     """Whether its cells may lose their middles if leaving out columns is not enough."""
 
 
 def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
-    """Return a table in which no line is longer than `width` (None for any), unless it has one column that may not lose
-    anything. Until it fits, empty columns are left out, headings are broken over several lines, columns are left out, and cells
-    of some lose their middles."""
+    """Return a table in which no line is longer than `width` (None for any), unless no column of it may lose anything. Until it
+    fits, empty columns are left out, headings are broken into lines, columns are left out, and cells of some lose their
+    middles."""
     if width is None:
         return _made(columns)
     shown = [column for column in columns if column.goes is None or not _EMPTY.issuperset(column.cells)]

@@ -1,11 +1,11 @@
-"""Every private name of torch that memkit uses: what each is for, and which feature stops without it.
+"""Every private name of torch that memkit uses, each with its purpose and the features that stop without it.
 
-A name is looked up when it is first used (PEP 562), and is a plain global of this module from then on: write
-`torch_private.backward_task()`, and never import a name from here, which would look it up at once. Where torch has a name no
-more, `MissingTorchNameError` says so, and what needs none of it goes on. `torch_state.py` asks questions by these names.
+A name is looked up at its first use (PEP 562), and is a plain global of this module from then on: write
+`torch_private.backward_task()`, and never import a name from here, which would look it up at once. If torch lacks a name,
+`MissingTorchNameError` says so, and all else goes on. `torch_state.py` asks questions by these names.
 
-What memkit overrides in a class of torch's (`_should_skip_dynamo`, `_unscale_grads_`) is here as well, and is defined there.
-Names of operators in tables (of what autocast casts, of what is not run again) are data, and are where they are compared.
+memkit's overrides in torch's classes (`_should_skip_dynamo`, `_unscale_grads_`) are listed here as well, and defined there.
+Operator names in tables (of autocast's casts, of ops that are not run again) are data, and stay with their users.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Feature(Enum):
-    """What doesn't work without a name. The first three look up all of their names before they begin: see `require`."""
+    """Features that need private names. The first three look up all of their names before they begin: see `require`."""
 
     OFFLOAD = "CPUOffload"
     REMAT = "Rematerialize"
@@ -58,10 +58,9 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class PrivateName:
     symbol: str
-    """Its qualified name in torch."""
     purpose: str
     features: tuple[Feature, ...]
-    """What doesn't work without it; empty if it is only used through `known`."""
+    """The features that need it; empty if only `known` uses it."""
     kind: Kind = Kind.VALUE
     sample: str = ""
     """For an attribute that only instances have: the same attribute of some instance."""
@@ -114,7 +113,7 @@ def look_up(symbol: str) -> Any:
 # Looking names up
 
 
-def __getattr__(name: str) -> Any:  # torch has no types for what is private
+def __getattr__(name: str) -> Any:  # torch has no types for private names
     private = NAMES.get(name)
     if private is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -123,11 +122,11 @@ def __getattr__(name: str) -> Any:  # torch has no types for what is private
 
 
 _complete = set[Feature]()
-"""Features of which all is known to be there. Dynamo warns of a `functools.cache` in a function that is compiled."""
+"""Features whose names are all known to be there. Dynamo warns of a `functools.cache` in a compiled function."""
 
 
 def require(feature: Feature) -> None:
-    """Look up all that a feature needs, before it has begun anything."""
+    """Look up all names of a feature, before it has begun anything."""
     if feature in _complete:
         return
     for name, private in NAMES.items():
@@ -138,7 +137,7 @@ def require(feature: Feature) -> None:
 
 @functools.cache
 def known(*names: str) -> tuple[Any, ...]:
-    """Return those of some names of this module that torch has: of an op that is not there, nothing needs to be known."""
+    """Return the given names of this module that torch has: a missing op needs no handling."""
     found = []
     for name in names:
         with suppress(MissingTorchNameError):
@@ -146,7 +145,7 @@ def known(*names: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
-# What the names are
+# Types of the names
 
 backward_task: Callable[[], int]
 base_of: Callable[[Tensor], Tensor | None]
@@ -248,7 +247,7 @@ NAMES: dict[str, PrivateName] = {
     "dual_level_of": _field("torch.autograd.forward_ad._current_level", "not to record under an open one", *_CONTEXTS),
     "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
-    # Settings that change what an op computes
+    # Settings that change an op's result
     "fp32_precision_of": _of("torch._C._get_fp32_precision_getter", "to replay by the same kernels", _REMAT),
     **{
         name: _of(f"torch._C._{name}", "to replay by the same kernels", _REMAT)
@@ -310,7 +309,7 @@ NAMES: dict[str, PrivateName] = {
     "nn_functions": _of("torch._C._nn", "to pad as the target does", _META),
     "select_conv_backend": _of("torch._C._select_conv_backend", "which kernel the CPU would take", _META),
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
-    # Modules, and what is around them
+    # Modules and their surroundings
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _REMAT, _LAYERS, _META),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "children_of": _field(f"{_MODULE}._modules", "to find the parts of a module", _REMAT),
@@ -328,45 +327,45 @@ NAMES: dict[str, PrivateName] = {
     "tree_unflatten": _of("torch.utils._pytree.tree_unflatten", "to replace tensors in what is passed", _REMAT, _META),
     "arg_tree_leaves": _of("torch.utils._pytree.arg_tree_leaves", "to find tensors in what an op is given", _META),
 }
-"""By the names of this module."""
 
-# What torch calls its classes, and marks that it reads or sets: recognised by name, so nothing can be looked up. Where torch
-# has renamed one, what it is for goes unnoticed; the tests of this file hold each against the torch that is installed.
+# Names of torch's classes, and marks that it reads or sets: recognised by name, so nothing can be looked up. A renamed one goes
+# unnoticed; the tests of this file check each against the installed torch.
 
 LEAF_NODE = "AccumulateGrad"
-"""The graph node of a parameter: what is saved of one is kept by `CPUOffload` and `Rematerialize`."""
+"""The graph node of a parameter: `CPUOffload` and `Rematerialize` keep the parameters that are saved."""
 CAST_NODE = "ToCopyBackward0"
-"""That of a cast: autocast keeps those of parameters."""
+"""The graph node of a cast: autocast keeps casts of parameters."""
 _VIEWS = "T Transpose View UnsafeView ReshapeAlias Permute Expand Slice Select Unsqueeze Squeeze AsStrided Alias"
 VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
-"""Those of views, which are looked through for the other two."""
+"""The graph nodes of views: memkit looks through them for the other two."""
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
-GATHERED_MARK, COMPOSED_MARK = "_is_fsdp_managed_module", "__composable_api_state_key_"  # on what FSDP2 gathers; of its state
-FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to what FSDP2 gathers together, which has all of these:
+GATHERED_MARK, COMPOSED_MARK = "_is_fsdp_managed_module", "__composable_api_state_key_"  # on gathered modules; of its state
+FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to its FSDP2 group, which has all of these:
 FSDP_GATHER, FSDP_PHASE, FSDP_BEGIN, FSDP_CONTEXT = "_all_gather_result", "_training_state", "_lazy_init", "_state_ctx"
 FSDP_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
 FSDP_SHARD, FSDP_GATHERED, LOCAL_TENSOR = "_sharded_param_data", "_unsharded_param", "_local_tensor"
 FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "comm_ctx", "device_handle", "unshard_in_backward")
 FSDP_REDUCE, FSDP_LANDED = "post_backward", "grad_offload_event"  # of a group, and of each parameter that is on the host
 FSDP_INDICES, FSDP_SUMS, FSDP_TO_RUN = "_post_forward_indices", "_partial_reduce_output", "_modules_to_run_forward"
-"""How FSDP2 gathers and reduces. Without one of these names it brings shards from the host by itself, and has no profile."""
+"""How FSDP2 gathers and reduces. If one of these names is missing, it brings shards from the host by itself, and has no
+profile."""
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}  # of functions Dynamo is not to look into
-COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # what Dynamo sets on a function that it compiles: modules are asked
+COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # Dynamo sets it on a function that it compiles: read on modules
 COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
-"""The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
+"""The attribute with a module's compiled code, and the function that calls it; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
 TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._vmap_internals")
 """The modules whose frames run transforms."""
 DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
 """The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
-DYNAMO_CONFIG = "torch._dynamo.config"  # says that a trace may run what is compiled as it is: `memkit.profile.partitions`
+DYNAMO_CONFIG = "torch._dynamo.config"  # lets a trace run compiled code as plain Python: `memkit.profile.partitions`
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
-SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # what a fused optimizer says of itself: `GradScaler` scales for it
-STEPPED_MARK = "_opt_called"  # what a scheduler has an optimizer's `step()` set: it warns where its own `step()` comes first
-MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of a module's own: a profile without data leaves them
+"""A module's hooks; with `_global` in front, the hooks of all modules. A region has none of the user's."""
+SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # a fused optimizer's own mark: `GradScaler` scales for it
+STEPPED_MARK = "_opt_called"  # a scheduler makes an optimizer's `step()` set it, and warns if its own comes first
+MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of the module's own: a profile without data leaves them
 READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
-"""What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
-ZEROING_ALL = "_foreach_zero_"  # how `zero_grad` zeroes many gradients at once: the same
-MOVING_ALL = "_apply"  # by which a module is moved or cast, also as a part of another: one that streams stays in place
+"""Attributes that torch reads of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
+ZEROING_ALL = "_foreach_zero_"  # `zero_grad` zeroes many gradients by it: the same
+MOVING_ALL = "_apply"  # moves or casts a module, also as a part of another: one that streams stays in place

@@ -1,8 +1,6 @@
-"""Questions about torch's state at the point of the call: which modes are on, whether anything is compiled, who holds a
-storage. Only questions that need private names of torch (`torch_private.py`).
-
-Also labels of memkit's work for `torch.profiler`: they begin with `memkit::`.
-"""
+"""Questions about torch's state at the point of the call that need private names of torch (`torch_private.py`): which modes are
+on, whether anything is compiled, who holds a storage. Also labels of memkit's work for `torch.profiler`: they begin with
+`memkit::`."""
 
 from __future__ import annotations
 
@@ -37,11 +35,9 @@ _SHOWN = "old_without_ignore_compile_internals_dispatch_mode_flags"
 
 
 def leave_mode(mode: DispatchMode) -> None:
-    """Remove a dispatch mode from the stack, even if others are above it, and restore torch's flags to their values before it
-    was entered. May be called again, also after an interrupt in `__enter__`.
-
-    A mode's own `__exit__` forgets the flags first, and so can't be called again after an interrupt.
-    """
+    """Remove a dispatch mode from the stack, even from below others, and restore torch's flags to their values before its
+    entry. May be called again, also after an interrupt in `__enter__`. A mode's own `__exit__` can't: it forgets the flags
+    first."""
     steps = _off_stack(mode)
     flags = {
         "old_dispatch_mode_flags": torch_private.set_in_mode,
@@ -69,7 +65,7 @@ def _off_stack(mode: DispatchMode) -> list[partial[Any]]:
 
 
 def hide_mode(mode: DispatchMode) -> None:
-    """Take a dispatch mode off the stack for the graph node that is running: behind it the engine puts back what was there."""
+    """Take a dispatch mode off the stack for the running graph node: behind it the engine restores the stack."""
     do_at_once(*_off_stack(mode))
 
 
@@ -78,13 +74,13 @@ def in_dual_level() -> bool:
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the function modes that are on, the outermost first."""
+    """Return the active function modes, the outermost first."""
     (mode_at,) = torch_private.known("function_mode_at")
     return [mode_at(place) for place in range(torch_private.num_function_modes())]
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Remove a function mode from the stack, even if others are above it. May be called again."""
+    """Remove a function mode from the stack, even from below others. May be called again."""
     (pop,), (push,) = map(torch_private.known, ("pop_function_mode", "push_function_mode"))
     stack = function_modes()
     if mode in stack:
@@ -103,8 +99,7 @@ def is_seen_by_modes() -> bool:
 
 @contextmanager
 def unseen(lock: AbstractContextManager[object]) -> Iterator[None]:
-    """Return a context in which the caller holds a lock and no dispatch mode sees ops. If no mode is on, the lock alone costs
-    the host less."""
+    """Hold a lock in a context in which no dispatch mode sees ops. If no mode is on, the lock alone costs the host less."""
     with torch_private.without_python_dispatch(), lock:
         yield
 
@@ -118,9 +113,7 @@ def sharing_counters() -> AbstractContextManager[object]:
 
 def in_differentiating_transform() -> bool:
     """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or transforms made of these; `vmap` doesn't count.
-
-    Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`.
-    """
+    Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`."""
     stack, kinds = torch_private.functorch_stack(), torch_private.FunctorchTransform
     return stack is not None and any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
 
@@ -145,10 +138,9 @@ _untraced = set[CodeType]()
 
 
 def leave_untraced(function: Any) -> None:
-    """Keep Dynamo from compiling a function, and what it calls. This costs nothing per call.
-
-    Dynamo is told by the function's code object, so once for all methods and closures of one kind. If torch lacks the private
-    names, this does nothing; contexts report that before anything of theirs could be compiled."""
+    """Keep Dynamo from compiling a function and its callees, at no cost per call. Dynamo knows it by its code object, so once
+    for all methods and closures of one kind. If torch lacks the private names, this does nothing; contexts report that before
+    anything of theirs could be compiled."""
     code = getattr(getattr(function, "func", function), "__code__", None)
     if code is None or code in _untraced:
         return
@@ -164,8 +156,8 @@ def dynamo_is_loaded() -> bool:
 
 
 def in_compiled_function() -> bool:
-    """Tell whether the caller runs inside a function that was compiled, or that runs as plain Python because of a dispatch
-    mode. Slow on a deep stack."""
+    """Tell whether the caller runs inside a compiled function, or one that a dispatch mode makes run as plain Python. Slow on a
+    deep stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == torch_private.COMPILED_CALLER:
@@ -175,11 +167,8 @@ def in_compiled_function() -> bool:
 
 
 def is_saved_by_compiled_code() -> bool:
-    """Tell whether the tensor of a pack hook is saved by code that was compiled with its backward, which saves after all of its
-    kernels were launched.
-
-    To be called from within the hook.
-    """
+    """Within a pack hook, tell whether code compiled with its backward saves the tensor: it saves after launching all
+    kernels."""
     if torch_private.DYNAMO not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -198,11 +187,8 @@ _NUM_FRAMES = 2
 
 
 def in_higher_order_op() -> bool:
-    """Tell whether the caller runs inside a function that a higher-order op, such as `torch.cond` or `flex_attention`, is
-    compiling. They do so even if the program compiles nothing.
-
-    Source: `torch._higher_order_ops.utils.setup_compilation_env`.
-    """
+    """Tell whether a higher-order op, such as `torch.cond` or `flex_attention`, is compiling the caller's function. They do so
+    even if the program compiles nothing. Source: `torch._higher_order_ops.utils.setup_compilation_env`."""
     if torch_private.HIGHER_ORDER_OPS in sys.modules:
         for is_compiling in torch_private.known("in_hop_compile"):
             return bool(is_compiling())
@@ -211,13 +197,13 @@ def in_higher_order_op() -> bool:
 
 
 def is_traced() -> bool:
-    """Tell whether ops are being traced into a graph, such as those of a branch of `torch.cond`: a tensor made without the
-    tracer seeing it becomes a constant of the graph."""
+    """Tell whether ops are being traced into a graph, as in a branch of `torch.cond`: a tensor made unseen by the tracer
+    becomes a constant of the graph."""
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
 
 
 def num_compiled() -> int | None:
-    """Return how many functions Dynamo was asked to compile so far; None if that is not known. Only if Dynamo is loaded."""
+    """Return how many functions Dynamo was asked to compile so far; None if not known. Only if Dynamo is loaded."""
     return next((counters["frames"]["total"] for counters in torch_private.known("compile_counters")), None)
 
 
@@ -240,7 +226,6 @@ def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_sharded_by_fsdp2(module: nn.Module) -> bool:
-    """Tell whether FSDP2 has sharded a module, and gathers its parameters for its forward and backward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -270,7 +255,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, without copying it; other tensors are returned as they are."""
+    """Return this rank's part of a DTensor, without copying it; other tensors are returned unchanged."""
     if type(tensor).__name__ != "DTensor":  # as `is_dtensor`: this is called for each parameter of a step
         return tensor
     shard: Any = tensor  # torch.distributed is imported only where there are any
@@ -285,14 +270,12 @@ NO_LABEL = nullcontext()
 class Named(Protocol):
     @property
     def names(self) -> str:
-        """What to call it."""
+        """Names for the label."""
 
 
 def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
-    """Return a context that a profiler shows under a label. Without a profiler it costs next to nothing.
-
-    Source: `torch.profiler.record_function`.
-    """
+    """Return a context that a profiler shows under a label, almost free without a profiler. Source:
+    `torch.profiler.record_function`."""
     if not torch_private.profiler_is_on():
         return NO_LABEL
     return torch.profiler.record_function(f"memkit::{name}" if of is None else f"memkit::{name} ({of.names})")

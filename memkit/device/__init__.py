@@ -37,16 +37,16 @@ _TRY_OUT = "Run on a machine with a GPU, or pass device=memkit.device.ReferenceD
 
 
 def open_device(device: str | torch.device | Device, *, advice: str = _TRY_OUT) -> Device:
-    """Return the `Device` for a name such as "cuda:1" or a `torch.device`; one that is a `Device` is returned as it is.
+    """Return the `Device` for a name such as "cuda:1" or a `torch.device`; a `Device` is returned unchanged.
 
     Args:
-        device: which.
-        advice: what to do where it is a CUDA device and there is none, for the error.
+        device: name, `torch.device` or `Device`.
+        advice: the error's advice where there is no CUDA device.
 
     Raises:
         DeviceUnavailableError: it is a CUDA device and this machine has no such device.
         TypeError: it is none of these.
-        ValueError: memkit does not know the kind of device, or the name is none of torch's.
+        ValueError: memkit does not know the kind of device, or torch does not know the name.
     """
     if isinstance(device, Device):
         return device

@@ -1,8 +1,8 @@
 """The contract of a device. The docstrings here are the specification; the other files of this room only fulfil it.
 
-Work is put on *streams*: queues whose work runs in order, each on its own. What must come after work of another stream waits
-for an *event* that was recorded behind that work. Nothing else orders two streams, and no call here makes the host wait unless
-it says so.
+Work is put on *streams*: queues whose work runs in order, each on its own. Work that must come after work of another stream
+waits for an *event* that was recorded behind that work. Nothing else orders two streams, and no call here makes the host wait
+unless it says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memkit.core.tensors import byte_view, tensor_over
 class MemoryCounter(ABC):
     """Counts the bytes of live storages on one device.
 
-    `allocated` means bytes handed out to tensors, as in `torch.cuda.memory_stats`. It does not tell what can still be
+    `allocated` means bytes handed out to tensors, as in `torch.cuda.memory_stats`. It does not tell how much can still be
     allocated: fragmentation, and memory held by libraries and other processes, are not in it.
     """
 
@@ -44,7 +44,7 @@ class MemoryCounter(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start the peaks again from what is allocated and reserved now."""
+        """Start the peaks again from the bytes allocated and reserved now."""
 
 
 class Stream:
@@ -63,19 +63,19 @@ class Event(ABC):
         """Tell whether all work recorded before the event is done. Does not wait for it."""
 
     def recorded(self) -> Event:
-        """Return the event as the device has recorded it: itself, unless another thread is yet to do so. A device asks for this
-        first before it waits for an event. The host waits for such a thread; if that has failed, its error is raised here."""
+        """Return the event as the device has recorded it: itself, unless another thread has yet to record it. A device asks for
+        this before it waits for an event. The host waits for such a thread, whose error, if any, is raised here."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of pinned host memory, and where in the storages of a `CopyBatch` their like are."""
+    """Bytes of pinned host memory, and the place of their counterpart in the storages of a `CopyBatch`."""
 
     index: int
-    """Which of the storages."""
+    """The number of the storage."""
     start: int
-    """The first byte there."""
+    """The first byte in the storage."""
     host: Tensor
     """One-dimensional, of dtype uint8; `Device.pin` has seen it, in one piece."""
     address: int
@@ -85,8 +85,8 @@ class Piece:
 class CopyBatch:
     """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step.
 
-    `started`, `done` and `waited` are replaced each time; a time between them can be asked for until then. No two pieces
-    overlap. The copies wait for those of the batch `ahead`, which is always put on its stream before.
+    `started`, `done` and `waited` are replaced each time; times between them can be read until then. No two pieces overlap. The
+    copies wait for those of the batch `ahead`, which is always put on its stream before.
     """
 
     started: Event
@@ -94,7 +94,7 @@ class CopyBatch:
     done: Event
     """Recorded behind the copies."""
     waited: Event | None = None
-    """Recorded on the stream that waits for the copies, ahead of that; None if none has since they were put on theirs."""
+    """Recorded on the waiting stream, ahead of its wait for the copies; None if no stream has waited since `start`."""
 
     def __init__(
         self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None
@@ -108,7 +108,7 @@ class CopyBatch:
         self.num_storages = len({piece.index for piece in pieces})
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        """Put the copies on their stream, behind all work that the current stream has, and behind those of another batch. The
+        """Put the copies on their stream, behind all work of the current stream, and behind those of another batch. The
         storages must stay alive until `done` was waited for."""
         device, stream = self.device, self.stream
         self.waited = None
@@ -124,12 +124,12 @@ class CopyBatch:
         self.done = device.record_event(stream)
 
     def wait(self) -> None:
-        """Let all work that the current stream is given from now on start only when the copies are done."""
+        """Let all later work of the current stream start only when the copies are done."""
         self.waited = self.device.record_event()
         self.device.wait_event(self.device.current_stream(), self.done)
 
     def stall_s(self) -> float:
-        """Return how long the stream that waited for the copies last had nothing else to do; 0 where that is not over."""
+        """Return how long the stream that last waited for the copies had nothing else to do; 0 where that is not over."""
         waited = self.waited
         if waited is None or not (waited.is_reached() and self.done.is_reached()):
             return 0.0
@@ -137,7 +137,7 @@ class CopyBatch:
 
 
 def busy_s_of(batches: Sequence[CopyBatch]) -> float:
-    """Return for how long a stream has copied, from batches in the order in which they were put on it, all of them done."""
+    """Return for how long a stream has copied, from its finished batches in the order in which they were put on it."""
     total_s, before = 0.0, None
     for batch in batches:
         own_s = batch.started.elapsed_s(batch.done)
@@ -150,17 +150,17 @@ class Device(ABC):
     """One place where tensors live and kernels run."""
 
     torch_device: torch.device
-    """The device as torch has it; what `Tensor.device` is."""
+    """The device in torch's terms, as `Tensor.device`."""
     has_own_memory = True
     """Whether its memory is not the host's, so that moving bytes to the host frees some."""
 
     def __deepcopy__(self, _: object) -> Device:
-        return self  # what uses a device may be copied; the device is the same
+        return self  # a copied owner has the same device
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What a person would call it: "NVIDIA H200", "cpu"."""
+        """The name for users: "NVIDIA H200", "cpu"."""
 
     # Streams and events
 
@@ -169,19 +169,19 @@ class Device(ABC):
         """Return the stream that PyTorch puts this thread's work on now."""
 
     def stream_number(self) -> int:
-        """Return what tells the current stream from others of the device that are alive, without an object for it."""
+        """Return a number that tells the current stream from the device's other live ones, without an object for it."""
         return hash(self.current_stream())
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream:
-        """Make a stream. The name is what errors call it."""
+        """Make a stream. Errors call it by the name."""
 
     @abstractmethod
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the current one."""
 
     def make_events(self, num_events: int) -> None:  # noqa: B027
-        """Make timed events ahead of need: recording one of these costs the host less than making one on the way."""
+        """Make timed events ahead of need: recording one of these costs the host less than a new event."""
 
     @abstractmethod
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> Event:
@@ -189,24 +189,24 @@ class Device(ABC):
 
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Let all work that is put on `stream` from now on start only when `event` is reached."""
+        """Let all later work on `stream` start only when `event` is reached."""
 
     @abstractmethod
     def synchronize(self, event: Event | None = None) -> None:
         """Make the host wait until an event is reached, or until all work on the device is done."""
 
     def enter_thread(self) -> None:
-        """Have a thread of memkit's own use this device: the first call of a thread that has chosen none makes a context on the
-        first GPU, which takes hundreds of megabytes there, though the events that it waits for are another's."""
+        """Have a thread of memkit's own use this device. Else the first call of a thread that has chosen none makes a context
+        on the first GPU, which takes hundreds of megabytes there, even if the thread waits for another GPU's events."""
         if self.torch_device.type not in ("cpu", "meta"):
             torch.accelerator.set_device_index(self.torch_device)
 
     def record_begin(self, ahead_s: float = 3e-4) -> Event:
-        """Record an event on the current stream from which on something is timed.
+        """Record an event on the current stream, as the start of a timing.
 
-        A device that is done before the host has enqueued the next op waits for that, and events around an op then tell what
-        the host takes. So the stream is kept busy ahead of the event: what the host enqueues within `ahead_s`, about, runs
-        without a gap behind it. A device that computes at once what it is asked to has no use for that.
+        A device that is done before the host has enqueued the next op waits for the host, and events around an op then tell the
+        host's time. So the stream is kept busy ahead of the event: ops that the host enqueues within about `ahead_s` run
+        without a gap behind it. A device that computes at once needs no such thing.
         """
         return self.record_event()
 
@@ -216,16 +216,16 @@ class Device(ABC):
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Return a new storage on the device, for work on the current stream. Its bytes are undefined.
 
-        As every storage, it goes back to the stream it was allocated on: the next storage of that stream may reuse its bytes
-        at once, in the order of that stream's work. Work of other streams on the storage must therefore come after an event
-        recorded here since it was allocated, and this stream must wait for that work before the last reference is dropped.
+        As every storage, it goes back to the stream it was allocated on: the next storage of that stream may reuse its bytes at
+        once, in the order of that stream's work. Work of other streams on the storage must therefore come after an event
+        recorded here since its allocation, and this stream must wait for that work before the last reference is dropped.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
 
     def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor over a new storage that it fills from its first byte to its last, as `allocate` makes it."""
+        """Return a tensor that fills a new storage of `allocate` from its first byte to its last."""
         num_elements = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         return tensor_over(self.allocate(num_elements * dtype.itemsize), dtype, offset=0, size=size, stride=stride)
 
@@ -236,13 +236,13 @@ class Device(ABC):
         Args:
             destination: one-dimensional, of dtype uint8; on this device, or host memory that `pin` has seen.
             source: the same kind and length, on the other side.
-            stream: the copy waits for what the stream waits for, and for nothing else. Both tensors must stay alive, and the
-                source unchanged, until it is done.
+            stream: the copy waits for all that the stream waits for, and for nothing else. Both tensors must stay alive, and
+                the source unchanged, until it is done.
         """
 
     @abstractmethod
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy bytes as `copy` does, where the one in host memory was not pinned. The host waits until it is done, and so for
+        """Copy bytes as `copy` does, from or to host memory that was not pinned. The host waits until it is done, and so for
         all that the stream waits for."""
 
     def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None) -> CopyBatch:
@@ -261,14 +261,14 @@ class Device(ABC):
 
     @abstractmethod
     def unpin(self, host: Tensor) -> None:
-        """Undo `pin` for the same tensor, if that was not done yet. No copy from or to it may be under way."""
+        """Undo `pin` for the same tensor, if still pinned. No copy from or to it may be under way."""
 
     @abstractmethod
     def memory_counter(self) -> MemoryCounter | None:
         """Return the allocator's own counter, or None where the allocator keeps none (the CPU's)."""
 
     def empty_cache(self) -> None:  # noqa: B027
-        """Give memory that the allocator holds, and no tensor uses, back to the device. Source: `torch.cuda.empty_cache`."""
+        """Give the allocator's memory that no tensor uses back to the device. Source: `torch.cuda.empty_cache`."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -277,10 +277,11 @@ class Device(ABC):
     # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
 
     takes_notes = False
-    """Whether it is worth telling."""
+    """Whether the notes below have any effect."""
 
     def note_written(self, storage: torch.UntypedStorage, version: int) -> None:  # noqa: B027
-        """Say that work on the current stream has made `storage`, or written to it if the version is another than last time."""
+        """Say that work on the current stream has made `storage`, or written to it if the version differs from the last
+        call's."""
 
     def note_read(self, storage: torch.UntypedStorage) -> None:  # noqa: B027
         """Say that work on the current stream is about to read `storage`."""

@@ -1,4 +1,4 @@
-"""How fast a device computes at most: what an op takes at least."""
+"""How fast a device computes at most, and so the least time of an op."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Ceilings:
     """The most that a device can do in a second."""
 
     bytes_per_s: float
-    """Bytes that are read or written in its memory."""
+    """Bytes read or written in its memory."""
     flops_per_s: float
-    """Floating-point operations of a matrix product, in the precision that is set."""
+    """Floating-point operations of a matrix product, in the current precision."""
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
-        """Return what an op takes at least: the bytes of its tensors or its FLOPs, and a launch."""
+        """Return the least time of an op: the bytes of its tensors or its FLOPs, and a launch."""
         num_bytes = _bytes_in(args) + _bytes_in(results)
         return _LAUNCH_S + max(num_bytes / self.bytes_per_s, flops_of(func, args, {}, results) / self.flops_per_s)
 
 
 GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)
-"""Those of some GPU: for plans that are made without one."""
+"""A typical GPU's: for plans that are made without one."""
 
 _measured: dict[Device, Ceilings] = {}
 
 
 def measure_ceilings(device: Device) -> Ceilings:
-    """Return what a device can do, measured once per process by a large copy and a large matrix product."""
+    """Return a device's ceilings, measured once per process by a large copy and a large matrix product."""
     if device not in _measured:
         _measured[device] = _measure(device)
     return _measured[device]
@@ -70,8 +70,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results:
 
 
 def measure_flops(device: Device, dtype: torch.dtype) -> float | None:
-    """Return the FLOPs per second of a large matrix product, not of zeros; None where the device cannot multiply in that
-    dtype."""
+    """Return the FLOPs per second of a large product of nonzero matrices; None if the device cannot multiply in that dtype."""
     dim = _MATRIX_DIM.get(device.torch_device.type, 256)
     try:
         matrix = (torch.arange(dim * dim, device=device.torch_device) % 251).sub(125).div(125).to(dtype).view(dim, dim)
@@ -83,7 +82,7 @@ def measure_flops(device: Device, dtype: torch.dtype) -> float | None:
 
 
 def measure_launch(device: Device) -> float:
-    """Return the seconds that each of many small ops takes, one after the other."""
+    """Return the seconds of each of many small ops, one after the other."""
     small = torch.zeros(1, device=device.torch_device)
 
     def run() -> None:

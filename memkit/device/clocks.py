@@ -1,4 +1,4 @@
-"""The streams of a reference device: queues of late copies with vector clocks; and who touched a piece of memory last."""
+"""The streams of a reference device: queues of late copies with vector clocks; and the last accesses to a piece of memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReferenceStream(Stream):
     name: str
     number: int
     is_compute: bool
-    """Whether torch's own work runs on it, which is done at once: then what it waits for must land at once, too."""
+    """Whether torch's own work, which is done at once, runs on it: then all that it waits for must land at once, too."""
     clock: dict[int, int] = field(default_factory=dict)
     queue: deque[ReferenceCopy | ReferenceEvent] = field(default_factory=deque)
     num_enqueued: int = 0
@@ -39,7 +39,7 @@ class ReferenceStream(Stream):
         return Stamp(self, self.clock[self.number])
 
     def join(self, clock: dict[int, int]) -> None:
-        """Order all that comes next on this stream behind what a clock says."""
+        """Order all later work on this stream behind a clock."""
         for number, count in list(clock.items()):
             self.clock[number] = max(self.clock.get(number, 0), count)
 
@@ -70,14 +70,14 @@ class ReferenceEvent(Event):
 
     def is_reached(self) -> bool:
         is_reached = self.stream.num_landed >= self.position
-        if is_reached and not self.stream.is_compute:  # whose work is done at once: that would hide each wait that is missing
+        if is_reached and not self.stream.is_compute:  # a compute stream would hide each missing wait
             self.device.note_reached(self)
         return is_reached
 
 
 @dataclass(slots=True)
 class Accesses:
-    """Who touched a piece of memory last: the writer, and since then the last read of each stream."""
+    """The last write to a piece of memory, and since then the last read of each stream."""
 
     written: Stamp
     reads: dict[int, Stamp] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Accesses:
 
 @dataclass(frozen=True, slots=True)
 class CopySide:
-    """One side of a copy. A storage of the device is held weakly: keeping it alive is the caller's business."""
+    """One side of a copy. It holds a storage of the device weakly: the caller keeps that alive."""
 
     host: Tensor | None
     storage: weakref.ref[torch.UntypedStorage] | None

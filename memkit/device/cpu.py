@@ -35,7 +35,7 @@ class CpuEvent(Event):
 
 
 class CpuDevice(Device):
-    """The host, where tensors without data (those of torch's "meta" device) are as well. See `Device`."""
+    """The host, also for tensors without data (of torch's "meta" device). See `Device`."""
 
     has_own_memory = False
 

@@ -16,7 +16,7 @@ from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, S
 from memkit.errors import DeviceUnavailableError, HostMemoryError
 
 _CYCLES_PER_S = 1.8e9
-"""About what a GPU's clock makes of them."""
+"""Roughly a GPU's clock."""
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever made it
 
 
@@ -31,7 +31,7 @@ def is_capturing() -> bool:
 
 
 def default_generator(torch_device: torch.device) -> torch.Generator:
-    """Return the random number generator that ops on a device draw from by default."""
+    """Return the default random number generator of a device's ops."""
     if torch_device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
@@ -47,7 +47,7 @@ class CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.raw = None if _bindings() is None else _bindings().cudaStream_t(stream.cuda_stream)
-        """The same as `cuda.bindings` takes it."""
+        """The stream for `cuda.bindings`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and bool(self.stream == other.stream)
@@ -75,8 +75,8 @@ class CudaEvent(Event):
 
 @functools.cache
 def _bindings() -> Any:
-    """Return CUDA's runtime as Python calls it directly, at a fraction of the cost of torch's objects; None without
-    `cuda.bindings`, which torch's CUDA builds bring along."""
+    """Return CUDA's runtime for direct calls, at a fraction of the cost of torch's objects; None without `cuda.bindings`, which
+    torch's CUDA builds bring along."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped]
     except ImportError:
@@ -90,9 +90,9 @@ def _copy_kind(is_out: bool) -> Any:
 
 
 class CudaCopyBatch(CopyBatch):
-    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that. All goes through torch
-    while a dispatch mode is on, as CUDA's stream sanitizer is, so that the mode hears of it; and while another device is the
-    current one, whose default stream CUDA would take."""
+    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, if the driver has it. All goes through torch while a
+    dispatch mode is on, such as CUDA's stream sanitizer, which is to see it; and while another device is the current one, whose
+    default stream CUDA would take."""
 
     _takes_batches = True
 
@@ -104,7 +104,7 @@ class CudaCopyBatch(CopyBatch):
         self._runtime, self._kind, self._lane = _bindings(), _copy_kind(is_out), stream.raw
         self._raw_stream = device.raw_stream
         self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None
-        """Made with the first copies: `started`, `done` and `waited` of each time."""
+        """`started`, `done` and `waited` of each time; made with the first copies."""
         self._hosts, self._sizes_bytes = [piece.address for piece in pieces], [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
 
@@ -171,7 +171,7 @@ class CudaCopyBatch(CopyBatch):
 
 
 def _refused(num_bytes: int, is_out: bool, what: str, error: Any) -> RuntimeError:
-    """Return the error where CUDA has refused a call for a copy, which would race with other work."""
+    """Return the error for a call that CUDA has refused: the copy would race with other work."""
     _bindings().cudaGetLastError()  # which the next kernel's launch check would else raise as its own
     return RuntimeError(
         f"a copy of {num_bytes} bytes to {'host memory' if is_out else 'the device'} needs CUDA to {what}; CUDA gave {error!r}"
@@ -188,7 +188,7 @@ def _is_current(torch_device: torch.device) -> bool:
 
 @functools.cache
 def _batch_attributes() -> Any:
-    """Return the attributes of a batch's copies: each reads its source in stream order. None where CUDA has no batches."""
+    """Return the attributes of a batch's copies, which read their sources in stream order; None if CUDA has no batches."""
     runtime = _bindings()
     if not hasattr(runtime, "cudaMemcpyBatchAsync"):
         return None
@@ -225,7 +225,7 @@ class CudaMemoryCounter(MemoryCounter):
         return self._current_and_peak("reserved_bytes")[1]
 
     def capacity_bytes(self) -> int:
-        """Return what is free and what this process holds, up to the share that `set_per_process_memory_fraction` leaves it."""
+        """Return the free bytes and this process's own, up to the share of `set_per_process_memory_fraction`."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_device)
         cap_bytes = int(torch.cuda.get_per_process_memory_fraction(self._torch_device) * total_bytes)
         return min(free_bytes + self._current_and_peak("reserved_bytes")[0], cap_bytes)
@@ -238,8 +238,8 @@ class CudaDevice(Device):
     """One CUDA device. See `Device`.
 
     Args:
-        torch_device: which; without an index the current one.
-        advice: what to do where there is none, for the error.
+        torch_device: without an index, the current one.
+        advice: the error's advice where there is no such device.
 
     Raises:
         DeviceUnavailableError: this machine has no CUDA device, or none with that index.
@@ -258,7 +258,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._spare_events: list[CudaEvent] = []
         self._streams: dict[int, CudaStream] = {}
-        """Those that were current, by their numbers: CUDA gives none of torch's back."""
+        """Streams that were current, by their numbers: CUDA gives none of torch's objects back."""
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
         self.has_own_memory = not torch.cuda.get_device_properties(self.torch_device).is_integrated
 
@@ -328,13 +328,13 @@ class CudaDevice(Device):
         return torch.UntypedStorage(num_bytes, device=self.torch_device)
 
     def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if torch_private.num_dispatch_modes():  # which is not to take this for an op of the user's
+        if torch_private.num_dispatch_modes():  # a mode is not to take this for an op of the user's
             return super().allocate_tensor(size, stride, dtype)
         return torch.empty_strided(size, stride, dtype=dtype, device=self.torch_device)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         assert isinstance(stream, CudaStream)
-        # through torch, which costs the host far more, where a mode is to see it
+        # through torch, which costs the host far more, if a mode is to see it
         if stream.raw is None or is_seen_by_modes() or not _is_current(self.torch_device):
             with torch.cuda.stream(stream.stream):
                 destination.copy_(source, non_blocking=True)
@@ -370,7 +370,7 @@ class CudaDevice(Device):
             self._clear_error()
 
     def _clear_error(self) -> None:
-        """Take up the error that CUDA has noted, which the next kernel's launch check would else raise as its own."""
+        """Take up CUDA's noted error, which the next kernel's launch check would else raise as its own."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
 

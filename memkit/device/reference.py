@@ -9,7 +9,7 @@ CPU work is done when a call returns, so code that forgets to wait would still s
   of host memory knows which streams wrote, read and freed it, and when; an access that is not ordered behind those raises
   `RaceError`, also where the bytes would have been right by luck.
 
-What it cannot show is speed, and what the allocator of a GPU does with addresses.
+It cannot show speed, or how the allocator of a GPU uses addresses.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class _KnownStorage:
 
 @dataclass(eq=False, slots=True)
 class _HostRange:
-    """Host memory from `start` to `end` (addresses) that copies touched, all of it alike."""
+    """Host memory between two addresses, with the same accesses all over."""
 
     start: int
     end: int
     accesses: Accesses
 
     def outside(self, start: int, end: int) -> list[_HostRange]:
-        """Return the parts of it that are not between two addresses, which copies touch apart from now on."""
+        """Return the parts outside of two addresses, which copies touch apart from now on."""
         parts = (self.start, min(self.end, start)), (max(self.start, end), self.end)
         return [_HostRange(*part, self.accesses.copy()) for part in parts if part[0] < part[1]]
 
@@ -86,8 +86,8 @@ class ReferenceDevice(Device):
         seed: None lets every copy land as late as it may; a number lets copies land at random legal moments.
 
     Attributes:
-        capacity_bytes: what its counter says can be allocated, None for no limit. More can be allocated all the same.
-        races: what was found where no exception could be raised, because a storage was freed without waiting for the copies
+        capacity_bytes: its counter's limit, None for none. More can be allocated all the same.
+        races: races found where no exception could be raised, because a storage was freed without waiting for the copies
             from or to it. The next call on the device raises it.
 
     Example:
@@ -146,7 +146,7 @@ class ReferenceDevice(Device):
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
-        """The stream's queue lands first: from now on torch's work is done on it, at once."""
+        """Enter the stream after its queue has landed: from now on torch's work is done on it, at once."""
         before, entered = self.current_stream(), own(stream)
         entered.is_compute = True
         self._land(entered, entered.num_enqueued)
@@ -163,7 +163,7 @@ class ReferenceDevice(Device):
             return ReferenceEvent(self, recorded, dict(recorded.clock), recorded.num_enqueued, time.perf_counter())
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Join the event's clock. A compute stream has all that it waits for land now, another when it lands itself."""
+        """Join the event's clock. A compute stream's awaited copies land now, another's when the event's turn comes."""
         event = event.recorded()  # another thread may need the lock to do so
         with self._lock:
             self._pass_time()
@@ -177,7 +177,7 @@ class ReferenceDevice(Device):
                 waiting.num_enqueued += 1
 
     def synchronize(self, event: Event | None = None) -> None:
-        """Let all land, and order it ahead of whatever comes next on any stream."""
+        """Let all land, and order it ahead of all later work on any stream."""
         event = None if event is None else event.recorded()
         with self._lock:
             if event is not None:
@@ -190,7 +190,7 @@ class ReferenceDevice(Device):
             self._raise_races()
 
     def note_reached(self, event: ReferenceEvent) -> None:
-        """The host has seen that an event is reached: whatever it puts on any stream from now on comes later."""
+        """Order all later work on any stream behind an event: the host has seen that it is reached."""
         with self._lock:
             self._order_all_behind(event.clock)
 
@@ -277,7 +277,7 @@ class ReferenceDevice(Device):
     # Landing
 
     def _land(self, stream: ReferenceStream, position: int) -> None:
-        """Let the first `position` entries that were ever put on a stream's queue happen."""
+        """Land the first `position` entries that were ever put on a stream's queue."""
         while stream.num_landed < position:
             self._land_next(stream)
 
@@ -291,7 +291,7 @@ class ReferenceDevice(Device):
         stream.queue.popleft()
 
     def _pass_time(self) -> None:
-        """Let some work land by chance, and raise what finalizers found."""
+        """Let some work land by chance, and raise the races that finalizers found."""
         self._raise_races()
         if self._random is not None:
             for stream in self._streams:
@@ -302,7 +302,7 @@ class ReferenceDevice(Device):
         if self.races:
             raise self.races.pop(0)
 
-    # Who touched what
+    # Accesses
 
     def _know(self, storage: torch.UntypedStorage) -> _KnownStorage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""
@@ -314,7 +314,7 @@ class ReferenceDevice(Device):
         return known
 
     def _forget(self, key: int) -> None:
-        """A storage has died: it goes back to its home stream, which should have waited for all others."""
+        """Forget a dead storage: it goes back to its home stream, which should have waited for all others."""
         known = self._storages.pop(key)
         self._allocated_bytes -= known.num_bytes
         for stamp in (known.accesses.written, *known.accesses.reads.values()):
@@ -331,7 +331,6 @@ class ReferenceDevice(Device):
         return any(pinned.data_ptr() <= start < pinned.data_ptr() + pinned.nbytes for pinned in self._pinned)
 
     def _is_awaited(self, tensor: Tensor) -> bool:
-        """Tell whether a copy that has not landed yet touches these bytes."""
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(
             entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)
@@ -352,7 +351,7 @@ class ReferenceDevice(Device):
         known.accesses.note(stamp, is_write=is_write)
 
     def _access_host(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:
-        """The same for a range of host memory, of which others may have touched parts."""
+        """Check and note an access to a range of host memory, of which others may have touched parts."""
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         touched = [known for known in self._host_ranges if known.start < end and start < known.end]
         for known in touched:

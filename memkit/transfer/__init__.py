@@ -3,7 +3,7 @@
 Host memory:
 
 - `arena`: `Arena`: pinned host memory of the exact size, allocated in the same places each step
-- `host_memory`: `Span`: what was allocated of an arena; the segments below it, pinned by many threads side by side; free ranges
+- `host_memory`: `Span`: an arena's allocation; the segments below it, pinned by many threads side by side; free ranges
 
 Copies to and from a device:
 

@@ -1,7 +1,5 @@
-"""Host memory for bytes that leave a device: pinned, of the exact size, and used again in the same places.
-
-Where the system does not pin it, an arena may go on with memory that is not: `staging` says how copies go then.
-"""
+"""Pinned host memory of exact size for bytes that leave a device, used again in the same places. If the system does not pin it,
+an arena may go on with memory that is not pinned, copied through `staging`."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from memkit.transfer.host_memory import Gaps, PinError, PinnedSegments, Range, S
 from memkit.transfer.staging import CHUNK_BYTES, NUM_BUFFERS, Staging, describe_refusal
 
 LOOSE_BYTES = 2**30
-"""Up to here an arena rather grows than cut a span into more pieces; above, it does so within `_SLACK`."""
+"""Up to here an arena grows rather than cut a span into more pieces; above, it does so within `_SLACK`."""
 _SLACK = 1.05
 
 _Taken = TypeVar("_Taken")
@@ -31,7 +29,7 @@ _Args = ParamSpec("_Args")
 
 
 def _mended(call: Callable[Concatenate[Arena, _Args], _Taken]) -> Callable[Concatenate[Arena, _Args], _Taken]:
-    """Hold the arena's lock during a call, after what an earlier one has left that was broken off has been put right."""
+    """Hold the arena's lock during a call, after repairing what an earlier call has left half done."""
 
     @functools.wraps(call)
     def locked(arena: Arena, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Taken:
@@ -53,47 +51,43 @@ def _mended(call: Callable[Concatenate[Arena, _Args], _Taken]) -> Callable[Conca
 class Arena:
     """Pinned host memory for one device. Its methods may be called from several threads, but not from finalizers.
 
-    A span goes to the lowest gap that it fits into, or else the arena grows by what is missing. So the same sequence of spans
+    A span goes to the lowest gap that it fits into, or else the arena grows by the missing bytes. So an equal sequence of spans
     finds the same places again, and pins nothing from the second time on.
 
-    What is held stays within 1.05 times the most that was ever in use, or 1 GiB if that is more; only `reserve` goes beyond.
-    Spans that are given back in reverse order leave one gap. Another order may leave gaps that are each too small for the next
-    span: rather than grow past the bound or fail at a limit, the arena then scatters the span over the largest of them. Its
-    copies have more pieces, and the next equal sequence may still grow, within the bound.
+    The arena holds at most 1.05 times the most that was ever in use, or 1 GiB if that is more; only `reserve` goes beyond.
+    Spans given back in reverse order leave one gap. Another order may leave gaps that are each too small for the next span:
+    rather than grow past the bound or fail at a limit, the arena then scatters the span over the largest of them. Its copies
+    have more pieces, and the next equal sequence may still grow, within the bound.
 
-    [Note: interrupted arena] As all of memkit, the arena is left as it is at whatever line Ctrl-C comes (see [Note: interrupts]
-    in `memkit.core.interrupts`). What counts is what the segments and the spans say. If a call was broken off, the next one
-    puts the gaps and the sums right, and frees the spans that no caller was given. So that this can be, a segment is noted
-    before it is pinned and until it is unpinned, and a last use before its span is free. A call that has come to its end may
-    not reach its caller, if the interrupt comes when it gives the lock back: the owner of the spans gives back those that it
-    does not know of when it mends (`give_all`).
+    [Note: interrupted arena] Ctrl-C may come at any line (see [Note: interrupts] in `memkit.core.interrupts`). The segments and
+    the spans are the truth: the call after one that was broken off derives the gaps and sums from them, and frees the spans
+    that no caller got. For this, a segment is noted before it is pinned and until it is unpinned, and a last use before its
+    span is free. An interrupt while a call gives the lock back may lose the call's result: when the owner of the spans mends,
+    it gives back the spans that it does not know of (`give_all`).
 
-    Args:
-        limit_bytes: the most to hold. The limits of the container, and what the machine has available, are respected as well.
-        must_pin: whether to raise where the system does not pin memory. Else `refusal` says so, and all that is committed from
-            then on is not pinned.
+    `limit_bytes` is the most to hold; the limits of the container, and the available memory of the machine, count as well. With
+    `must_pin`, the arena raises if the system does not pin memory. Else `refusal` says so, and all later memory is not pinned.
     """
 
     def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:
         self.limit_bytes = limit_bytes
         self.refusal: str | None = None
-        """Says what the system did not pin, what that costs, and what to do."""
+        """Says what the system did not pin, the cost, and what to do."""
         self.peak_in_use_bytes = 0
         self._device = device
         self._lock = threading.RLock()  # the threads that pin never take it: its holder may wait for them
         self._committed = PinnedSegments(device)
         self._segments = self._committed.all
         self._gaps = Gaps()
-        """Committed memory that is not in use."""
         self._last_uses: deque[tuple[Range, Event]] = deque()
-        """What was given back before its last use was reached, oldest first; also while it is taken again."""
+        """Freed ranges whose last use is not reached, oldest first; also once they are taken again."""
         self._spans: dict[int, Span] = {}
         self._in_use_bytes = 0
         self._broken_at: int | None = None
         """How many spans were taken before the call that was broken off: see [Note: interrupted arena]."""
         self._must_pin = must_pin
         self._staging: Staging | None = None
-        """Made when the system does not pin memory, for all that is not."""
+        """For all memory that is not pinned; made when the system refuses a pin."""
         self._buffer_spans: list[Span] = []
 
     @property
@@ -103,8 +97,7 @@ class Arena:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are pinned, or being pinned; and those that are not to be. What could not be pinned counts until `take` or
-        `trim` meets it."""
+        """Bytes that are pinned or being pinned, and unpinned ones. Failed pins count until `take` or `trim` meets them."""
         return self._committed.num_bytes
 
     @property
@@ -113,7 +106,6 @@ class Arena:
 
     @_mended
     def take(self, num_bytes: int) -> Span:
-        """Allocate a span of at least one byte."""
         assert num_bytes > 0
         return self._taken_by(partial(self._take, num_bytes), num_bytes)
 
@@ -129,8 +121,8 @@ class Arena:
 
     @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Allocate spans that are each pinned as one range (or are one, where this arena goes on without pins), so that a
-        single copy may cover any part; all side by side. They are always new memory, in whole pages: for what is kept long."""
+        """Allocate neighboring spans, each pinned as one range (or one range, if this arena goes on without pins), so that one
+        copy may cover any part. They are always new memory, in whole pages: for long use."""
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
@@ -144,8 +136,8 @@ class Arena:
         return spans
 
     def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
-        """Return what `take` allocates, so many bytes in all; where the system does not pin them, of memory that is not pinned,
-        and then staging buffers, if there is room for both."""
+        """Return the `num_bytes` that `take` allocates. If the system does not pin them, take unpinned memory and staging
+        buffers, if there is room for both."""
         try:
             return take()
         except PinError as error:
@@ -189,9 +181,9 @@ class Arena:
 
     @_mended
     def give(self, span: Span, last_use: Event | None = None) -> None:
-        """Free a span. Its bytes mean nothing any more, once `last_use` is reached. `Device.note_host_free` hears of it now, or
-        when the bytes are taken again after that, but never of bytes that a copy may still read: `Span.free_events` tells who
-        takes those."""
+        """Free a span, whose bytes mean nothing once `last_use` is reached. `Device.note_host_free` hears of it now, or when
+        the bytes are taken again after that, but never of bytes that a copy may still read: their next user waits for
+        `Span.free_events`."""
         assert self.has(span), "a span was given back twice, or to another arena"
         if last_use is not None:
             self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
@@ -214,8 +206,8 @@ class Arena:
 
     @_mended
     def reserve(self, num_bytes: int) -> None:
-        """Begin to commit memory in the background, so that so many bytes are held in all, or as many as `limit_bytes` allows.
-        Raises nothing: `take` does when it meets what failed."""
+        """Begin to commit memory in the background, until so many bytes are held in all, or as many as `limit_bytes` allows.
+        Raises nothing: `take` does when it meets a failure."""
         with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
@@ -223,8 +215,8 @@ class Arena:
 
     @_mended
     def trim(self, num_bytes: int = 0) -> None:
-        """Give free memory back to the system: whole segments, from the high end down to `num_bytes`, or to the first one that
-        is in use, or that a copy may still read."""
+        """Give free memory back to the system in whole segments, from the high end down to `num_bytes`, or to the first one
+        that is in use or that a copy may still read."""
         while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
             self._drop(last)
 
@@ -241,8 +233,8 @@ class Arena:
 
     @_mended
     def close(self) -> None:
-        """Give all memory back; no span may be in use. What a copy may still read goes back with the next call, or with the
-        arena itself. Only copies from and to memory that is not pinned are waited for."""
+        """Give all memory back; no span may be in use. Memory that a copy may still read goes back with the next call, or with
+        the arena itself. Only copies of unpinned memory are waited for."""
         assert set(self._spans.values()) <= set(self._buffer_spans), "an arena was closed while spans of it were in use"
         if self._staging is not None:
             self._staging.close()
@@ -254,15 +246,14 @@ class Arena:
         self.trim()
 
     def drain(self) -> None:
-        """Make the host wait until each copy from and to memory that is not pinned is on its lane, or has failed."""
+        """Make the host wait until each copy of unpinned memory is on its lane, or has failed."""
         if self._staging is not None:
             self._staging.drain()
 
     def _mend(self) -> None:
-        """Repair the state after a call that was broken off: see [Note: interrupted arena]."""
         assert self._broken_at is not None
         while len(self._spans) > self._broken_at:
-            self._spans.popitem()  # those that the call has taken, and its caller was not given
+            self._spans.popitem()  # spans that the call has taken and not returned
         self._committed.mend()
         self._recount()
         self._broken_at = None
@@ -313,7 +304,7 @@ class Arena:
     # Committed memory
 
     def _commit(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Segment]:
-        """Begin to commit memory in segments of these sizes. It is a gap at once: who takes it waits for the pins."""
+        """Begin to commit memory in segments of these sizes. It is a gap at once: its taker waits for the pins."""
         is_pinned = is_buffer or self._staging is None
         added = self._committed.add(sizes_bytes, limit_bytes=self.limit_bytes, is_pinned=is_pinned)
         if added:
@@ -321,7 +312,7 @@ class Arena:
         return added
 
     def _await_pins(self, segments: list[Segment], *, all_or_none: bool = False) -> None:
-        """Wait until free segments are pinned. Drop those that could not be, so that none is met again, and raise why."""
+        """Wait until free segments are pinned. Drop the failed ones, so that none is met again, and raise why."""
         failed = [segment for segment in segments if segment.pinned.exception() is not None]
         if failed:
             for segment in segments if all_or_none else failed:

@@ -1,4 +1,4 @@
-"""Bytes of device memory that memkit itself keeps from step to step (slots, undo buffers), by feature, in one account."""
+"""One account of the device memory that memkit itself keeps from step to step (slots, undo buffers), by feature."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from memkit.errors import note_on
 
 
 class MemoryHolder(Protocol):
-    """A part of memkit that keeps device memory from step to step, such as slots."""
-
     holder: str
     """Its name for users: "LayerOffload's slots"."""
 
@@ -25,8 +23,8 @@ class MemoryHolder(Protocol):
 
 
 class DeviceMemory:
-    """The holders of a device's memory, and how much each has: only buffers that weights, activations and states pass through.
-    A `MemoryBudget` can move none of these, and says how much they are when a budget can't be kept to."""
+    """The holders of a device's memory and their bytes: only buffers that weights, activations and states pass through. A
+    `MemoryBudget` can move none of these; it reports them when a budget can't be kept."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -46,7 +44,7 @@ class DeviceMemory:
             raise
 
     def held(self) -> dict[str, int]:
-        """Return the bytes that are held, by the name of the holder, the most first."""
+        """Return the bytes by the name of the holder, the most first."""
         counted = Counter[str]()
         for holder in tuple(self._holders):
             counted[holder.holder] += holder.num_bytes

@@ -34,13 +34,12 @@ class DiskTransfer:
     ) -> None:
         self.what, self.blocks, self.move, self.is_read = what, blocks, move, is_read
         self.error: BaseException | None = None
-        """What the first block has raised that failed. Those that had not begun then are not moved."""
+        """The error of the first block that failed. Blocks that had not begun then are not moved."""
         self.is_told = False
-        """Whether the caller knows of the error."""
         self._begin = begin
-        """Waits for what comes ahead of the first block."""
+        """Waits for the events ahead of the first block."""
         self.is_beginning = False
-        """Whether a thread does so, and there is nothing to do for others yet."""
+        """Whether a thread is in `begin`, so that others have nothing to do yet."""
         self._next = self._num_moving = 0
 
     @property
@@ -49,16 +48,16 @@ class DiskTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is moved, or has failed and nothing is under way any more."""
+        """Whether all is moved, or has failed and no block is under way any more."""
         return self.has_begun_all and not self._num_moving
 
     @property
     def may_move(self) -> bool:
-        """Whether nothing has to be waited for ahead of the first block, or not any more."""
+        """Whether the wait ahead of the first block is over, or none is needed."""
         return self._begin is None and not self.is_beginning
 
     def take_step(self) -> Callable[[], None]:
-        """Return the next piece of work, under the queue's lock. Call it without, and then `end_step`."""
+        """Return the next piece of work, under the queue's lock. Call it without the lock, and then `end_step`."""
         self._num_moving += 1
         if self._begin is not None:
             begin, self._begin, self.is_beginning = self._begin, None, True
@@ -76,7 +75,7 @@ class DiskTransfer:
 class DiskQueue(ABC):
     @abstractmethod
     def put(self, transfer: DiskTransfer) -> None:
-        """Queue a transfer. Does not wait."""
+        """Queue a transfer, without a wait."""
 
     @abstractmethod
     def wait(self, transfer: DiskTransfer) -> None:
@@ -84,7 +83,7 @@ class DiskQueue(ABC):
 
     @abstractmethod
     def cancel(self, transfer: DiskTransfer) -> None:
-        """End a transfer, queued or not: no more of its blocks move. Waits for those under way."""
+        """End a transfer, queued or not: wait for its blocks under way; no others move."""
 
     @abstractmethod
     def close(self) -> None:
@@ -97,7 +96,6 @@ class DiskThreads(DiskQueue):
     def __init__(self, num_threads: int) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[DiskTransfer] = deque()
-        """Those with blocks that no thread has begun."""
         self._is_closed = False
         self._process = os.getpid()
         self._threads = [
@@ -168,10 +166,9 @@ class DiskCopy:
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
         self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
-        """Where the bytes of the last write that has ended well are in the file; and where those being written go. Empty for
-        none."""
+        """The file ranges of the last write that has ended well, and of the write under way; empty for none."""
         self.transfer: DiskTransfer | None = None
-        """The transfer under way, or not yet settled, or the last one if it has failed."""
+        """The transfer under way or not yet settled, or the last one if it has failed."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -186,19 +183,17 @@ class DiskCopy:
 class DiskStore:
     """Chunks that lie in one file. Its methods may be called from several threads.
 
-    [Note: new extent, then the flip] A write goes to where no chunk is. Only when all its bytes are there that becomes the
-    chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses nothing that
-    was on disk. Until it is known to have ended well (`wait`), the caller keeps the bytes in memory.
+    [Note: new extent, then the flip] A write goes to free room in the file. Only when all its bytes are there does that room
+    become the chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses
+    nothing on disk. The caller keeps the bytes in memory until it knows that the write has ended well (`wait`).
 
     A read or a write that fails raises at `wait`; if nobody waits for it, at the next call of any method, which then does
-    nothing else, unless the caller waits for each of them anyway. One that was broken off by Ctrl-C while it was being asked
-    for was not begun. If the interrupt came right behind the call, it goes on: `DiskCopy.transfer` is there.
+    nothing else. With `waits_for_all`, the caller waits for each transfer, and only `wait` raises. If Ctrl-C breaks off the
+    request for a transfer, the transfer has not begun. If it came right behind the call, the transfer goes on:
+    `DiskCopy.transfer` is there.
 
-    Args:
-        file: room for all chunks, each in whole pages, and for those that are being written beside them.
-        device: whose events tell when bytes in host memory are ready.
-        block_bytes: the most that one thread reads or writes at once.
-        waits_for_all: whether the caller calls `wait` for each transfer: what has failed is raised there alone.
+    `file` has room for all chunks, each in whole pages, and for those being written beside them. The events of `device` tell
+    when bytes in host memory are ready. One thread reads or writes at most `block_bytes` at once.
     """
 
     def __init__(
@@ -214,16 +209,14 @@ class DiskStore:
         self.lock = threading.RLock()
         self.is_broken = False
         self.read_bytes = self.written_bytes = 0
-        """Of all transfers that were begun."""
         self._queue, self._device, self._block_bytes = queue, device, block_bytes
         self._waits_for_all = waits_for_all
         self._copies: dict[int, DiskCopy] = {}
         self._moving: dict[int, DiskCopy] = {}
-        """Those of them with a transfer."""
         self._gaps = Gaps()
         self._gaps.ranges = [(0, file.num_bytes)]
         self._beginning: DiskCopy | None = None
-        """Whose transfer is just being put into the queue."""
+        """The copy whose transfer is being put into the queue."""
         self._is_closed = False
         self._shut = weakref.finalize(self, _shut, queue, file)
 
@@ -249,7 +242,7 @@ class DiskStore:
 
     @mended
     def add(self, name: str, num_bytes: int) -> DiskCopy:
-        """Return the copy of a chunk of at least one byte, which is nowhere before the first write."""
+        """Return the copy of a chunk of at least one byte, which has no place before the first write."""
         assert num_bytes > 0
         self._raise_untold()
         copy = DiskCopy(name, num_bytes)
@@ -258,8 +251,8 @@ class DiskStore:
 
     @mended
     def map(self, copy: DiskCopy) -> memoryview:
-        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory: `read` finds what is written
-        to it, and who holds it holds the room on the disk, also once this is closed."""
+        """Give a chunk a place of its own that it keeps, and return its bytes as memory: `read` finds later writes to it. The
+        memory holds the room on the disk, even once this is closed."""
         assert not copy.places[0]
         self._raise_untold()
         ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
@@ -269,12 +262,12 @@ class DiskStore:
         return self.file.map(ranges[0])
 
     def settle_map(self, copy: DiskCopy, mapped: memoryview) -> None:
-        """Have what was written to a chunk's memory be on the disk, and take no room in host memory until it is used."""
+        """Have writes to a chunk's memory go to the disk, and take no room in host memory until the next use."""
         self.file.settle_map(copy.places[0][0], mapped)
 
     @mended
     def remove(self, copy: DiskCopy) -> None:
-        """Forget a chunk: its place is free. Waits for its transfer, if that is still under way."""
+        """Forget a chunk, once its transfer has ended: its place is free."""
         self._end_transfer(copy)
         del self._copies[id(copy)]
         self._moving.pop(id(copy), None)
@@ -289,8 +282,8 @@ class DiskStore:
 
     @mended
     def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to write a chunk to a new place, once `after` is reached. Waits for its transfer before, if that is still
-        under way. The span stays as it is until `wait` has returned."""
+        """Begin to write a chunk to a new place, once its last transfer has ended and `after` is reached. The span stays
+        unchanged until `wait` has returned."""
         self._prepare(copy, span)
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
         if self._gaps.num_bytes < size:
@@ -309,15 +302,14 @@ class DiskStore:
 
     @mended
     def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to read a chunk, once `after` is reached. Waits for its transfer before, if that is still under way. Until
-        `wait` has returned, the span's bytes mean nothing."""
+        """Begin to read a chunk, once its last transfer has ended and `after` is reached. Until `wait` has returned, the span's
+        bytes mean nothing."""
         self._prepare(copy, span)
         assert copy.places[0], f'"{copy.name}" is read, and was never written'
         self.read_bytes += copy.num_bytes
         self._put(copy, span, copy.places[0], (*span.free_events, *after), is_read=True)
 
     def wait(self, copy: DiskCopy) -> None:
-        """Wait until the transfer of a chunk has ended, if there is one."""
         transfer = self._transfer_of(copy)
         if transfer is not None:
             self._queue.wait(transfer)  # without the lock: others may begin more meanwhile
@@ -335,7 +327,7 @@ class DiskStore:
 
     @mended
     def close(self) -> None:
-        """End what is under way and all threads, and give the room on the disk back. Calling it again does nothing."""
+        """End all transfers and threads, and give the room on the disk back. Calling it again does nothing."""
         self._shut()
         self._is_closed = True
         self._raise_untold()
@@ -399,7 +391,7 @@ class DiskStore:
             self._gaps.free(place)
 
     def mend(self) -> None:
-        """Let what an interrupt has broken off be as if it was not asked for, and find the gaps by what chunks have."""
+        """Undo a request that an interrupt has broken off, and derive the gaps from the chunks' places."""
         copy = self._beginning
         if copy is not None and copy.transfer is not None:
             self._queue.cancel(copy.transfer)
@@ -454,14 +446,14 @@ def _shut(queue: DiskQueue, file: DiskFile) -> None:
 class Disk:
     """A directory on a local disk, and how much memkit may write there.
 
-    What goes there is in one scratch file without a name, which no other user can open, and which the system removes when the
-    process ends, in whatever way. It is no checkpoint. Its bytes stay on the medium until something else is written over them.
+    The bytes go to one scratch file without a name, which no other user can open, and which the system removes when the process
+    ends, in any way. It is no checkpoint. Its bytes stay on the medium until others overwrite them.
 
     A directory in memory (tmpfs, often `/tmp`) frees no host memory, and one on a network is slow.
 
     Args:
-        directory: where. If all users may write there, the sticky bit must be set, as in `/tmp`.
-        limit: the most that may be there, as a number of bytes or as text such as "200GiB"; None for as much as is free.
+        directory: an existing one. If all users may write there, the sticky bit must be set, as in `/tmp`.
+        limit: the most that may be there, as a number of bytes or as text such as "200GiB"; None for all free room.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -498,17 +490,17 @@ class Disk:
             )
 
     def open(self, num_bytes: int, device: Device, *, num_threads: int = 4, waits_for_all: bool = False) -> DiskStore:
-        """Return a store of chunks that together take at most so many bytes, each rounded up to 4 KiB, with those that are
-        being written counted twice. Warns if reads and writes must go through the system's cache.
+        """Return a store for at most so many bytes of chunks, each rounded up to 4 KiB and counted twice while being written.
+        Warns if reads and writes must go through the system's cache.
 
         Args:
-            num_bytes: these.
-            device: whose events tell when bytes in host memory are ready.
+            num_bytes: of all chunks.
+            device: its events tell when bytes in host memory are ready.
             num_threads: that read and write.
-            waits_for_all: whether errors are raised by `DiskStore.wait` alone.
+            waits_for_all: whether `DiskStore.wait` alone raises errors.
 
         Raises:
-            DiskError: the limit, or what is free on the disk, is less; or the system makes no file there.
+            DiskError: the limit, or the free room on the disk, is less; or the system makes no file there.
         """
         file = self._make_file(self._allowed(num_bytes))
         if file.refusal is not None:
@@ -519,7 +511,7 @@ class Disk:
         """Have a store that was opened here have room for so many bytes.
 
         Raises:
-            DiskError: the limit, or what is free on the disk, is less.
+            DiskError: the limit, or the free room on the disk, is less.
         """
         store.extend(self._allowed(num_bytes))
 

@@ -20,7 +20,7 @@ from memkit.errors import DiskError
 from memkit.transfer.host_memory import Range
 
 BLOCK_BYTES = 8 * 2**20
-"""The most that is read or written at once: large enough for full speed, small enough that several threads share one chunk."""
+"""The most to read or write at once: large enough for full speed, small enough that several threads share one chunk."""
 _MOST_BUFFERS = 512
 """Half of what Linux takes at once."""
 
@@ -30,15 +30,15 @@ class DiskBlock:
     offset: int
     """In the file; a multiple of a page."""
     buffers: tuple[memoryview, ...]
-    """Where in memory, in order."""
+    """The memory, in order."""
     num_bytes: int
     is_aligned: bool
     """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
 
 
 def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
-    """Return the blocks that move all bytes of some memory, in order, from or to some ranges of a file. The rest at the end
-    that fills no page is a block of its own, so that all others may be aligned."""
+    """Return the blocks that move all bytes of some memory, in order, from or to ranges of a file. A rest that fills no page is
+    a block of its own, so that all others may be aligned."""
     memories = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
     total = sum(len(memory) for _, memory in memories)
     whole = total // DISK_PAGE_BYTES * DISK_PAGE_BYTES
@@ -53,7 +53,6 @@ def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_by
 
 
 def _block(offset: int, memories: list[tuple[int, memoryview]], num_bytes: int) -> DiskBlock:
-    """Take the first bytes of some memories, each with its address, as a block."""
     taken, left = [], num_bytes
     while left:
         address, memory = memories[0]
@@ -68,19 +67,19 @@ def _block(offset: int, memories: list[tuple[int, memoryview]], num_bytes: int) 
 
 
 _MOST_TRIES = 8
-"""So often in a row a disk may move less than a page before that is an error."""
+"""A disk may move less than a page this often in a row before that is an error."""
 _MODE = 0o600
 
 
 class DiskFile(ABC):
-    """A file that blocks are read from and written to, by several threads. Subclasses make the system's calls."""
+    """A file that several threads read blocks from and write them to. Subclasses make the system's calls."""
 
     directory: Path
     num_bytes: int
     is_direct: bool
     """Whether bytes go between the disk and memory without the system's cache."""
     refusal: str | None
-    """If not, why, and what that costs."""
+    """If not direct: why, and the cost."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -91,11 +90,11 @@ class DiskFile(ABC):
 
     @abstractmethod
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read up to as many bytes as the buffers have, and return how many."""
+        """Read up to the buffers' size, and return how many bytes."""
 
     @abstractmethod
     def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write up to as many bytes as the buffers have, and return how many."""
+        """Write up to the buffers' size, and return how many bytes."""
 
     @abstractmethod
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
@@ -103,10 +102,10 @@ class DiskFile(ABC):
 
     @abstractmethod
     def map(self, place: Range) -> memoryview:
-        """Return bytes of the file as memory that may be written to. Who holds it holds the file's room."""
+        """Return bytes of the file as writable memory, which holds the file's room."""
 
     def settle_map(self, place: Range, mapped: memoryview) -> None:  # noqa: B027  # memory stands for the reference file
-        """Have what was written to such memory be on the disk, and take no room in host memory until it is used."""
+        """Have writes to such memory go to the disk, and take no room in host memory until the next use."""
 
     def note_free(self, place: Range) -> None:  # noqa: B027  # the reference file poisons it
         """Hear that bytes mean nothing any more."""
@@ -136,7 +135,7 @@ class DiskFile(ABC):
             self._forget_cached(block.offset, block.num_bytes)
 
     def _buffer(self, num_bytes: int) -> memoryview:
-        """Return memory of this thread that begins at a page, and is of whole ones."""
+        """Return whole pages of this thread's memory."""
         num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
         found: mmap.mmap | None = getattr(self._local, "buffer", None)
         if found is None or len(found) < num_bytes:
@@ -176,7 +175,7 @@ def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 class ScratchFile(DiskFile):
     """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends.
-    All its room on the disk is reserved when it is made."""
+    All its room on the disk is reserved at the start."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
         super().__init__()
@@ -209,7 +208,7 @@ class ScratchFile(DiskFile):
         self.num_bytes = num_bytes
 
     def _go_direct(self) -> None:
-        """Do without the system's cache, which would take host memory for all that moves, if the file system lets us."""
+        """Bypass the system's cache, which would take host memory for all bytes moved, if the file system lets us."""
         self.is_direct = True
         try:
             if not hasattr(os, "O_DIRECT"):
@@ -265,10 +264,10 @@ class ScratchFile(DiskFile):
 
 
 def _open_unnamed(directory: Path) -> int:
-    """Return a new file that has no name, and that no program that is started inherits."""
+    """Return a new file that has no name, and that no child program inherits."""
     unnamed = getattr(os, "O_TMPFILE", None)
     if unnamed is not None:
-        with contextlib.suppress(OSError):  # an old kernel or a file system without it: what else may be wrong shows below
+        with contextlib.suppress(OSError):  # an old kernel or a file system without it: other errors show below
             return os.open(directory, unnamed | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, _MODE)
     handle, path = tempfile.mkstemp(prefix="memkit-", dir=directory)  # mode 0600, O_CLOEXEC
     try:

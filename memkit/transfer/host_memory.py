@@ -1,4 +1,4 @@
-"""Host memory that arenas are made of: addresses without memory behind them, pinned segments of them, and spans of those."""
+"""Host memory of arenas: addresses without memory behind them, pinned segments of them, and spans of those."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Addresses:
     """A range of addresses, without memory behind them until they are touched."""
 
     def __init__(self) -> None:
-        # Some virtual machines grow while their memory is used, so that what they have now says little.
+        # Some virtual machines grow while their memory is used, so that their current memory says little.
         num_bytes = max(4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 64 * 2**30)
         while True:
             try:
@@ -115,8 +115,8 @@ def refusal_of(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
 
 
 def container_room_bytes() -> int | None:
-    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None without limits. Cached files
-    that are not in use count as room: the kernel drops them first."""
+    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None without limits. Unused cached
+    files count as room: the kernel drops them first."""
     rooms = []
     for line in _lines(OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
@@ -151,14 +151,14 @@ def _lines(path: Path) -> list[str]:
 
 
 Range = tuple[int, int]
-"""Where bytes start and end in the arena's addresses."""
+"""Start and end of bytes in the arena's addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first. `pieces`
-    are its bytes in order, of dtype uint8, cut where pinned segments meet: one copy must not cross such an edge. Work that
-    writes to the span waits for `free_events` first: copies that may still read what was there before."""
+    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges`, of which that is the first. `pieces`
+    are its bytes in order, of dtype uint8, cut where pinned segments meet: one copy must not cross such an edge. Before work
+    writes to the span, it waits for `free_events`: copies that may still read the bytes from before."""
 
     offset: int
     num_bytes: int
@@ -168,7 +168,7 @@ class Span:
     whole: Tensor | None
     """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
     staging: Staging | None
-    """Used by `Lanes` to copy from and to it if it is not pinned; None if it is pinned."""
+    """`Lanes` copies an unpinned span through it; None if the span is pinned."""
 
     def part(self, start: int, end: int) -> Span:
         """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
@@ -188,7 +188,7 @@ class Gaps:
         return sum(end - start for start, end in self.ranges)
 
     def take(self, size: int, *, scatters: bool = False) -> tuple[Range, ...]:
-        """Take so many bytes of the lowest range that has as many; else none, or with `scatters` of several, the largest
+        """Take so many bytes of the lowest range that has room. If none has: none, or with `scatters` of several, the largest
         first."""
         for at, (start, end) in enumerate(self.ranges):
             if end - start >= size:
@@ -204,7 +204,6 @@ class Gaps:
         return tuple(sorted(taken))
 
     def free(self, byte_range: Range) -> None:
-        """Add a range, merged with its neighbours."""
         start, end = byte_range
         at = bisect_left(self.ranges, byte_range)
         if at < len(self.ranges) and self.ranges[at][0] == end:
@@ -227,8 +226,8 @@ _NUM_THREADS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Memory that was committed as one. The future `pinned` is done once it is touched and pinned, or that has failed; without
-    `is_pinned`, once it is touched."""
+    """Memory that was committed as one. The future `pinned` is done once it is touched and (if `is_pinned`) pinned, or that has
+    failed."""
 
     start: int
     end: int
@@ -245,10 +244,9 @@ class PinnedSegments:
         self.all: list[Segment] = []
         self.addresses: Addresses | None = None
         self.num_pins = 0
-        """How many segments were given to `Device.pin` so far."""
         self._device = device
         self._dropping: list[Segment] = []
-        """What is being given back to the system."""
+        """Segments on their way back to the system."""
         weakref.finalize(self, _unpin, device, self.all).atexit = False
 
     @property
@@ -256,7 +254,7 @@ class PinnedSegments:
         return sum(segment.end - segment.start for segment in tuple(self.all))
 
     def add(self, sizes_bytes: Sequence[int], *, limit_bytes: int | None, is_pinned: bool) -> list[Segment]:
-        """Begin to touch memory behind what is committed, and to pin it, in segments of these sizes: multiples of a page."""
+        """Begin to touch and pin memory behind the committed memory, in segments of these sizes: multiples of a page."""
         if not sizes_bytes:
             return []
         num_bytes, start = sum(sizes_bytes), self.all[-1].end if self.all else 0

@@ -19,11 +19,11 @@ from memkit.device.base import CopyBatch, Device, Event, Piece, Stream
 from memkit.transfer.host_memory import Span
 
 TURN_BYTES = 16 * 2**20
-"""About as much is copied in one turn."""
+"""About the bytes of one turn."""
 
 
 class CopiesByTurns(CopyBatch):
-    """A `CopyBatch` whose pieces are copied one after the other, on two streams by turns."""
+    """A `CopyBatch` whose pieces are copied one after the other, alternating between two streams."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ def copy_by_turns(
 
 
 def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces of each turn: of small ones as many as it takes, of a large one a part."""
+    """Yield the pieces of each turn: several small ones, or a part of a large one."""
     turn, num_bytes = list[Piece](), 0
     for piece in pieces:
         for start in range(0, piece.num_bytes, TURN_BYTES):
@@ -88,7 +88,7 @@ def _part_of(piece: Piece, start: int) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy over the link. Others wait for `done`; from `started` to `done` the lane is busy with it."""
+    """One copy over the link. Others wait for `done`; the lane is busy with it from `started` to `done`."""
 
     num_bytes: int
     started: Event
@@ -96,38 +96,38 @@ class Transfer:
 
 
 class Prefetcher(Protocol):
-    """Something that fetches bytes to the device before a backward uses them."""
+    """Fetches bytes to the device before a backward uses them."""
 
     @property
     def is_active(self) -> bool:
         """Whether it may have something to fetch."""
 
     def bring_until(self, use_order: int) -> bool:
-        """Put on the lane whatever the backward needs sooner than what the forward used at `use_order`; tell whether all of
-        that is on the lane or on the device: there may be no room for some of it yet."""
+        """Put on the lane whatever the backward needs sooner than the forward's use `use_order`. Tell whether all of that is on
+        the lane or on the device: some of it may have no room yet."""
 
 
 class Lanes:
-    """One queue from a device to the host and one back. Everything that memkit moves goes through these.
+    """One queue from a device to the host and one back, for all copies of memkit.
 
-    A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive
-    until the stream that the storage goes back to has waited for `Transfer.done`.
+    A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive until
+    the stream that the storage goes back to has waited for `Transfer.done`.
 
-    [Note: one queue for all] Copies on a lane run in order. Weights and activations are brought back by several prefetchers, so
-    one of them could put many copies on the lane that are needed late, and those of another, needed now, would wait behind
-    them. A backward needs what the forward used in reverse order. So in the forward, whatever will be needed again takes a
-    number from one counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner`
-    before each copy, and stops there if another has yet to bring something that is needed sooner. What is needed at once is
-    fetched without asking.
+    [Note: one queue for all] Copies on a lane run in order. Several prefetchers bring weights and activations back, so one of
+    them could put many copies on the lane that are needed late, ahead of another's that are needed now. A backward needs
+    tensors in the reverse order of the forward's uses. So in the forward, whatever will be needed again takes a number from one
+    counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner` before each copy,
+    and stops there if another has yet to bring something that is needed sooner. Bytes that are needed at once are fetched
+    without asking.
 
-    [Note: copies by turns] Whatever else is copied to the host, as by `item()`, waits behind all copies of a stream that are
-    ready to go: on an H200, 2 GiB of them hold up an `item()` for 38 ms, in one piece or in forty. So it is with copies to the
-    device of more than a KiB: on an H100, 1 GiB of fetches that are ready hold up one of 4 KiB for 18 ms. FSDP2 makes such
-    copies for each layer that it gathers and reduces, on the streams of these. Where the copies are on two streams by turns,
-    each of them waiting for the one before, CUDA goes on to other streams in between: with pieces of 64 MiB it is 0.9 ms, of
-    16 MiB 0.04 ms. But copies are then slower by 1 to 3 %, which counts where a pass waits for them: there an `item()` that
-    waits as well costs little. So a schedule puts its copies on `out_by_turns` once they were found to be over when the
-    forward was, and those back on `back_by_turns` once a backward has hardly waited for them.
+    [Note: copies by turns] Any other copy to the host, as by `item()`, waits behind all copies of a stream that are ready to
+    go: on an H200, 2 GiB of them hold up an `item()` for 38 ms, in one piece or in forty. The same holds for copies to the
+    device of more than a KiB: on an H100, 1 GiB of ready fetches hold up one of 4 KiB for 18 ms. FSDP2 makes such copies for
+    each layer that it gathers and reduces, on the streams of these. If the copies alternate between two streams, each waiting
+    for the one before, CUDA goes on to other streams in between: with pieces of 64 MiB it is 0.9 ms, of 16 MiB 0.04 ms. But
+    copies are then slower by 1 to 3 %, which counts where a pass waits for them: there an `item()` that waits as well costs
+    little. So a schedule puts its copies on `out_by_turns` once they have ended before the forward did, and those back on
+    `back_by_turns` once a backward has hardly waited for them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -156,7 +156,7 @@ class Lanes:
         return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event], start: int = 0) -> Transfer:
-        """Copy a span into a storage, or to a part of a larger one that begins at byte `start`, once the events are reached."""
+        """Copy a span into a storage, or to a part of a larger one from byte `start` on, once the events are reached."""
         return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
 
     def batch_out(self, spans: Sequence[Span]) -> CopyBatch:
@@ -167,8 +167,8 @@ class Lanes:
         return self._device.copy_batch(self.out, [*_pieces_of(spans)], is_out=True)
 
     def start_out(self, batch: CopyBatch, storages: Sequence[torch.UntypedStorage]) -> Event:
-        """Put copies that `batch_out` has prepared on the lane, after all work of the current stream. Return an event that is
-        reached when they are done; it is reused when they are started again."""
+        """Put a batch of `batch_out` on the lane, after all work of the current stream. Return the event at its end, which the
+        next start reuses."""
         with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
             batch.start(storages)
             return batch.done
@@ -184,7 +184,6 @@ class Lanes:
         parts: Sequence[Tensor] | None = None,
         start: int = 0,
     ) -> Transfer:
-        """Put a copy on one of the lanes, to the host or back, with more options than `copy_out` and `copy_back`."""
         device = self._device
         with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
             if span.staging is not None:
@@ -201,8 +200,8 @@ class Lanes:
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
     def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
-        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return an event that is reached
-        then. It costs the host less than `copy`, since it cannot be timed."""
+        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return the event at its end. It
+        costs the host less than `copy`, since it cannot be timed."""
         device, lane = self._device, self.out if is_out else self.back
         for event in after:
             device.wait_event(lane, event)
@@ -214,8 +213,8 @@ class Lanes:
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
-        """Copy pieces of pinned host memory to parts of a storage on two streams by turns: see [Note: copies by turns].
-        Return an event on `back` that is reached when all are copied."""
+        """Copy pieces of pinned host memory to parts of a storage on two streams in turn: see [Note: copies by turns].
+        Return an event on `back` at the end of all copies."""
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]

@@ -1,4 +1,4 @@
-"""How fast bytes go between a device and the host."""
+"""Bandwidth and latency between a device and the host."""
 
 from __future__ import annotations
 
@@ -21,17 +21,9 @@ _MOST_ACTS = 10_000
 
 
 def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> Link:
-    """Return the speed of copies between a device and pinned host memory, one at a time: the median of several.
-
-    Args:
-        num_bytes: size of the copies that tell the bandwidth. Much smaller ones tell the latency.
-        repeats: how many copies of each size and direction are timed, after one that is not.
-
-    Raises:
-        ValueError: an argument is not positive.
-        HostMemoryError: there is no room in host memory for `num_bytes`.
-        torch.OutOfMemoryError: there is none on the device.
-    """
+    """Return the speed of copies between a device and pinned host memory, one at a time: the median of `repeats` timed copies
+    of each size and direction, after one that is not timed. Copies of `num_bytes` tell the bandwidth, much smaller ones the
+    latency. Raises ValueError for an argument that is not positive, HostMemoryError or torch.OutOfMemoryError without room."""
     if num_bytes <= 0 or repeats <= 0:
         raise ValueError(f"num_bytes and repeats must be positive; found {num_bytes} and {repeats}")
     big_out_s, big_back_s = _seconds(device, num_bytes, repeats, num_copies=1)
@@ -44,7 +36,7 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
 
 
 def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
-    """Return the bytes per second that go each way while copies go both ways at once: the median of several."""
+    """Return the bytes per second each way while copies go both ways at once: the median of several."""
     lanes, both_s = Lanes(device), []
     with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         lanes.copy_out(storages[1], spans[1], after=device.record_event())
@@ -61,8 +53,8 @@ def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: 
 def measure_beside_copies(
     device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
 ) -> tuple[float, float]:
-    """Return how many times per second something is done on the host while copies go both ways, and the bytes per second of
-    these, each way."""
+    """Return how many times per second the host does something while copies go both ways, and their bytes per second each
+    way."""
     lanes = Lanes(device)
     with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         out = lanes.copy_out(storages[1], spans[1], after=device.record_event())
@@ -96,7 +88,7 @@ def _memory(device: Device, num_bytes: int, *, num_pairs: int = 1) -> Iterator[t
 
 
 def _seconds(device: Device, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
-    """Return the median seconds of a copy out and of a copy back, of several that stand in line behind a first one."""
+    """Return the median seconds of a copy out and of a copy back, of several that queue behind a first one."""
     lanes, out_s, back_s = Lanes(device), [], []
     with _memory(device, num_bytes) as ((storage,), (span,)):
         for _ in range(1 + repeats):  # the first is to warm up

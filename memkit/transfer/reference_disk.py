@@ -1,4 +1,4 @@
-"""A stand-in for a disk, in memory, on which every missing wait shows, and that fails when it is told to."""
+"""A stand-in for a disk, in memory, which shows every missing wait, and fails when told to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memkit.transfer.disk_file import DiskFile
 from memkit.transfer.host_memory import Range
 
 POISON = 0xCB
-"""What memory holds until a read has landed in it, and what a place in the file holds that is free."""
+"""The content of memory until a read has landed in it, and of free places in the file."""
 
 Fault = Callable[[str, int, int], int]
 """Called ahead of each "reserve", "read" or "write" with its offset and its number of bytes: returns how many of these to move,
@@ -25,12 +25,12 @@ or raises an `OSError`; it may sleep."""
 class ReferenceDisk(Disk):
     """A disk that is not there. Reads and writes land as late as they may: when they are waited for, or at random moments.
 
-    Memory that is read into holds poison as soon as it may be written to, and what is written is what memory holds when that
-    lands. So a missing wait gives wrong bytes every time. A place in the file that became free is poisoned at once.
+    The memory of a read holds poison as soon as the read may write to it, and a write takes the memory's bytes when it lands.
+    So a missing wait gives wrong bytes every time. A place in the file that became free is poisoned at once.
 
     Args:
         limit: the most that may be there; None for any.
-        fault: what goes wrong.
+        fault: makes calls fail.
         seed: for random moments and a random order of blocks; None for the latest moment, in order.
         is_late: whether to be late. Else threads move the bytes, as on a real disk.
 
@@ -65,7 +65,7 @@ class ReferenceDisk(Disk):
 
 
 class _ReferenceFile(DiskFile):
-    """A file in memory, which is read and written as one without the system's cache: in whole pages."""
+    """A file in memory, which is read and written in whole pages, as one without the system's cache."""
 
     def __init__(self, directory: Path, num_bytes: int, fault: Fault | None) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _ReferenceFile(DiskFile):
 
 
 class _LateQueue(DiskQueue):
-    """Moves blocks in the thread that waits for them, those of transfers ahead of it included."""
+    """Moves blocks in the thread that waits for them, after the transfers ahead."""
 
     def __init__(self, seed: int | None) -> None:
         self._random = None if seed is None else random.Random(seed)
@@ -150,7 +150,6 @@ class _LateQueue(DiskQueue):
             self._move_one()
 
     def _move_one(self) -> None:
-        """Move a block of the first transfer that has one; of any, at random."""
         self._waiting = [transfer for transfer in self._waiting if not transfer.is_over]
         if not self._waiting:
             return
@@ -166,7 +165,7 @@ class _LateQueue(DiskQueue):
 
 
 def _poison(transfer: DiskTransfer) -> None:
-    """Nothing that uses the memory is under way any more: what is read into it may be anything from now on."""
+    """Poison the memory of a read: no work uses it any more, so its bytes may be anything."""
     if transfer.is_read:
         for memory in (memory for block in transfer.blocks for memory in block.buffers):
             memory[:] = bytes([POISON]) * len(memory)

@@ -1,8 +1,8 @@
-"""Copies between a device and host memory that the system did not pin: through a few pinned buffers, on threads of their own.
+"""Copies between a device and host memory that the system did not pin, through a few pinned buffers, on threads of their own.
 
-[Note: why threads cannot wait for each other in a circle] There is one thread per direction, which takes copies in the order in
-which they were asked for. A copy waits for events; those that a thread is yet to record belong to copies that were asked for
-before. So the oldest copy that is not done waits for nothing but the device, and the device for nothing but recorded events.
+[Note: why threads cannot wait for each other in a circle] One thread per direction takes copies in the order of the requests. A
+copy waits for events; events that a thread has yet to record belong to earlier copies. So the oldest unfinished copy waits for
+nothing but the device, and the device for nothing but recorded events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memkit.core.tensors import byte_view
 from memkit.device.base import Device, Event, Stream
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer: one is filled while another is on its way, and the link is at its full speed from far fewer bytes on."""
+"""Size of a buffer: one is filled while another is on its way, and far fewer bytes reach the link's full speed."""
 NUM_BUFFERS = 4
 """Two in each direction."""
 
@@ -51,16 +51,16 @@ class PromisedEvent(Event):
 
 
 class Staging:
-    """Copies from and to host memory that is not pinned, beside the work of the host. To the device, a thread fills one buffer
-    after the other and puts the copy of each on the lane; when the event is recorded, the host memory was read. To the host,
-    the thread also waits for each buffer to be full, and empties it; when the event is recorded, not only when it is reached,
-    the host memory was written. Until `add_buffers`, copies go straight, and the threads wait for each of them."""
+    """Copies of unpinned host memory, beside the work of the host. To the device, a thread fills one buffer after the other and
+    puts the copy of each on the lane; the event is recorded once the host memory was read. To the host, the thread also waits
+    for each buffer to be full, and empties it; the host memory was written when the event is recorded, not only when it is
+    reached. Until `add_buffers`, copies go straight, and the threads wait for each of them."""
 
     def __init__(self, device: Device) -> None:
         self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}
 
     def add_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Have copies go through buffers from now on, half of them in each direction; none may have been asked for yet."""
+        """Have copies go through buffers from now on, half of them in each direction; before the first copy."""
         for is_out, side in self._sides.items():
             side.buffers.extend((buffer, None) for buffer in buffers[is_out::2])
 
@@ -74,15 +74,15 @@ class Staging:
         after: Iterable[Event],
         start: int = 0,
     ) -> tuple[Event, Event]:
-        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory. Return its begin
-        and its end. The caller keeps both sides alive until the end was waited for."""
+        """Request a copy between a storage of the device, from byte `start` on, and pieces of host memory. Return its begin and
+        its end. The caller keeps both sides alive until it has waited for the end."""
         side = self._sides[is_out]
-        # A weak reference, since a slot counts who holds its storage.
+        # A weak reference, since a slot counts the holders of its storage.
         recording = side.thread.submit(side.copy, lane, weakref.ref(storage), pieces, tuple(after), start)
         return PromisedEvent(recording, 0, side.thread), PromisedEvent(recording, 1, side.thread)
 
     def drain(self) -> None:
-        """Make the host wait until each copy that was asked for is on a lane, or has failed."""
+        """Make the host wait until each requested copy is on a lane, or has failed."""
         for side in self._sides.values():
             side.drain()
 
@@ -98,7 +98,7 @@ class _Side:
         self.thread = OwnThreads(1, "memkit-staging", device.enter_thread)
         self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
-        """In the order in which they are used next, each with what is reached when nothing reads it any more."""
+        """In the order of their next use, each with the event after which nothing reads it any more."""
 
     def drain(self) -> None:
         if not self._is_closed:
@@ -180,7 +180,7 @@ def _chunks(pieces: Sequence[Tensor], on_device: Tensor, most_bytes: int | None)
 
 
 def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffers: bool) -> str:
-    """Return a warning: what the system did not pin, what that costs, and what to do."""
+    """Return a warning: what the system did not pin, the cost, and what to do."""
     buffers = f"{NUM_BUFFERS} buffers of {format_bytes(chunk_bytes)}"
     if has_buffers:
         how = f"copies go through {buffers}, and the host copies each byte once more"

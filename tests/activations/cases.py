@@ -1,4 +1,4 @@
-"""Small computations, each with something that a saved-tensor feature can get wrong, and the check against the plain run."""
+"""Small computations, each hard for a saved-tensor feature in one way, and the check against the plain run."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def dropout(x: Tensor, w: Tensor) -> Tensor:
 
 
 def randomized_relu(x: Tensor, w: Tensor) -> Tensor:
-    """Autograd saves its noise before it is drawn, and drawing it leaves the version counter as it was."""
+    """Autograd saves its noise before drawing it, and the draw leaves the version counter unchanged."""
     for _ in range(3):
         x = functional.rrelu(functional.linear(x, w) - 0.5, training=True).sin() * x
     return x
@@ -159,7 +159,7 @@ def lstm(x: Tensor, w: Tensor) -> Tensor:
 
 
 def skips(x: Tensor, w: Tensor) -> Tensor:
-    """A U-Net's order: what is saved first is needed last, and once more in between."""
+    """A U-Net's order: the first save is needed last, and once more in between."""
     kept = []
     for _ in range(3):
         x = functional.linear(x, w).sin()
@@ -222,7 +222,6 @@ def gradients(
 
 
 def assert_same_bits(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Fail unless the tensors are equal bit for bit."""
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype

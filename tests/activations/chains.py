@@ -1,4 +1,4 @@
-"""Chains of sines, whose saved storages are known in size and order: what an offload does to them can be counted by hand."""
+"""Chains of sines, whose saved storages are known in size and order, so that an offload's effect can be counted by hand."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def leaf_on(torch_device: torch.device) -> Tensor:
-    """Return a leaf of one unit."""
     return torch.randn(UNIT_NUMEL, generator=torch.Generator().manual_seed(0)).to(torch_device).requires_grad_()
 
 
 def chain(x: Tensor, units: Sequence[int]) -> Tensor:
-    """Let autograd save one storage of so many units for each number, in that order. Nobody else holds them."""
+    """Let autograd save one storage of so many units for each number, in that order, with no other owner."""
     for num_units in units:
         x = x.repeat(num_units)[: num_units * UNIT_NUMEL].clone().sin()
     return x
@@ -38,7 +37,7 @@ def step(x: Tensor, units: Sequence[int], context: Context = nullcontext) -> lis
 
 
 def units_that_stay(units: Sequence[int], window_units: int) -> int:
-    """Return what is on the device when a forward ends of which everything was to leave: the latest, as many as fit."""
+    """Return the units still on the device after a forward from which all should leave: the latest saves, as many as fit."""
     room_bytes, num_units = limit_of(sum(units) * UNIT_BYTES, 1.0, window_units * UNIT_BYTES), 0
     for size in reversed(units):
         if (num_units + size) * UNIT_BYTES > room_bytes:
@@ -52,7 +51,7 @@ def three_backwards(
 ) -> list[Tensor]:
     """Two branches; backward through the top of the second, then through the first, then through the rest of the second.
 
-    What the first branch asks for is not foreseen: what the second still needs was saved after it. There, `before_sine` is
+    The first branch's requests are unforeseen: the second branch's remaining tensors were saved later. There, `before_sine` is
     called ahead of each request.
     """
     with context():

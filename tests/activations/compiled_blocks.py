@@ -15,7 +15,7 @@ from tests.compiling import Backend, in_form
 
 WIDTH = 32
 OF_DYNAMO = "ignore:.*script_method:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
-"""It imports code that warns, and looks at what warns."""
+"""Dynamo imports code that warns, and reads attributes that warn."""
 
 
 class MLP(nn.Module):
@@ -76,7 +76,7 @@ class Several(nn.Module):
 
 
 class Writer(nn.Module):
-    """Writes to what it is given, which the module before it has made."""
+    """Writes to its input, which the module before it has made."""
 
     def __init__(self) -> None:
         super().__init__()

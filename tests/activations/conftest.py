@@ -29,7 +29,7 @@ DEVICES = ["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU]
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_test_device(request.param)
     yield device
-    device.synchronize()  # raises what finalizers have found
+    device.synchronize()  # raises the finalizers' findings
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def offloading(device: Device) -> Offload:
 
 @pytest.fixture
 def only_new_objects() -> None:
-    """Let the garbage collector look at nothing that was there before: what it finds can be counted on."""
+    """Hide all existing objects from the garbage collector, so that a test can count the ones that it finds."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Steps under one tag that follow a schedule, or leave it: what their tests share."""
+"""Steps under one tag that follow a schedule, or leave it: shared by several tests."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ from tests.activations.chains import UNIT_BYTES
 
 TAG = "scheduled"
 IN_BATCHES = [*[1] * 8, 4, 4, 4]
-"""Units of a chain of which several come back together, once one of the large ones has gone."""
+"""Units of a chain; several storages come back together, once one of the large ones has gone."""
 SETTINGS = [{"ratio": 1.0, "window_units": 0}, {"ratio": 0.5, "window_units": 0}, {"ratio": 1.0, "window_units": 6}]
 
 
 @pytest.fixture(params=[copies.BATCH_BYTES, pytest.param(1, marks=pytest.mark.slow)], ids=["together", "one by one"])
 def batch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of small storages go together, or each by itself."""
+    """Small storages are copied together, or each by itself."""
     monkeypatch.setattr(copies, "BATCH_BYTES", request.param)
 
 
 class Offloads:
-    """Makes contexts under one tag, on one device.
-
-    Attributes:
-        device: that.
-    """
+    """Makes contexts under one tag, on one device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -44,25 +40,26 @@ class Offloads:
 
     @property
     def follows(self) -> bool:
-        """Whether the last forward has followed a schedule to its end, and a graph may still ask for what has left, if any."""
+        """Whether the last forward has followed a schedule to its end, and a graph may still ask for the storages that left, if
+        any."""
         (window,) = offload_states[TAG].windows()
         forward = window.scheduled
         return forward is not None and forward.is_complete and not (forward.is_over and any(forward.schedule.host_bytes))
 
     @property
     def moved_units(self) -> float:
-        """What the last forward has moved."""
+        """Units that the last forward has moved."""
         return memkit.stats(TAG).moved_out_bytes / UNIT_BYTES
 
     def learn(self, forward: Callable[[], Tensor], **options: Any) -> None:
-        """Take so many steps that the next one follows a schedule."""
+        """Take enough steps for the next one to follow a schedule."""
         for _ in range(2):
             with self(**options):
                 loss = forward()
             loss.sum().backward()
 
     def assert_nothing_is_left(self) -> None:
-        """Fail where memory is held that no graph needs."""
+        """Fail if memory is held that no graph needs."""
         self.device.synchronize()
         stats = memkit.stats(TAG)
         assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
@@ -82,7 +79,7 @@ def gradient_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 def learned(offloads: Offloads, forward: Callable[[], Tensor], **options: Any) -> Tensor:
-    """Return what a forward has made that has followed a schedule."""
+    """Return the output of a forward that has followed a schedule."""
     offloads.learn(forward, **options)
     with offloads(**options):
         y = forward()
@@ -91,7 +88,7 @@ def learned(offloads: Offloads, forward: Callable[[], Tensor], **options: Any) -
 
 
 def assert_steps_are_plain(offloads: Offloads, forward: Callable[[int], Tensor], x: Tensor, **options: Any) -> None:
-    """Take steps, each the gradient of a forward that is given the number of the step."""
+    """Take steps, each the gradient of a forward that gets the number of the step."""
     for number in range(5):
         wanted = gradient_of(forward(number), x)
         with offloads(**options):

@@ -53,7 +53,7 @@ def test_schedule_of_the_iteration_and_the_last_peak(device: Device, offloading:
 
     assert [iteration for iteration, _ in asked] == [0, 1, 2, 3, 4]
     assert asked[0][1] is None
-    if isinstance(device, ReferenceDevice):  # which counts nothing but what was saved
+    if isinstance(device, ReferenceDevice):  # which counts only saved bytes
         assert [peak // UNIT_BYTES for _, peak in asked[1:]] == [8, 1, 8, 1]
     assert asked[1][1] > asked[2][1]
 

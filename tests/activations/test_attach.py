@@ -72,7 +72,7 @@ def _hooks(model: nn.Module) -> int:
 
 
 def test_parameters_buffers_and_inputs_stay_from_the_first_step_on(device: Device, attaching: Attach) -> None:
-    """What moves: what the sine, the cosine and the last layer are given."""
+    """Only the inputs of the sine, the cosine and the last layer move."""
     model, x, shift = _net(device)
     attaching(model, 1.0, "known")
     for _ in range(2):
@@ -187,12 +187,12 @@ def test_module_that_is_called_several_times(
 
 
 def _report_and_plan(device: Device, tag: str, widths: tuple[int, ...] = (32, 64, 16)) -> tuple[nn.Module, Tensor, int]:
-    """Return a model that was profiled, its input, and the bytes of the half of what it saves."""
+    """Return a profiled model, its input, and the bytes of half of its saved tensors."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(*pair, bias=False), nn.Tanh()) for pair in itertools.pairwise(widths)]
     model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, widths[0], device=device.torch_device)
     memkit.profile_memory(model, x, backward=True, tag=tag, print_table=False)
-    sizes = [4 * 16 * width for width in widths]  # the input, and what each tanh gave
+    sizes = [4 * 16 * width for width in widths]  # the input, and each tanh's result
     return model, x, plan_ratio(sizes, 0.5, window_bytes=0, held=frozenset({0})).offload_bytes
 
 

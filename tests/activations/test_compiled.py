@@ -152,7 +152,7 @@ def test_plain_model_beside_compiled_code_does_not_warn(device: Device, offloadi
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_offload_inside_a_compiled_function(device: Device, offloading: Offload) -> None:
-    """Dynamo runs what it cannot compile as it is."""
+    """Dynamo runs uncompilable code as plain Python."""
     model = _model(device)
 
     def forward(x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_writing_to_what_a_compiled_block_saved_raises(device: Device, offloadin
 
 
 class _Notes(nn.Module):
-    """Notes how many copies have begun ahead of its calls."""
+    """Notes how many copies have begun before its calls."""
 
     def __init__(self, begun: list[object]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Notes(nn.Module):
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("kind", ["offload", "budget"])
 def test_what_a_compiled_block_saves_leaves_as_it_returns(kind: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not only when the next block saves something, which is when that is over."""
+    """It doesn't wait for the next block's saves, which come at that block's end."""
     begun: list[object] = []
     copy_out = Lanes.copy_out
 

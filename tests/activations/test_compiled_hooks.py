@@ -76,7 +76,7 @@ def test_nothing_is_compiled_again_and_no_hook_is(
 
 
 def test_hooks_called_by_code_that_dynamo_may_still_compile(device: Device) -> None:
-    """As where a frame is left uncompiled, and its ops save one by one."""
+    """Dynamo does so if a frame is left uncompiled, and its ops save one by one."""
     were_compiling = list[bool]()
 
     class Hooks:

@@ -1,4 +1,4 @@
-"""Where copies to the host free nothing, as on the CPU: `CPUOffload` does nothing, and whatever moves bytes says so."""
+"""If copies to the host free nothing, as on the CPU, `CPUOffload` does nothing, and all that moves bytes says so."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def fake_group(device: Device) -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def fake_group_of_one(device: Device) -> Iterator[DeviceMesh]:
-    """Return the mesh of a group in which no shard is missing: older versions leave what others would send undefined."""
+    """Return the mesh of a group in which no shard is missing: older versions leave the others' shards undefined."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield init_device_mesh(device.torch_device.type, (1,))
     dist.destroy_process_group()

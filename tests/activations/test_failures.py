@@ -1,4 +1,4 @@
-"""What goes wrong around an offload stays what it was, nothing is lost, and the next step works."""
+"""Errors around an offload reach the user unchanged, nothing is lost, and the next step works."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -
 
 
 class Full(ReferenceDevice):
-    """Has no room for so many allocations, from the one with a number on."""
+    """Refuses so many allocations, from a numbered one on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Full(ReferenceDevice):
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("window_units", [0, 4])
 def test_device_without_room_once(window_units: int, number: int) -> None:
-    """Whether it was for what is needed now, or for what is fetched ahead."""
+    """Both for bytes needed now and for bytes fetched ahead."""
     device = Full()
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 12)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Host memory is held for what the plan needs, is used again, and is not pinned again and again."""
+"""Host memory is held as the plan needs it, is used again, and is not pinned again and again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sines(num_saves: int, context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Let autograd save so many storages of 2 MiB, and have them back."""
+    """Let autograd save so many storages of 2 MiB, and use them again."""
     x = torch.randn(2**19).requires_grad_().clone()
     with context():
         for _ in range(num_saves):

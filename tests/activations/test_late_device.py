@@ -1,4 +1,4 @@
-"""Without `device=` it is the first that saves anything: known only once a forward is under way, and ops have run."""
+"""Without `device=` the device is that of the first saved tensor: known only within a forward, after some ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _remat(device: str | None = None) -> memkit.Rematerialize:
 
 @pytest.mark.parametrize("is_found_late", [False, True])
 def test_device_is_known_once_a_step_saves(is_found_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps before have saved nothing: the first was not recorded, the second failed."""
+    """Earlier steps have saved nothing: the first was not recorded, the second failed."""
     if is_found_late:
         open_found_late(monkeypatch)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1))

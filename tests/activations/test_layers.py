@@ -1,4 +1,5 @@
-"""Steps that never repeat: once three had no plan that held, each layer is recomputed as a whole, and nothing is recorded."""
+"""Steps that never repeat: after three without a plan that held, each layer is recomputed as a whole, and nothing is
+recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ Contexts = Callable[[str, Device], ForwardContext]
 
 
 _STATELESS = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-"""For whose states nothing is left free."""
+"""Nothing is left free for its states."""
 
 
 def _budget(tag: str, device: Device, budget: str | float = 0.6) -> ForwardContext:
@@ -66,7 +67,7 @@ def _rows(rows: int, device: Device) -> Tensor:
 
 
 def _bits(net: nn.Module, train: Callable[[], Tensor]) -> list[Tensor]:
-    """Return the bits of a step, which leaves the buffers as they were."""
+    """Return the bits of a step, which leaves the buffers unchanged."""
     before = [buffer.clone() for buffer in net.buffers()]
     net.zero_grad()
     torch.manual_seed(3)
@@ -394,7 +395,7 @@ def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeyp
 
 
 class _Experts(nn.Module):
-    """Tokens go to experts by what they are: how many go to each differs from step to step."""
+    """Tokens choose their experts, so the numbers of tokens differ from step to step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What one engine for all saved tensors must not lose: who counts, and what is remembered."""
+"""One engine for all saved tensors must keep the counts and memories of each context."""
 
 from __future__ import annotations
 
@@ -197,13 +197,13 @@ def test_what_is_to_be_made_again_after_it_was_offered_takes_locks_as_a_save_doe
 
 
 def test_what_another_context_was_given_is_known_though_addresses_are_used_again() -> None:
-    """What leaves is freed, and the next tensor may be where it was: that is another value."""
+    """Storages that leave are freed, and the next tensor may take their address: it is another value."""
     device = CpuDevice()
     window = OffloadWindow(device, "Rematerialize", "offered", threading.RLock(), lambda *_: None)
     forward = RecordedForward(Recording(device), window, DTRScore(), math.inf, Counts())
 
     for value in range(20):
-        tensor = torch.empty(8)  # its storage, and itself, where those of the last one were
+        tensor = torch.empty(8)  # its storage and object take the last one's addresses
         assert forward.note_offer(value, tensor)
         assert not forward.note_offer(value + 100, tensor)  # written to where this tensor does not count it
         del tensor

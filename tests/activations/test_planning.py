@@ -1,4 +1,4 @@
-"""What leaves follows the plan: from the first step on with a report, from the second without, for every shape by itself."""
+"""Storages leave by the plan: with a report from the first step on, without from the second, separately for each shape."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WIDTHS = (16, 64, 32, 128, 8, 64)
 
 
 def _tower_plan(widths: Sequence[int], batch: int, ratio: float, window_bytes: int) -> Plan:
-    """Each width is saved twice, before the sine and behind it; the input is the caller's, the output nobody's."""
+    """Each width is saved twice, before the sine and behind it; the caller holds the input, nobody the output."""
     numels = [batch * widths[0]]
     for width in widths[1:]:
         numels += [batch * width] * 2
@@ -100,7 +100,7 @@ def test_new_ratio_cuts_the_plan_anew_at_once(device: Device, offloading: Offloa
 
 
 def test_shapes_that_begin_alike_move_no_less_than_their_plan(device: Device, offloading: Offload) -> None:
-    """Which one it is shows late: then what was kept too long is made up for."""
+    """The shape shows late: later moves then make up for bytes kept too long."""
     x, sizes = leaf_on(device.torch_device), [UNITS, (*UNITS, 7, 7), (*UNITS[:4], 9, *UNITS), UNITS[:5]]
     plain = [step(x, units) for units in sizes]
     plans = [plan_ratio([units * UNIT_BYTES for units in shape], 0.5, window_bytes=0) for shape in sizes]
@@ -129,7 +129,7 @@ def test_steps_that_take_another_path_each_time(ratio: float, device: Device, of
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0])
-@pytest.mark.parametrize("widths", [WIDTHS, (32,) * 6])  # the second: what is saved looks all the same, also the weights
+@pytest.mark.parametrize("widths", [WIDTHS, (32,) * 6])  # the second: all saves look the same, also the weights
 @pytest.mark.parametrize("has_grad", [False, True])
 def test_first_step_follows_a_report(
     has_grad: bool, widths: tuple[int, ...], ratio: float, device: Device, offloading: Offload

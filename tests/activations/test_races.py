@@ -50,7 +50,7 @@ def _train(device: ReferenceDevice) -> None:
     with device.on_stream(device.new_stream("side")):
         first = _forward(device, x)
         forward_done = device.record_event()
-        second = _forward(device, x)  # lets go of what the first has on its way
+        second = _forward(device, x)  # lets go of the first one's copies under way
         second_done = device.record_event()
     device.wait_event(device.current_stream(), forward_done)
     first.sum().backward()
@@ -88,7 +88,7 @@ def test_forgotten_wait_raises(waiting: str, awaited: str) -> None:
         _train(device)
 
     assert device.num_forgotten
-    with suppress(RaceError):  # what was forgotten may show once more
+    with suppress(RaceError):  # the forgotten wait may show once more
         memkit.reset("streams")
     with suppress(RaceError):
         memkit.reset("races")

@@ -375,7 +375,7 @@ def test_tensor_that_is_passed_twice_is_one_in_the_recompute() -> None:
 
 
 class Cache:
-    """What a forward may change."""
+    """State that a forward may change."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []

@@ -44,7 +44,7 @@ class Run(nn.Module):
 def step(
     module: nn.Module, context: Callable[[], AbstractContextManager[Any]], call: Callable[..., Tensor] | None = None
 ) -> list[Tensor]:
-    """Return all that a step leaves: loss, gradients, and the random state."""
+    """Return a step's results: loss, gradients, and the random state."""
     inputs = inputs_on(torch.device("cpu"))
     losses = []
     for seed in (1, 2):
@@ -66,7 +66,7 @@ def test_region_has_the_bits_of_the_plain_run(name: str) -> None:
 
 
 class Net(nn.Module):
-    """Blocks with all that a block may have."""
+    """Its blocks have all that blocks may have."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 
 class Counting(nn.Module):
-    """Writes to buffers: in place, by putting another in its place, and reads what was in them."""
+    """Writes to buffers in place, replaces them, and reads their content."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def leavings(net: nn.Module, context: Callable[[], AbstractContextManager[Any]], num_steps: int = 3) -> list[Tensor]:
-    """Return all that steps leave: losses, gradients, buffers, and the random state."""
+    """Return the results of steps: losses, gradients, buffers, and the random state."""
     inputs, left = inputs_on(net.first.weight.device), []
     torch.manual_seed(1)
     for _ in range(num_steps):
@@ -166,7 +166,7 @@ def test_blocks_have_the_bits_of_the_plain_run(name: str, device: str) -> None:
 
 
 def nested_regions_of(net: Net) -> Regions:
-    """The blocks, and all that is in them."""
+    """The blocks, and all modules in them."""
     return Regions({part: ALL for block in net.blocks for part in block.modules()})
 
 
@@ -266,7 +266,7 @@ def test_models_have_the_bits_of_the_plain_run(name: str) -> None:
 
 
 def candidates(model: nn.Module) -> list[nn.Module]:
-    """Return the children of a model, and the modules without any, that may be regions: what writes in place is none."""
+    """Return the children and leaf modules of a model that may be regions: modules that write in place may not."""
     writes = {part for part in model.modules() if any(getattr(inner, "inplace", False) for inner in part.modules())}
     parts = [part for part in model.modules() if part not in writes and part is not model and not why_not_region(part)]
     return [part for part in parts if part in model.children() or next(part.children(), None) is None]
@@ -303,7 +303,7 @@ class Elsewhere(Tensor):
 
 
 class Drops(nn.Module):
-    """What draws, and has no parameters."""
+    """Draws random numbers, and has no parameters."""
 
     def forward(self, x: Tensor, others: Sequence[Tensor] = (), more: dict[str, Tensor] | None = None) -> Tensor:
         return sum([functional.dropout(y) for y in (*others, *(more or {}).values())], functional.dropout(x)).sin()
@@ -437,7 +437,7 @@ class Folded(nn.BatchNorm1d):
 
 
 def _gradients(region: nn.Module, norm: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the bits of a call that reads statistics, which another has updated before the backward."""
+    """Return the bits of a call that reads statistics, updated by another call before the backward."""
     norm.reset_running_stats()
     region.train()
     region(x * 2 - 1)
@@ -516,7 +516,7 @@ def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
 
 
 class Scaled(nn.Module):
-    """What reads a plain attribute, counts in one, and leaves what it has made in one."""
+    """Reads a plain attribute, counts in one, and keeps its output in one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model with an offload attached can be copied and saved: the model alone, to which nothing is attached. So can contexts."""
+"""A model with an offload attached can be copied and saved, without the attachment. So can contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that follow a schedule: the same bits and figures as without, however their backwards go."""
+"""Steps that follow a schedule: the same bits and figures as without one, in any order of backwards."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_steady_steps_have_the_same_bits_and_figures(
 
 
 OF_COPIES = ("moved_out_bytes", "num_copies_out", "ratio_reached", "host_peak_bytes", "kept_bytes")
-"""They differ where a save dies ahead of its copy: a schedule has its storage leave all the same."""
+"""They differ if a save dies ahead of its copy: a schedule has its storage leave all the same."""
 FIGURES = (
     "seen_bytes",
     "unique_bytes",
@@ -121,7 +121,7 @@ def test_backward_in_another_thread_while_the_next_forward_runs(offloads: Offloa
 def test_most_bytes_on_the_device_are_counted_in_steady_steps(
     offloads: Offloads, units: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No less than what leaves, or has come back, is held at once; and no more than in steps without a schedule."""
+    """At least the bytes that leave or have come back, and at most those of steps without a schedule."""
     x, found, held = leaf_on(offloads.device.torch_device), [], [0]
     fetch, keep_up = ScheduledForward._fetch_next, ScheduledForward.keep_up
 
@@ -299,7 +299,7 @@ def test_steps_with_a_region_of_no_offload_follow_a_schedule(offloads: Offloads)
 
 
 def test_attached_and_not(offloads: Offloads) -> None:
-    """What the model holds leaves where it is not attached."""
+    """The model's tensors leave if it is not attached."""
     torch_device = offloads.device.torch_device
 
     class Table(torch.nn.Module):
@@ -351,7 +351,7 @@ class Full(ReferenceDevice):
 @pytest.mark.parametrize("number", range(10))
 @pytest.mark.parametrize("window_units", [0, 8])
 def test_device_without_room_once(window_units: int, number: int) -> None:
-    """For what is fetched ahead, perhaps together with others, or for what is needed now."""
+    """For bytes fetched ahead, perhaps together with others, or for bytes needed now."""
     offloads = Offloads(device := Full())
     x = leaf_on(device.torch_device)
     wanted = gradient_of(chain(x, IN_BATCHES), x)
@@ -406,7 +406,7 @@ def test_host_memory_that_is_short_for_a_moment(offloads: Offloads, monkeypatch:
 
 
 def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
-    """What is fetched for it is among what the schedule fetches later with others."""
+    """The schedule would fetch its storages later, together with others."""
     x = leaf_on(offloads.device.torch_device)
     wanted = gradient_of(chain(x, IN_BATCHES), x)
     for place in range(11):
@@ -461,7 +461,7 @@ def test_write_to_what_was_saved_is_autograds_own_error(offloads: Offloads, rati
 
 
 def _unhinted(message: str) -> str:
-    """Return autograd's message up to which output of which node it was, which hooks are not told."""
+    """Return autograd's message without the node and the output, which hooks don't know."""
     return message.partition("]")[0]
 
 
@@ -495,7 +495,7 @@ def test_backward_fails_and_is_run_again(offloads: Offloads, options: dict[str, 
 
 
 class OnSide:
-    """Runs on another stream, behind what the current one has by now; which then waits for it."""
+    """Runs on another stream, behind the current one's work so far; the current one then waits for it."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._side = device, device.new_stream("side")
@@ -514,7 +514,7 @@ class OnSide:
 @pytest.mark.parametrize("from_step", [0, 3])
 @pytest.mark.parametrize("units", [[1] * 6, [1, 3, 2, 1, 1, 2]])
 def test_forward_goes_on_on_another_stream(offloads: Offloads, units: list[int], from_step: int, ratio: float) -> None:
-    """At a half what is saved there stays, while what leaves was saved before."""
+    """At a ratio of a half, the saves there stay, and earlier saves leave."""
     x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
 
     def forward(number: int) -> Tensor:
@@ -525,7 +525,7 @@ def test_forward_goes_on_on_another_stream(offloads: Offloads, units: list[int],
 
 
 def test_context_is_left_on_another_stream(offloads: Offloads) -> None:
-    """Where something waits to be sent until its op has run."""
+    """At that point, a storage waits for its op before it is sent."""
     x, side = leaf_on(offloads.device.torch_device), offloads.device.new_stream("side")
 
     def forward() -> Tensor:
@@ -580,7 +580,7 @@ def test_backward_on_another_stream_stops_halfway(offloads: Offloads) -> None:
 
 @pytest.mark.parametrize("units", [[1] * 6, [1, 3, 2, 1, 1, 2]])
 def test_next_forward_is_on_another_stream(offloads: Offloads, units: list[int]) -> None:
-    """It lets go of what the first has on its way."""
+    """It lets go of the first forward's storages under way."""
     x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
 
     def forward() -> Tensor:
@@ -618,7 +618,7 @@ def test_graph_is_dropped_while_another_stream_is_the_current_one(offloads: Offl
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_device_is_not_the_current_one() -> None:
-    """To CUDA the default stream is that of the current device, whatever the tensors are on."""
+    """CUDA takes the default stream of the current device, wherever the tensors are."""
     assert torch.cuda.current_device() == 0
     x = torch.randn(2**22, device="cuda:1", requires_grad=True)
 

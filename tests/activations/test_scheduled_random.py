@@ -1,4 +1,5 @@
-"""Random programs as steps: several alike, which follow a schedule from the third on, then others, then the first again."""
+"""Random programs as steps: several equal ones, which follow a schedule from the third on, then others, then the first
+again."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 TAG = "random steps"
 Program = tuple[list[Op], list[int], str]
-"""The ops, what backwards begin at, and what is asked for in this step."""
+"""The ops, the roots of the backwards, and this step's setting."""
 SETTINGS = (
     "another ratio",
     "another window",
@@ -63,7 +64,7 @@ def _hooks_of_the_user() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _asked(setting: str, options: dict[str, Any]) -> Iterator[None]:
-    """Enter a `CPUOffload`, with what a setting asks for."""
+    """Enter a `CPUOffload` in this setting."""
     changed = {
         "another ratio": {"offload_ratio": 0.4 if options["offload_ratio"] == 1 else 1.0},
         "another window": {"window_bytes": 128 if options["window_bytes"] == 0 else 0},

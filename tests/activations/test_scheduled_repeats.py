@@ -1,4 +1,4 @@
-"""Training loops that repeat exactly, though not as one forward and one backward after the other: they follow schedules too."""
+"""Training loops that repeat exactly, but not as alternating forwards and backwards: they follow schedules too."""
 
 from __future__ import annotations
 
@@ -22,17 +22,13 @@ pytestmark = pytest.mark.usefixtures("batch_bytes")
 
 
 class Followed:
-    """Counts forwards that follow a schedule.
-
-    Attributes:
-        made: all that have begun to.
-    """
+    """Counts forwards that follow a schedule; `made` has all that have begun to."""
 
     def __init__(self) -> None:
         self.made: list[ScheduledForward] = []
 
     def take(self) -> list[bool]:
-        """Return for each of them, since this was called last, whether it did so to its end, and so did its backwards."""
+        """Return, for each one since the last call, whether it and its backwards followed the schedule to the end."""
         found = [made.is_complete and not made._has_left for made in self.made]
         self.made.clear()
         return found
@@ -109,7 +105,7 @@ def test_one_backward_through_several_forwards(offloads: Offloads, followed: Fol
 # Shapes that come in turns
 
 BUCKETS = {"A": (3, IN_BATCHES), "B": (2, [2, 1, 2, 1]), "C": (2, [2, 1, 2, 3])}
-"""A multiple of the first save, and what comes after; those of the last two begin alike."""
+"""A multiple of the first save, and the later units; the last two begin alike."""
 
 
 @pytest.mark.core(1)
@@ -130,7 +126,7 @@ def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, opt
     steady = found[-len(turns) * 2 :]
     if turns in ("AB", "AAB"):
         assert found[len(turns) * 2 :] == [True] * (len(turns) * 4)
-    else:  # of what begins alike, the one is expected that came next behind the same two the last time
+    else:  # among equal beginnings, the one is expected that followed the same two last time
         assert steady == [True] * len(steady)
 
 
@@ -138,7 +134,7 @@ def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, opt
 def test_forwards_that_go_another_way_for_good_follow_a_schedule_of_their_own(
     offloads: Offloads, followed: Followed, options: dict[str, float]
 ) -> None:
-    """They begin as the others did, so that each is taken for one of these at first."""
+    """They begin as the others did, so at first each is taken for one of those."""
     x = leaf_on(offloads.device.torch_device)
     for sizes in [(*IN_BATCHES, 1, 1), (*IN_BATCHES, 2, 3, 1), (*IN_BATCHES, 2, 1)]:
         plain = gradient_of(chain(x, sizes), x)
@@ -152,7 +148,7 @@ def test_forwards_that_go_another_way_for_good_follow_a_schedule_of_their_own(
 
 
 def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads: Offloads, followed: Followed) -> None:
-    """What turns out to be another forward at its first save is looked at whole."""
+    """A forward that differs at its first save is examined as a whole."""
     x = leaf_on(offloads.device.torch_device)
 
     def forward(kind: str) -> Tensor:
@@ -170,7 +166,7 @@ def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads:
         steady += "sd"[followed.take()[-1:] != [True]]
     assert steady[:2] == "dd"
     assert steady[2:4] == "ss"
-    assert steady[6] == "s"  # the other ones left what is known of it
+    assert steady[6] == "s"  # the others left its schedule
     assert steady[-4:] == "ssss"
 
 
@@ -282,7 +278,7 @@ def test_backwards_in_parts(offloads: Offloads, followed: Followed, options: dic
 def test_gradient_of_a_gradient_in_each_step(
     offloads: Offloads, followed: Followed, where: str, options: dict[str, float]
 ) -> None:
-    """As forces are, which are the gradient of an energy and part of the loss."""
+    """As forces, which are the gradient of an energy and part of the loss."""
     x = leaf_on(offloads.device.torch_device)
 
     def forces_of(energy: Tensor) -> Tensor:
@@ -320,7 +316,7 @@ def test_graph_that_is_retained_in_each_step(offloads: Offloads, followed: Follo
 
 
 def test_forward_that_leaves_the_schedule_of_another_trace_for_the_latest(offloads: Offloads) -> None:
-    """What it has saved by then is of two traces: it goes by the plan of the one that it is found to follow."""
+    """Its saves so far are of two traces: it goes by the plan of the trace that it turns out to follow."""
     weight = torch.ones(16).to(offloads.device.torch_device).requires_grad_()
 
     for number, is_cut in ((2, False), (6, False), (6, False), (4, True), (3, True), (4, True)):

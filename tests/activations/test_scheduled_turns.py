@@ -1,5 +1,4 @@
-"""Copies that take turns on two streams, so that what else is copied to the host, or to the device, need not wait for all of
-them."""
+"""Copies that alternate between two streams, so that other copies to the host or the device need not wait for all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ SIZES = [1] * 8
 
 @pytest.fixture(autouse=True)
 def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each storage have a copy of its own."""
+    """Copy each storage by itself."""
     monkeypatch.setattr(copies, "BATCH_BYTES", 1)
 
 
@@ -44,14 +43,14 @@ def _scheduled() -> ScheduledForward:
 
 
 def _waiting(device: Device, x: Tensor) -> Tensor:
-    """A forward at whose end the host waits for the device, as `item()` has it do."""
+    """A forward at whose end the host waits for the device, as for `item()`."""
     y = chain(x, SIZES)
     device.synchronize()
     return y
 
 
 def _take_steps(offloads: Offloads, forward: Callable[[], Tensor], x: Tensor, window_units: int = 0) -> Tensor:
-    """Return what the fourth forward has made."""
+    """Return the output of the fourth forward."""
     for _ in range(3):
         with offloads(0.5, window_units):
             y = forward()
@@ -138,8 +137,8 @@ def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
 
 
 def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward that has ended early leaves the last copies as they were in an earlier step, while its own are under way. CUDA
-    raises where it is asked for a time that is not over."""
+    """A backward that ended early leaves the last copies' events from an earlier step, while its own copies are under way. CUDA
+    raises if asked for a time that is not over."""
     device = ReferenceDevice()
     offloads, x, timed = Offloads(device), leaf_on(device.torch_device), list[Event]()
     elapsed_s = ReferenceEvent.elapsed_s
@@ -246,7 +245,7 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
 
 
 def _two_turns(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Piece, CopiesByTurns]:
-    """Return 8 bytes of pinned memory, and how they come to a storage in two turns."""
+    """Return 8 bytes of pinned memory, and their copies to a storage in two turns."""
     monkeypatch.setattr(lanes, "TURN_BYTES", 4)
     host = torch.zeros(8, dtype=torch.uint8)
     device.pin(host)
@@ -272,7 +271,7 @@ def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_ag
 
 
 def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the last one would not have waited for the others."""
+    """A stream that waits for the last turn would not have waited for the others."""
     device = ReferenceDevice()
     _, batch = _two_turns(device, monkeypatch)
     batch.turns[1].ahead = None
@@ -329,7 +328,7 @@ def test_a_value_that_is_read_back_does_not_wait_for_all_copies() -> None:
 
 @pytest.mark.gpu
 def test_what_is_copied_to_the_device_within_a_backward_does_not_wait_for_all_fetches() -> None:
-    """As FSDP2 does it for each layer."""
+    """FSDP2 copies so for each layer."""
     device = CudaDevice(torch.device("cuda"))
     x = torch.ones(2**24, device="cuda", requires_grad=True)  # 64 MiB
     host, events = torch.zeros(2**12, dtype=torch.uint8, pin_memory=True), list[torch.cuda.Event]()

@@ -1,4 +1,4 @@
-"""Where all that autograd saves is smaller than `min_bytes`, nothing is done, and one warning says so."""
+"""If all saved tensors are smaller than `min_bytes`, nothing is done, and one warning says so."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _fresh_remat_tags() -> Iterator[None]:
 
 
 def _net() -> tuple[nn.Module, Tensor]:
-    """Return a model that saves eight hidden states of 2 KiB beside its input of as much."""
+    """Return a model that saves eight hidden states of 2 KiB beside its input of the same size."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(8))), torch.randn(16, 32)
 
 

@@ -1,4 +1,4 @@
-"""Every figure of the stats, against what was counted by hand."""
+"""Every figure of the stats, against a count by hand."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ def test_what_the_forwards_frame_holds_is_not_wasted(device: Device, offloading:
 
 @pytest.mark.parametrize(("outer", "expected"), [("shared", 2 + 1), ("other", 6 + 1)])
 def test_iterations_are_those_of_the_context_outside(outer: str, expected: int, device: Device, offloading: Offload) -> None:
-    """A step enters one context and in it another several times, for its micro-batches; a last one enters that alone."""
+    """Each step enters one context, and within it another several times, for its micro-batches; a last step enters only the
+    other."""
     leaf = leaf_on(device.torch_device)
     for _ in range(2):
         with offloading(1.0, outer):

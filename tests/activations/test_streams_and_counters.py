@@ -1,4 +1,4 @@
-"""Storages that several streams use, or that several version counters watch over."""
+"""Storages that several streams use, or that have several version counters."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ DEVICE = ReferenceDevice()
 
 
 class Lit(nn.Module):
-    """As a LightningModule is: a step calls the parts of the module, and `forward` is for inference."""
+    """As a LightningModule: a step calls parts of the module, and `forward` is for inference."""
 
     def __init__(self) -> None:
         super().__init__()

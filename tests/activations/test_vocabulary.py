@@ -1,4 +1,4 @@
-"""What every context has: a plan, figures, a text that says what it does; and the same kinds of arguments."""
+"""Every context has a plan, figures, a text that describes it, and the same kinds of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes the device holds: never more than the ratio keeps, or the window, and the one storage at hand."""
+"""Bytes that the device holds: never more than the ratio keeps, or the window, and the one storage at hand."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
     found = run(lambda: offloading(0.5, "pipeline", window_bytes=window_units * UNIT_BYTES))
 
     assert_same_bits(found, run(nullcontext))
-    device.synchronize()  # what was served in place may be on its way to the host still
+    device.synchronize()  # storages served in place may still be on their way to the host
     stats = memkit.stats("pipeline")
     assert stats.peak_live_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
@@ -161,7 +161,7 @@ def test_late_lanes_move_the_same_bytes(seed: int) -> None:
 
 
 def test_fetched_records_that_are_passed_over_make_room(device: Device, offloading: Offload) -> None:
-    """The backward of the first branch goes another way than foreseen: what was fetched of the second must not block it."""
+    """The backward of the first branch takes an unforeseen way: tensors fetched for the second must not block it."""
     coming: list[set[int]] = []
     found = three_backwards(
         leaf_on(device.torch_device),
@@ -211,7 +211,7 @@ def test_what_fits_stays_when_the_forward_ends(device: Device, offloading: Offlo
 
 
 def test_order_of_the_backward_is_learned(device: Device, offloading: Offload) -> None:
-    """What is saved first is needed early, by a skip connection: foreseen from the second step on."""
+    """A skip connection needs the first saves early: foreseen from the second step on."""
     coming: list[set[int]] = []
     for _ in range(2):
         x = leaf_on(device.torch_device)

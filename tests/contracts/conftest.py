@@ -1,4 +1,4 @@
-"""What the contract tests run on: every saved-tensor context on every device, and streamed layers beside them."""
+"""Fixtures of the contract tests: every saved-tensor context on every device, and streamed layers beside them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ from tests.engine import let_go_of_last_backward
 __all__ = ["any_costs", "deterministic", "only_new_objects", "quick_plans", "without_collector"]
 
 DEVICES = ("late", "seed 0", *(["cuda"] if torch.cuda.is_available() else []))
-"""And "cpu" for what also works where device memory is host memory."""
+"""Also "cpu" for contexts that work where device memory is host memory."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """A saved-tensor context that tests make as often as they like: calling this makes one.
-
-    Attributes:
-        tag: of all that are made.
-    """
+    """A saved-tensor context; each call makes one, under the same `tag`."""
 
     name: str
     kind: Kind
@@ -55,14 +51,13 @@ class Context:
 
     @property
     def num_live(self) -> int:
-        """Records and bytes that graphs still hold, once copies that are under way have arrived, and backwards are over."""
+        """Records and bytes that graphs still hold, once copies under way have arrived, and backwards are over."""
         let_go_of_last_backward(self.torch_device)
         self.device.synchronize()
         return self.kind.num_live(self.tag)
 
     @property
     def num_acts(self) -> int:
-        """How often the last step copied or replayed."""
         return self.kind.num_acts(self.tag)
 
 
@@ -75,7 +70,7 @@ def _param(name: str, device: str, *marks: pytest.MarkDecorator) -> object:
 
 
 _LIKE_OTHERS = ("offload half", "remat dtr")
-"""What these do, the others do as well: they run where all does."""
+"""The others behave as these do: they run only in full runs."""
 
 
 def _params(kinds: dict[str, Kind]) -> list[object]:
@@ -84,7 +79,7 @@ def _params(kinds: dict[str, Kind]) -> list[object]:
 
 
 def open_found_late(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Have tensors on the CPU lie on a device of their own, which contexts find as one saves them."""
+    """Put tensors on the CPU on a device of their own, which contexts find as one saves them."""
     device = ReferenceDevice()
     for stage in (recording_stage, moving_stage):
         monkeypatch.setattr(stage, "open_device", lambda _: device)
@@ -97,11 +92,11 @@ def _open(name: str) -> Device:
 
 @pytest.fixture(params=_params(KINDS))
 def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    """Return each saved-tensor context on each device; in the end no race was found on it."""
+    """Return each saved-tensor context on each device; fail in the end if there were races."""
     name, device = request.param
     found = Context(name, KINDS[name], _open(device))
     yield found
-    found.device.synchronize()  # raises what finalizers have found
+    found.device.synchronize()  # raises the finalizers' findings
 
 
 _MORE = [_param(name, device, pytest.mark.slow) for name in MORE_KINDS for device in DEVICES if device != "seed 0"]
@@ -117,13 +112,8 @@ def any_context(request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 class Case:
-    """Something to train in any order of forwards and backwards: calling it by name runs a computation on x [8, 32].
-
-    Attributes:
-        x: an input that requires grad.
-        leaves: all that require grad.
-        context: makes what forwards run in.
-    """
+    """Something to train in any order of forwards and backwards: a call by name runs a computation on x [8, 32]. Forwards run
+    in `context()`; `leaves` has all tensors that require grad, such as `x`."""
 
     def __init__(self, device: Device, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self.device, self.context = device, context
@@ -159,7 +149,7 @@ class FrozenLayers(nn.Module):
 
 
 class LayersCase(Case):
-    """The same frozen layers whatever is computed, streamed or not."""
+    """The same frozen layers for every computation, streamed or not."""
 
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__(device)
@@ -173,7 +163,7 @@ class LayersCase(Case):
 
 @dataclass(frozen=True)
 class Training:
-    """Makes the same case without anything, and with what is tested."""
+    """Makes the same case plain, and with the tested feature."""
 
     plain: Callable[[], Case]
     tested: Callable[[], Case]

@@ -37,25 +37,20 @@ class Around:
 
 @dataclass(frozen=True)
 class Kind:
-    """A saved-tensor context in one setting.
-
-    Attributes:
-        make: makes it, for a device and under a tag.
-        stats: what tells of the tag, one function for each context in it.
-        on_cpu: whether it also works where device memory is host memory.
-    """
+    """A saved-tensor context in one setting: `make` makes it for a device and under a tag; `stats` has one function of the tag
+    for each context in it; with `on_cpu`, it also works where device memory is host memory."""
 
     make: Make
     stats: tuple[Callable[[str], Any], ...]
     on_cpu: bool = False
 
     def num_live(self, tag: str) -> int:
-        """Return the number of records and bytes that graphs still hold, on the device or in host memory."""
+        """Return how many records and bytes graphs still hold, on the device or in host memory."""
         found = [stats(tag) for stats in self.stats]
         return sum(one.live_records + one.live_bytes + getattr(one, "host_in_use_bytes", 0) for one in found)
 
     def num_acts(self, tag: str) -> int:
-        """Return how often the last step had a saved tensor elsewhere than it was, by copies or replays."""
+        """Return how many saved tensors the last step copied or replayed."""
         found = [stats(tag) for stats in self.stats]
         return sum(getattr(one, "num_copies_out", 0) + getattr(one, "num_replays", 0) for one in found)
 
@@ -68,7 +63,7 @@ def _offload(ratio: float, window_bytes: int | None = 0) -> Kind:
 
 
 def _recording_offload(ratio: float) -> Kind:
-    """An offload that records ops, since something was to be made again in the forward before."""
+    """An offload that records ops, since the forward before had something to recompute."""
 
     def make(device: Device | None, tag: str) -> memkit.CPUOffload:
         with memkit.CPUOffload(ratio, tag, min_bytes=0, device=device):
@@ -121,7 +116,7 @@ MORE_KINDS: dict[str, Kind] = {
     "budget 0.8": _budget(0.8),
     "budget of nothing": _budget("1B"),
 }
-"""Further settings, for what is to hold in every one of them."""
+"""Further settings, for promises that hold in every one of them."""
 
 SMALL_KINDS: dict[str, Kind] = {
     "offload all, a window of 128": _offload(1.0, 128),

@@ -1,4 +1,4 @@
-"""Any mix of keep, offload and recompute over the saves of a step: exact, without a race, and the bytes that were asked for."""
+"""Any mix of keep, offload and recompute over the saves of a step: exact, without a race, and with the expected bytes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_marks_of_rematerialize_move_and_drop_what_they_say(device: Device) -> N
 
         stats = memkit.stats("actions")
         assert stats.moved_out_bytes == _bytes(actions, Action.OFFLOAD)
-        assert stats.dropped_bytes >= _bytes(actions, Action.RECOMPUTE)  # a plan drops what others bring along as well
+        assert stats.dropped_bytes >= _bytes(actions, Action.RECOMPUTE)  # a plan also drops values that others bring along
     plan = memkit.Rematerialize(1.0, "actions").plan
     assert plan is not None
     for planned, asked in zip(plan.saves, actions, strict=True):
@@ -142,7 +142,7 @@ def test_marks_of_an_offload_move_and_keep_what_they_say(device: Device) -> None
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_what_is_marked_to_leave_is_let_go_where_the_ratio_moves_nothing(is_saved: bool, device: Device) -> None:
-    """Also where the mark comes after the save. And what is marked to stay is not counted twice."""
+    """Also if the mark comes after the save. Tensors marked to stay are not counted twice."""
     for _ in range(3):
         x = leaf_on(device.torch_device)
         with memkit.CPUOffload(0.0, "actions", min_bytes=0, window_bytes=0, device=device):
@@ -200,7 +200,7 @@ def test_nothing_moves_where_there_is_no_other_memory() -> None:
 
 @pytest.mark.parametrize("budget", [0.8, 0.5])
 def test_each_byte_crosses_once_each_way_around_a_rematerialize(budget: float, device: Device) -> None:
-    """What a replay reads from host memory is there for the request that comes later as well."""
+    """Bytes that a replay reads from host memory serve the later request as well."""
     x = leaf_on(device.torch_device)
     plain = _step(x, [None] * len(UNITS), nullcontext())
     for _ in range(4):
@@ -220,7 +220,7 @@ def test_each_byte_crosses_once_each_way_around_a_rematerialize(budget: float, d
 
 @pytest.mark.parametrize(("ratio", "word"), [(0.0, memkit.offload), (1.0, memkit.keep)])
 def test_marks_count_for_what_a_tensor_wraps(ratio: float, word: Callable[[Tensor], Tensor], device: Device) -> None:
-    """Of two tensors that are saved, one is marked: it does what the ratio does not."""
+    """Of two saved tensors one is marked, and goes against the ratio."""
     for _ in range(3):
         parts = [torch.linspace(0, 1, UNIT_NUMEL, device=device.torch_device) for _ in range(2)]
         x = TwoTensor(*parts).requires_grad_()
@@ -235,7 +235,7 @@ def test_marks_count_for_what_a_tensor_wraps(ratio: float, word: Callable[[Tenso
 def test_what_a_replay_reads_from_host_memory_is_fetched_ahead_of_it(
     outside: bool, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second backward on: the first one shows when replays read what. Its own request comes much later."""
+    """From the second backward on: the first shows the order of the replays' reads. Its own request comes much later."""
     events: list[str] = []
     make, fetch = RecordedForward.make, Ledger.fetch
 

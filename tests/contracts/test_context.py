@@ -1,4 +1,4 @@
-"""What every saved-tensor context keeps: gradients are those of the plain run, bit for bit, and saved tensors as they lay."""
+"""Every saved-tensor context keeps gradients bit for bit as in the plain run, and the layout of saved tensors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_models(name: str, context: Context) -> None:
 
 
 class KeepsNotes(torch.autograd.Function):
-    """Saves several views, and notes in both directions how they lie."""
+    """Saves several views, and notes their layout in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def test_dual_level_within_a_context_is_warned_of_where_nothing_is_saved(device:
 
 
 def test_transform_under_a_dual_level_leaves_torch_as_it_was(any_context: Context) -> None:
-    """Behind each op a transform puts back where torch dispatches to: a recorder that was left within is missed there."""
+    """Behind each op a transform restores torch's dispatch: it would miss a recorder that was left within."""
     x = torch.randn(6, 7, device=any_context.torch_device, requires_grad=True)
 
     with any_context(), forward_ad.dual_level():

@@ -1,4 +1,4 @@
-"""What goes wrong in and around a context stays what it was, nothing is lost, and the next step works."""
+"""Errors in and around a context reach the user unchanged, nothing is lost, and the next step works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ERRORS = [ValueError("mine"), KeyboardInterrupt()]
 
 
 class Fails(torch.autograd.Function):
-    """Saves its input and raises in the direction that it is told to."""
+    """Saves its input and raises in the chosen direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, error: BaseException, is_forward: bool) -> Tensor:

@@ -95,14 +95,14 @@ def _values_of(thing: object) -> Iterator[object]:
 
 
 _BY_CHANCE = (PlacedCopies, Planned, PlannedMoments)
-"""What of a GPU is up to chance, the first on all devices. A schedule of offloading keeps a few placements, by which host
-memory was free when forwards began; a budget has one more plan, with what is followed of it, where more bytes were beside a
-step."""
+"""Objects whose number is up to chance on a GPU, the first's on all devices. A schedule of offloading keeps a few placements,
+by the free host memory when forwards began; a budget has one more plan, with its followers, after a step with more bytes beside
+it."""
 _MOST_PLANS = 8
 
 
 def _held(context: Context) -> dict[str, object]:
-    """Return what may not grow with the number of steps."""
+    """Return counts that may not grow with the number of steps."""
     gc.collect()
     figures: dict[str, object] = {"live": context.num_live}
     for number, stats in enumerate(context.kind.stats):
@@ -127,7 +127,7 @@ def _held(context: Context) -> dict[str, object]:
 def test_thirty_steps(name: str, context: Context) -> None:
     for count in range(33):
         STEPS[name](Case(context.device, context))
-        context.device.synchronize()  # what is timed has been reached by the next step, however busy the device is
+        context.device.synchronize()  # the next step finds timed events reached, however busy the device is
         if count == 8:  # by then there are copies to all places that are used
             before = _held(context)
 
@@ -142,10 +142,10 @@ def test_thirty_steps(name: str, context: Context) -> None:
 @pytest.mark.usefixtures("without_collector")
 @each_step
 def test_tensors_are_freed_without_the_collector(name: str, context: Context) -> None:
-    """Nothing that holds tensors is in a cycle: they go as soon as in the plain run."""
+    """No cycle holds tensors: they go as soon as in the plain run."""
     for _ in range(6):
         STEPS[name](Case(context.device, context))
-    assert context.num_live == 0  # what has arrived by then is let go
+    assert context.num_live == 0  # copies that have arrived are let go
     before = _num_tensors(context)
     STEPS[name](Case(context.device, context))
     assert context.num_live == 0
@@ -156,7 +156,7 @@ def test_tensors_are_freed_without_the_collector(name: str, context: Context) ->
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("is_used", [True, False])
 def test_inputs_are_freed_with_the_graph(is_used: bool, context: Context) -> None:
-    """In each of the first steps, whether it is recorded, timed, or follows a plan; also where the graph is dropped unused."""
+    """In each of the first steps, whether recorded, timed, or planned; also if the graph is dropped unused."""
     _, w = inputs_on(context.torch_device)
     for _ in range(4):
         batch = torch.randn(8, 32, device=context.torch_device)

@@ -1,4 +1,4 @@
-"""Saved tensors that are no range of bytes, or are of a class of their own: given back as they were, in every context."""
+"""Saved tensors that are no range of bytes, or have their own class: every context gives them back unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(params=["offload all", "remat dtr of nothing", "remat dtr, verified", "budget", "offload around remat"])
 def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    """Return contexts on the device of the host: ops on most of these tensors are there alone."""
+    """Return contexts on the device of the host: only there do ops on most of these tensors exist."""
     device = ReferenceDevice()
     yield functools.partial((KINDS | MORE_KINDS)[request.param].make, device, "odd")
     device.synchronize()
@@ -61,7 +61,7 @@ class Refusing(Tensor):
 
 
 class Wrapper(Tensor):
-    """Wraps another tensor, and lets every op see that one."""
+    """Wraps another tensor, which every op sees instead."""
 
     inner: Tensor
 
@@ -86,7 +86,7 @@ class Wrapper(Tensor):
 
 
 class Flat(Wrapper):
-    """Also says what it is made of."""
+    """A wrapper that also names its inner tensors."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
@@ -166,7 +166,7 @@ def _resized(y: Tensor) -> Tensor:
 
 
 def _describe(tensor: Tensor) -> list[object]:
-    """Return all that a backward may see of a tensor."""
+    """Return everything that a backward may see of a tensor."""
     if isinstance(tensor, Wrapper):
         return [type(tensor), *_describe(tensor.inner)]
     with torch._C.DisableTorchFunctionSubclass():
@@ -192,12 +192,12 @@ def _describe(tensor: Tensor) -> list[object]:
 
 
 def _kind(tensor: Tensor) -> type[Tensor]:
-    """Return the class of a tensor; where it does not say what ops do, torch itself gives back a plain one under any hooks."""
+    """Return the class of a tensor; if it has no dispatch of its own, torch gives back a plain one under any hooks."""
     return type(tensor) if has_own_dispatch(tensor) else Tensor
 
 
 class Keeps(torch.autograd.Function):
-    """Saves a tensor, and in the backward notes what it got and what it had saved."""
+    """Saves a tensor, and notes in the backward the tensor it got and the one it had saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, make: Callable[[], Tensor], seen: list[object]) -> Tensor:
@@ -370,7 +370,7 @@ def test_values_of_a_jagged_tensor_leave() -> None:
         del y
     stats = memkit.stats("jagged")
 
-    assert stats.moved_out_bytes == 2 * 8 * 32 * 4  # what the sine was given, and what the exponential has made
+    assert stats.moved_out_bytes == 2 * 8 * 32 * 4  # the sine's input and the exponential's result
     assert storage() is None
     loss.backward()
     memkit.reset("jagged")

@@ -1,4 +1,4 @@
-"""In whatever order forwards and backwards come, on any stream and from any thread: the gradients of the plain run."""
+"""Forwards and backwards in any order, on any stream and from any thread: the gradients of the plain run."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _fail(_: Tensor) -> Tensor:
 
 
 def under_other_modes(case: Case) -> list[Tensor]:
-    """The backward runs under what the forward did not, and must not be told by it."""
+    """The backward runs under modes that the forward did not have, and must not depend on them."""
     loss = case("mlp", case.x).exp().sum()
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -229,8 +229,8 @@ def test_optimizer_steps(name: str, context: Context) -> None:
 
 
 def _has_nothing_to_gain(context: Context) -> bool:
-    """Tell whether the least that a plan is found for is the plain step: on a GPU products of so few numbers have workspaces of
-    MiB, and what is saved beside them makes no difference."""
+    """Tell whether the least budget with a plan is the plain step: on a GPU, products of so few numbers have workspaces of MiB,
+    and the saved bytes beside them make no difference."""
     made = context()
     if not isinstance(made, memkit.MemoryBudget) or context.torch_device.type != "cuda":
         return False
@@ -242,7 +242,7 @@ def _has_nothing_to_gain(context: Context) -> bool:
 
 @pytest.mark.parametrize("forward_aside", [False, True])
 def test_streams(forward_aside: bool, context: Context) -> None:
-    """Pack on one stream, unpack on another: copies and replays wait for what they read, and those who come later for them."""
+    """Pack on one stream, unpack on another: copies and replays wait for their inputs, and later users for them."""
     device = context.device
     side = device.new_stream("side")
     x, w = inputs_on(device.torch_device)

@@ -1,4 +1,4 @@
-"""What was saved, or is read again, is written to: after the save, by another forward, by the backward itself."""
+"""Writes to tensors that were saved or are read again: after the save, by another forward, by the backward itself."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_nothing_is_made_from_a_copy_that_a_backward_has_written_to(any_context:
 
 
 def test_write_of_a_backward_to_a_saved_tensor_that_others_need_never_reaches_them(any_context: Context) -> None:
-    """It is noticed, as without a context, or it is a write to a copy."""
+    """The write is noticed, as without a context, or goes to a copy."""
     x = torch.linspace(0, 1, 4, device=any_context.torch_device).requires_grad_()
     with any_context():
         y = x * 2

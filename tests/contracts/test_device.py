@@ -1,4 +1,4 @@
-"""What `memkit.device.Device` promises about streams, events and copies: on the reference device, and on CUDA."""
+"""The promises of `memkit.device.Device` about streams, events and copies: on the reference device, and on CUDA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _filled(device: Device, value: int, num_bytes: int = 4 * MIB) -> torch.Untyp
 
 
 def _delay(device: Device, stream: Stream) -> None:
-    """Keep a stream of a real device busy, so that what does not wait for it comes too early."""
+    """Keep a stream of a real device busy, so that work that does not wait for it comes too early."""
     if isinstance(device, CudaDevice):
         with device.on_stream(stream):
             torch.cuda._sleep(200_000_000)

@@ -1,5 +1,5 @@
-"""A training loop goes on after Ctrl-C: whatever line of memkit it interrupted, no later step has a wrong number, every context
-has ended, no hook, mode or lock is left, and nothing was freed under a copy."""
+"""A training loop goes on after Ctrl-C at any line of memkit: no later step has a wrong number, every context has ended, no
+hook, mode or lock is left, and nothing was freed under a copy."""
 
 from __future__ import annotations
 
@@ -82,12 +82,8 @@ def flat() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is interrupted: a feature around a model.
-
-    Attributes:
-        contexts: makes the contexts of each step, the outermost first.
-        num_steps: after which it does the same in each.
-    """
+    """A feature around a model, to be interrupted. `contexts` makes the contexts of each step, the outermost first; from
+    `num_steps` on, all steps do the same."""
 
     contexts: Callable[[Device], list[AbstractContextManager[Any]]]
     model: Callable[[], nn.Module] = Model
@@ -119,7 +115,7 @@ SLOW = ("regions", "spans", "compiled blocks", "remat dtr", "remat plan of nothi
 
 
 class Loop:
-    """A training loop on a device of its own. All its steps begin alike, so that all must end alike."""
+    """A training loop on a device of its own. All its steps begin in the same state, so that all must end in the same state."""
 
     def __init__(self, subject: Subject, *, device: str = "late", is_made_once: bool = False) -> None:
         self.subject, self.device_name, self.is_made_once = subject, device, is_made_once
@@ -133,7 +129,7 @@ class Loop:
         self.hooks = hooks_around(self.model)
 
     def begin(self) -> None:
-        """Forget what earlier steps have taught, as in a new process."""
+        """Forget all that earlier steps have taught, as in a new process."""
         if self._handle is not None:
             self._handle.remove()
         memkit.reset(TAG)
@@ -142,7 +138,7 @@ class Loop:
         if self.subject.is_attached:
             self._handle = memkit.attach(self.model, *self._made)
         self.generator_state: Tensor | None = None
-        """As the forward of the last step left it: the backward keeps it."""
+        """The generator's state after the last forward: the backward keeps it."""
 
     def step(self) -> list[Tensor]:
         """Return the loss, the gradients and the buffers of a step."""
@@ -176,7 +172,7 @@ class Loop:
         return stats.host_held_bytes, stats.host_in_use_bytes, stats.live_bytes, stats.live_records
 
     def check(self, count: int, *, prepare: Callable[[], object] = lambda: None, within: str | None = None) -> None:
-        """Interrupt steps at so many lines, and look at those that follow each."""
+        """Interrupt steps at so many lines, and check the steps that follow each."""
         for place in interrupts(self.step, count, prepare=prepare, within=within):
             if self.generator_state is not None:
                 assert torch.equal(self.generator_state, torch.get_rng_state()), place
@@ -189,7 +185,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def ops_are_dear(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have regions chosen wherever they fit, and leave nothing that was compiled."""
+    """Have regions chosen wherever they fit, and leave nothing compiled behind."""
     if any(name in request.node.name for name in ("regions", "spans", "compiled")):
         monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
     yield
@@ -237,7 +233,7 @@ def test_step_whose_copies_land_at_any_time(seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_step_on_a_gpu(name: str) -> None:
-    """There the backward runs in another thread: only what the main thread does is interrupted."""
+    """There the backward runs in another thread: only the main thread's work is interrupted."""
     loop = Loop(SUBJECTS[name], device="cuda")
     for _ in range(SUBJECTS[name].num_steps):
         loop.step()
@@ -247,7 +243,7 @@ def test_step_on_a_gpu(name: str) -> None:
 
 EDGES = ("enter_with", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "end_left")
 EDGES_OF_DRAWS = {"remat plan of nothing": ("_draw",)}
-"""Where an op that draws random numbers runs again, the generator is kept."""
+"""If an op that draws random numbers runs again, the generator is kept."""
 COPIES = ("_pack", "keep_up", "start", "_release_next", "_unpack", "_fetch_next", "_serve_last", "settle", "close")
 
 

@@ -90,13 +90,10 @@ def test_graph_with_a_write_to_what_a_mark_has_kept(name: str) -> None:
 
 
 def _refused_at(program: Program, name: str) -> int:
-    """Compare a program to its plain run: where that raises, so must this.
-
-    Return where a backward refused what plain autograd does not, since something dropped is made from what was written to
-    meanwhile; -1 if none did.
-    """
+    """Compare a program to its plain run: if that raises, so must this. Return where a backward refused more than plain
+    autograd does, since a dropped tensor would be made from overwritten inputs; -1 if none did."""
     wanted, device = run(program), ReferenceDevice()
-    assert len(wanted) >= 2 * NUM_STEPS  # gradients, and what was written
+    assert len(wanted) >= 2 * NUM_STEPS  # gradients, and written tensors
     try:
         found = run(program, lambda tag: STEP_KINDS[name].make(device, tag))
     finally:

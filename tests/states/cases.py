@@ -80,7 +80,7 @@ class BeginsInEvalMode(ScheduleFree):
 
 
 class Early(torch.optim.Optimizer):
-    """Makes its states with the optimizer, as `Adagrad` does in some releases of torch, and not in a step."""
+    """Makes its states at construction, as `Adagrad` does in some releases of torch, and not in a step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-2})
@@ -102,7 +102,7 @@ class Early(torch.optim.Optimizer):
 
 
 class Rebinding(torch.optim.Optimizer):
-    """A user-made one: it puts new tensors in the place of the old, counts in a plain number, and in an attribute."""
+    """A user-made one: it replaces its tensors by new ones, counts in a plain number, and in an attribute."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -124,7 +124,7 @@ class Rebinding(torch.optim.Optimizer):
 
 
 class Odd(torch.optim.Optimizer):
-    """Has its states change places, puts another tensor into the data of parameters, and begins anew every third step."""
+    """Exchanges its states, sets the data of parameters, and begins anew every third step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -147,7 +147,7 @@ class Odd(torch.optim.Optimizer):
 
 
 class FailsOnHost(torch.optim.SGD):
-    """Fails in the step of a piece, counted from 1, in the thread that steps on the host: once it is told so."""
+    """Fails in the step of a piece, counted from 1, in the thread that steps on the host, once told so."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -181,7 +181,7 @@ class DAdapting(torch.optim.Optimizer):
 
 
 class GlobalNorm(torch.optim.Optimizer):
-    """Clips by the norm of all gradients within its step, and writes that nowhere."""
+    """Clips by the norm of all gradients within its step, and keeps the norm nowhere."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-2})
@@ -222,8 +222,6 @@ class EightBit(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer to test."""
-
     name: str
     make: Make
 
@@ -259,18 +257,18 @@ OPTIMIZERS = [
     Case("rebinding", Rebinding),
     Case("early", Early),
 ]
-"""Every dense class of `torch.optim`, in each of its ways, and some that users make."""
+"""Every dense class of `torch.optim`, in each of its ways, and some user-made ones."""
 
 _OFTEN = (
     *("Adam loop", "AdamW fused", "RMSprop foreach", "SGD fused", "Adafactor loop", "Muon", "AdamW lr tensor", "schedule free"),
     "rebinding",
 )
-"""One of each way of stepping and each kind of state: scalars on the host, tensors smaller than the parameter, groups that
-count, new tensors in the place of old ones."""
+"""One for each way of stepping and each kind of state: scalars on the host, tensors smaller than the parameter, groups that
+count, new tensors in place of old ones."""
 
 
 def often(cases: Iterable[Case]) -> list[Any]:
-    """Return cases as parameters of a test, of which the plain run of pytest has one of each kind."""
+    """Return cases as parameters of a test; a plain pytest run has one of each kind."""
     return [case if case.name in _OFTEN else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
@@ -292,8 +290,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def in_all_ways(cases: Iterable[Case]) -> list[Any]:
-    """Return usual cases with the name of each way, the others with some; every other one with large parameters in windows. The
-    plain run of pytest has all on the device, and each other way with some of the usual ones."""
+    """Return usual cases with the name of each way, the others with some; every other one with large parameters in windows. A
+    plain pytest run has all cases on the device, and in each other way some of the usual ones."""
     usual, found = list(_OFTEN), []
     for number, case in enumerate(cases):
         for place, way in enumerate(WAYS):
@@ -315,7 +313,6 @@ def skip_host_steps(device: Device, way: str) -> None:
 
 
 def cut(patch: pytest.MonkeyPatch, *, numel: int = 256) -> None:
-    """Have matrices be stepped in windows."""
     patch.setattr(state_pieces, "PIECE_BYTES", 1200)
     for module in (state_pieces, trial):
         patch.setattr(module, "WINDOW_NUMEL", numel)
@@ -373,7 +370,7 @@ def train(
     accumulate: int = 1,
     states: memkit.StateOffload | None = None,
 ) -> None:
-    """Train as users do: with what steps within the backward, in its context where gradients are accumulated."""
+    """Train as users do: within the context of a feature that steps in the backward, if gradients are accumulated."""
     dtype = next(model.parameters()).dtype
     for step in steps:
         for part in range(accumulate):
@@ -388,15 +385,8 @@ def train(
 
 
 def assert_resumes(case: Case, device: Device, folder: Path, *, num_steps_before: Iterable[int], **options: Any) -> None:
-    """Assert that a training goes on with the same bits when its states are loaded from plain torch, and then there again.
-
-    Args:
-        case: the optimizer.
-        device: where it is trained.
-        folder: where states are saved.
-        num_steps_before: how many steps what is loaded into has made, each time.
-        options: of the `StateOffload`.
-    """
+    """Assert that a training goes on with the same bits when its states, saved in `folder`, are loaded from plain torch, and
+    then there again. Each time, the loading training has made `num_steps_before` steps."""
     plain = make_net(device, case)
     plain_optimizer = case.make(groups_of(plain))
     train(plain, plain_optimizer, device, range(3))
@@ -427,7 +417,7 @@ def assert_resumes(case: Case, device: Device, folder: Path, *, num_steps_before
 
 
 def assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Assert that two things made of tensors, numbers, dicts and lists have the same bits."""
+    """Assert that two structures of tensors, numbers, dicts and lists have the same bits."""
     if isinstance(one, Int8):
         assert isinstance(other, Int8), where
         assert_same(one.inner, other.inner, where)

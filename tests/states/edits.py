@@ -1,4 +1,4 @@
-"""What users do to `param_groups` between steps."""
+"""Users' edits of `param_groups` between steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from memkit.states.packing import OnDisk
 
 
 class Program:
-    """A model that is trained while its optimizer's groups change.
-
-    Args:
-        model: the model.
-        make: makes the optimizer.
-        freezes: whether what leaves the optimizer is frozen until it comes back.
-    """
+    """A model that is trained while its optimizer's groups change. With `freezes`, parameters that leave the optimizer are
+    frozen until they come back."""
 
     def __init__(self, model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], *, freezes: bool = False) -> None:
         self.model, self.freezes = model, freezes
@@ -31,7 +26,7 @@ class Program:
         return [parameter for parameter in self.parameters if id(parameter) not in known]
 
     def kept(self) -> Any:
-        """Return the states and the groups: a state dict can't be made where a parameter has left and its states stay."""
+        """Return the states and the groups: a state dict can't be made if a parameter has left and its states stay."""
         optimizer, places = self.optimizer, {id(parameter): place for place, parameter in enumerate(self.parameters)}
         groups = [{**group, "params": [places[id(item)] for item in group["params"]]} for group in optimizer.param_groups]
         return [optimizer.state.get(parameter) or {} for parameter in self.parameters], groups

@@ -107,7 +107,7 @@ def test_loading_between_a_backward_and_the_next(device: Device, way: str, is_be
         train(nets[1], optimizers[1], device, range(5, 7), states=states)
         if is_behind_backward:
             nets[1](batch(device, 8)).square().mean().backward()
-        states.wait()  # else what is stepped on the host would come back behind what is loaded
+        states.wait()  # else the host's steps would come back behind the loaded states
         nets[1].load_state_dict(nets[0].state_dict())
         optimizers[1].load_state_dict(optimizers[0].state_dict())
         optimizers[1].zero_grad()
@@ -161,7 +161,7 @@ def test_closing_behind_a_backward(device: Device, way: str, saves: bool) -> Non
 
 
 class Slow(torch.optim.AdamW):
-    """Steps once it is let."""
+    """Steps once the gate lets it."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
@@ -173,7 +173,7 @@ class Slow(torch.optim.AdamW):
 
 
 class Gate:
-    """Lets steps through, or keeps them. It is no part of what an optimizer writes to."""
+    """Lets steps through, or holds them. It is no part of the optimizer's state."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -299,7 +299,7 @@ def test_parameters_may_be_read_once_the_backward_is_over() -> None:
 
 
 def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host() -> None:
-    """`optimizer.step()` writes to what was stepped on the host: behind whatever the current stream was given before."""
+    """`optimizer.step()` writes parameters that were stepped on the host, behind the current stream's earlier work."""
     device = ReferenceDevice()
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -343,7 +343,7 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes next waits for that thread, which may be about to step a parameter."""
+    """Later code waits for that thread, which may be about to step a parameter."""
     device, log = ReferenceDevice(), list[str]()
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -408,7 +408,7 @@ def test_a_replica_is_refused(tmp_path: Any) -> None:
 
 
 class _Crossed(nn.Module):
-    """Blocks whose gradients come otherwise than in reverse: what was made last in each is called first."""
+    """Blocks whose gradients don't come in reverse order: each block calls its last-made layer first."""
 
     def __init__(self) -> None:
         super().__init__()

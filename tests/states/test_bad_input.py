@@ -1,4 +1,4 @@
-"""What can't be done exactly is refused by name, before anything moves."""
+"""Uses that can't be exact are refused by name, before anything moves."""
 
 from __future__ import annotations
 

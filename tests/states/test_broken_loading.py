@@ -1,4 +1,4 @@
-"""`load_state_dict` that is broken off: states are the old ones or the loaded ones, or an error says that they are neither."""
+"""`load_state_dict` that is broken off: states are the old or the loaded ones, or an error says that they are neither."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Broken(dict[Any, Any]):
-    """States of a parameter; whoever reads them is interrupted."""
+    """States of a parameter; a read of them is interrupted."""
 
     def items(self) -> Any:
         raise KeyboardInterrupt

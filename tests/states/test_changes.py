@@ -1,4 +1,4 @@
-"""What changes between two steps: groups, gradients that are missing, states that are new or put elsewhere, precisions."""
+"""Changes between two steps: groups, missing gradients, new or moved states, precisions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Loop = Callable[[list[nn.Parameter], Any], Any]
 def assert_as_plain(
     device: Device, start: Callable[[], list[nn.Parameter]], optimizer: Optimizers, loop: Loop, **options: Any
 ) -> None:
-    """Assert that a loop comes to the same parameters and states as without offload, while it streams and once it is closed."""
+    """Assert that a loop has the same parameters and states as without offload, while it streams and once it is closed."""
     plain, parameters = start(), start()
     plain_optimizer, own = optimizer(plain), optimizer(parameters)
     loop(plain, plain_optimizer)
@@ -81,7 +81,7 @@ def test_groups_that_are_added(device: Device, update: str, first: int, more: in
 
 
 class Scaled(torch.optim.SGD):
-    """Steps each parameter by a factor that the user has put on it."""
+    """Scales the step of each parameter by a factor that the user has set on it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -161,7 +161,7 @@ class Breaking(torch.optim.Optimizer):
 @pytest.mark.filterwarnings("ignore:StateOffload. states of")
 @pytest.mark.parametrize("becomes_double", [False, True])
 def test_a_step_of_others_than_before_is_undone(device: Device, becomes_double: bool) -> None:
-    """Of more parameters, or of others in precision."""
+    """More parameters, or others in precision."""
     parameters = make(48)
     optimizer = Breaking(parameters)
     with offload(optimizer, device):

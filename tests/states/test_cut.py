@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have parameters of more than some kilobytes of states be large, and be stepped in windows of 512 elements or more."""
+    """Make parameters with more than some kilobytes of states large, stepped in windows of 512 elements or more."""
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 6000)
     for module in (state_pieces, trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 512)
@@ -51,7 +51,7 @@ def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torc
 
 
 def failing_at(parameter: nn.Parameter, window: int) -> Tensor:
-    """Return a gradient that is no number in a window of 512 elements."""
+    """Return a gradient with NaN in one window of 512 elements."""
     found = torch.full_like(parameter, 2.0)
     found.view(-1)[512 * window] = math.nan
     return found
@@ -87,7 +87,7 @@ def test_states_are_those_of_torch(device: Device) -> None:
 
 @pytest.mark.parametrize("way", ["device", "backward", "host", "beside", "disk", "backward, disk"])
 def test_what_lies_otherwise_is_stepped_whole(way: str) -> None:
-    """A parameter, or states, whose elements are not one behind the other."""
+    """The elements of a parameter or its states are not adjacent."""
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
@@ -201,14 +201,14 @@ def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch
 
 
 class PerMatrix(Momentum):
-    """Scales each matrix by its own norm, where it is told so."""
+    """Scales each matrix by its own norm, if told so."""
 
     def scale(self, group: dict[str, Any], index: int) -> float:
         return float(group["params"][index].norm()) if group.get("scaled", True) else 1.0
 
 
 class DecaysMatrices(Momentum):
-    """Does something else with matrices than with vectors."""
+    """Treats matrices and vectors differently."""
 
     def scale(self, group: dict[str, Any], index: int) -> float:
         return 0.5 if group["params"][index].dim() > 1 else 1.0
@@ -222,7 +222,7 @@ class Rounding(Momentum):
 
 
 class Counts(Momentum):
-    """Keeps a sum over all elements, from some step on, and does nothing with it."""
+    """Keeps a sum over all elements, from some step on, without using it."""
 
     begins_at = 0
 
@@ -252,7 +252,7 @@ def test_what_is_not_elementwise_is_stepped_whole(kind: Any) -> None:
 
 
 def test_each_group_is_tried_by_itself() -> None:
-    """Of an optimizer that steps matrices of some groups as such, the others can be cut."""
+    """If an optimizer steps whole matrices of some groups, its other groups can be cut."""
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]
     optimizers = [
@@ -287,7 +287,7 @@ def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
 
 
 class Averaged(torch.optim.Optimizer):
-    """Steps by a mean of gradients; it may write to gradients, keep one state more, and fail."""
+    """Steps by a mean of gradients; it may write to gradients, keep one more state, and fail."""
 
     def __init__(self, parameters: Any, *, unscales: bool = False) -> None:
         super().__init__(parameters, {"lr": 0.1, "amsgrad": False})
@@ -363,7 +363,7 @@ def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
     failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several are given to the host at once. What it says of the parameter is true: as before, or stepped in part."""
+    """The host gets several at once. The report of the parameter is true: as before, or stepped in part."""
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
     parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
     optimizer = FailsOnHost([parameter])
@@ -403,7 +403,7 @@ def test_rest_is_not_stepped_with_a_gradient_that_the_step_has_written_to() -> N
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("way", ["device", "host", "backward, host", "beside, host"])
 def test_states_that_are_loaded_behind_a_step_that_was_broken_off(way: str, num_before: int, amsgrad: bool) -> None:
-    """Nothing of that step is told again, or stepped with."""
+    """Nothing of that step is reported again, or used in a step."""
     (parameter, optimizer), (plain, other) = averaged(), averaged()
 
     def step(each: nn.Parameter, its: torch.optim.Optimizer, *, fails: bool = False) -> None:

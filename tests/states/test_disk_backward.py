@@ -61,7 +61,7 @@ def _drawn_order(step: int) -> list[int]:
 
 
 class _Prompt(ReferenceDisk):
-    """A disk that is done at once, so that as many parts as may be are on their way to their slots."""
+    """A disk that is done at once, so that as many parts as possible are on their way to their slots."""
 
     def _make_queue(self, num_threads: int) -> Any:
         queue: Any = super()._make_queue(num_threads)
@@ -117,7 +117,7 @@ def test_backwards_that_come_otherwise_than_predicted(
 @pytest.mark.parametrize("is_all", [True, False])
 @pytest.mark.parametrize("kind", DISKS)
 def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: bool) -> None:
-    """The backward finds them when it comes to the parameter, whose states are on their way by then."""
+    """The backward finds them at the parameter, whose states are on their way by then."""
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]
     optimizers = [adamw(net) for net in nets]
@@ -208,7 +208,7 @@ def test_a_disk_that_fails(
     seed: int | None,
     is_late: bool,
 ) -> None:
-    """Each parameter is as before the step or as after it, and the step can be ended; or what is stepped in part is named."""
+    """Each parameter is as before the step or as after it, and the step can be ended; or an error names partly stepped ones."""
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             cut(patch)
@@ -259,7 +259,7 @@ def test_a_read_that_fails_breaks_off_the_backward_when_its_turn_comes() -> None
 
 
 def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copy is put on the lane late: the next piece of the slot, whose memory is pinned, waits for that."""
+    """Its copy is put on the lane late: the slot's next piece, whose memory is pinned, waits for it."""
     device, width = ReferenceDevice(), 512
     copy_now, fetch = staging._Side.copy, StateSlots.fetch
     late = list[Any]()
@@ -278,7 +278,7 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
 
     monkeypatch.setattr(staging._Side, "copy", copy_late)
     monkeypatch.setattr(StateSlots, "fetch", fetch_and_land)
-    PinLimit(device, monkeypatch, 8 * MIB)  # what the disk needs
+    PinLimit(device, monkeypatch, 8 * MIB)  # the disk's need
     torch.manual_seed(0)
     plain = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(12))
     model = copy.deepcopy(plain)
@@ -323,12 +323,12 @@ class _Restarting(torch.optim.Optimizer):
 
 
 class _Noting(ReferenceDevice):
-    """A device that knows which copies from host memory may be under way yet, as far as the host can tell."""
+    """A device that knows which copies from host memory may still be under way, as far as the host can tell."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reading: list[tuple[int, int, int, int]] = []
-        """Where each begins and ends, the number of its stream, and how many there are on that with it."""
+        """For each copy: its begin and end, the number of its stream, and that stream's clock behind it."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         super().copy(destination, source, stream)
@@ -346,7 +346,7 @@ class _Noting(ReferenceDevice):
 def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a step leaves no states, no copy comes back to the buffer that tells when the copy from there is done."""
+    """If a step leaves no states, no copy comes back to the buffer to tell when the copy from there is done."""
     device = _Noting()
     nets = [make_net(device), make_net(device)]
     optimizers = [_Restarting(net.parameters()) for net in nets]

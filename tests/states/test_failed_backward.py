@@ -1,4 +1,4 @@
-"""A loop goes on behind a backward that has failed within steps: what was stepped is as if `optimizer.step()` had followed."""
+"""A loop goes on after a backward that has failed within steps: stepped parameters are as after `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOPS = ["zeroed ahead", "filled with zeros ahead", "zeroed behind", "never zero
 
 
 class Failing(Stack):
-    """Its backward fails behind the second layer, where it is told so."""
+    """Its backward fails behind the second layer, if told so."""
 
     fails = False
 
@@ -92,7 +92,7 @@ def test_loop_goes_on(
 
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_gradients_that_are_zeroed_are_of_another_step_where_no_forward_of_a_module_runs(update: str) -> None:
-    """A step on the host that has not come back is told of: the graph has read parameters as they were before it."""
+    """A step on the host that has not come back raises: the graph has read the parameters from before it."""
     weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=0.5, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""Whatever breaks a step off, each parameter and its states are as before it or as after it, and the next step goes on."""
+"""After any fault in a step, each parameter and its states are as before it or as after it, and the next step goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 
 
 class Faulty(ReferenceDevice):
-    """A device whose next calls fail, from a chosen one on as often as asked."""
+    """A device whose calls fail from a chosen one on, as often as asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Faulty(ReferenceDevice):
 
 
 def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a class like another whose step fails between the parameters of a piece, or behind them."""
+    """Return a subclass whose step fails between the parameters of a piece, or behind them."""
 
     class Failing(kind):  # type: ignore[misc, valid-type]
         fails_at: dict[int, BaseException] = {}  # noqa: RUF012
@@ -89,7 +89,7 @@ def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    saved = optimizer.state_dict()["state"]  # which waits, and reads what is on a disk
+    saved = optimizer.state_dict()["state"]  # which waits, and reads the disk
     return [
         (parameter.detach().clone(), copy.deepcopy(dict(saved.get(number) or {})))
         for number, parameter in enumerate(model.parameters())
@@ -120,7 +120,7 @@ ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
 class Compared:
-    """A model that is stepped in one of the ways, and a plain one that has made the next step."""
+    """A model that is stepped in one of the ways, and a plain one that is a step ahead."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Compared:
         assert_same(snapshot(self.model, self.optimizer), self.new)
 
     def assert_goes_on(self, where: str = "") -> None:
-        """Assert that the next steps are those of a plain model which is as this one is now."""
+        """Assert that the next steps equal those of a plain model in the same state."""
         self.plain.load_state_dict(self.model.state_dict())
         self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         for net, own in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
@@ -360,7 +360,7 @@ def _interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
     class Late(DAdapting):
-        """Writes to its groups what it has found only after some steps."""
+        """Writes its estimate to its groups only after some steps."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A fingerprint of words is another one whenever any of them is."""
+"""A fingerprint of words changes whenever one of them does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fingerprint(words: Tensor) -> int:
 
 
 def by_hand(words: list[int]) -> int:
-    """Return the same from Python's numbers: SplitMix64's finalizer as its authors write it."""
+    """Compute the fingerprint with Python's numbers: SplitMix64's finalizer as its authors write it."""
     total = 0
     for index, word in enumerate(words):
         z = (word + index * 0x9E3779B97F4A7C15) % MODULO
@@ -40,7 +40,7 @@ def test_is_that_of_splitmix(words: list[int]) -> None:
 
 
 def test_sees_any_two_signs() -> None:
-    """What the first bits of two words become must not cancel out."""
+    """The contributions of the first bits of two words must not cancel out."""
     words = torch.randint(-(2**62), 2**62, (60,), generator=torch.Generator().manual_seed(1))
     before, seen = fingerprint(words), set()
     for one in range(60):

@@ -49,7 +49,7 @@ def in_two_groups(make: Callable[[Any], torch.optim.Optimizer], parameters: Any)
 
 
 def run(seed: int, device: Device, plain: Program, own: Program, wait: Callable[[], object], *, has_step: bool = True) -> None:
-    """Train both, and see that they are the same. Edits come ahead of a forward, or between it and the backward."""
+    """Train both, and compare them. Edits come ahead of a forward, or between it and the backward."""
     when = random.Random(seed)
     (batch,) = inputs(device, 1)
     batch = batch.to(plain.parameters[0].dtype)

@@ -1,4 +1,4 @@
-"""Steps on the host: as the class steps CPU copies; what the thread does, what goes over the link, and what others write."""
+"""Steps on the host: as the class steps CPU copies; the thread's work, the bytes over the link, and others' writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make(device: Device, *, mixed: bool = False) -> list[nn.Parameter]:
-    """Return bfloat16 parameters, of which some are float32 if they are mixed."""
+    """Return bfloat16 parameters; some are float32 if `mixed`."""
     generator = torch.Generator().manual_seed(1)
     dtypes = [torch.float32 if mixed and number % 3 == 1 else torch.bfloat16 for number in range(len(SIZES))]
     return [
@@ -50,7 +50,7 @@ def skip_a_gpu(device: Device) -> None:
 
 
 class _Seen(TorchDispatchMode):
-    """Notes what ops touch how many bytes."""
+    """Notes ops and the bytes that they touch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
-    """Return what is called in the thread that steps."""
+    """Return the ops in the thread that steps."""
     mode, step = _Seen(), HostSteps._step
 
     def watched(*args: Any) -> None:
@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
 MARKS_BYTES = 16
 """Two fingerprints, which the thread compares."""
 VIEWS = ("detach", "alias", "view", "empty", "set_")
-"""What touches no bytes."""
+"""They touch no bytes."""
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in windows"])
@@ -255,8 +255,8 @@ def test_what_is_written_to_a_copy_is_taken_back_as_on_the_device(device: Device
 def test_what_windows_have_stepped_since_is_known(
     forms: str, restored: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parameter that is contiguous in some steps ("c"), and is transposed ("t") and stepped as a whole in others, is written
-    to be what it was when it was last stepped in the same way."""
+    """A parameter that is contiguous in some steps ("c"), and in others transposed ("t") and stepped as a whole, is written
+    back to its value from its last step of the same kind."""
     skip_a_gpu(device)
     cut(monkeypatch)
     ends = []
@@ -299,7 +299,7 @@ def test_memory_that_is_not_pinned(device: Device, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has failed when the thread turns to what has come by it: nothing is stepped with the gradients of before."""
+    """It has failed when the thread turns to its bytes: nothing is stepped with old gradients."""
     device = ReferenceDevice()
     parameters, is_reached = make(device), PromisedEvent.is_reached
     optimizer = adamw(parameters)

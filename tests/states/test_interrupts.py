@@ -27,7 +27,7 @@ NUM_LINES = [5, pytest.param(40, marks=pytest.mark.slow)]
 
 @contextmanager
 def lost_is_named() -> Iterator[None]:
-    """Let an error pass that says which parameter is half written, and what to do."""
+    """Let an error pass that names a half-written parameter and the remedy."""
     try:
         yield
     except StateOffloadError as error:

@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def in_groups(make: Make) -> Make:
-    """Return what makes an optimizer of two groups, the second with another learning rate."""
+    """Return a maker of the optimizer in two groups, the second with another learning rate."""
 
     def made(parameters: Any) -> torch.optim.Optimizer:
         given = list(parameters)
@@ -58,7 +58,7 @@ def streamed(model: nn.Module, device: Device, make: Make = OPTIMIZERS["AdamW"],
 
 
 class Both:
-    """A model whose layers stream, with their states, and a plain one that is to be the same after each step."""
+    """A model whose layers stream with their states, and a plain one that must equal it after each step."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Both:
         return (batch + self.num_steps / 100).to(self.dtype)
 
     def step(self, *, has_own: bool = False) -> None:
-        """Train both for one step, and see that they are the same."""
+        """Train both for one step, and compare them."""
         batch = self.batch()
         self.num_steps += 1
         for one in (self.plain, self.model):
@@ -118,7 +118,7 @@ class Both:
 
 
 def _each_way(names: Any) -> list[Any]:
-    """Return optimizers, each in a loop with and without `step()`: of which the plain run of pytest has one."""
+    """Return optimizers, each in a loop with and without `step()`; a plain pytest run has one of the two."""
     alone = {"AdamW fused": True}
     ways = [(name, has_own) for name in names for has_own in (False, True)]
     return [way if alone.get(way[0]) is way[1] else pytest.param(*way, marks=pytest.mark.slow) for way in ways]
@@ -191,7 +191,7 @@ def test_frozen_and_tied_parameters(device: Device) -> None:
 
 
 def test_frozen_weights_are_read_behind_all_steps_of_their_layer(device: Device) -> None:
-    """What is trained of a layer is stepped and written back ahead of the rest of its backward."""
+    """The layer's trained weights are stepped and written back ahead of the rest of its backward."""
     both = Both(device, model=only_lora(Stack(4)), num_slots=2)
     for _ in range(4):
         both.step()
@@ -431,7 +431,7 @@ def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> Non
 
 
 def _is_behind_steps(both: Both) -> bool:
-    """Tell whether the current stream has waited for all that was put on the stream for steps."""
+    """Tell whether the current stream has waited for all work on the stream for steps."""
     if not isinstance(both.device, ReferenceDevice):
         return True
     steps, current = both.states._in_backward, both.device.current_stream()
@@ -466,7 +466,7 @@ def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, dev
 
 
 def test_layer_that_is_stepped_in_part_is_used_within_the_same_backward(device: Device) -> None:
-    """What is stepped beside the backward is waited for by a forward in that."""
+    """A forward within the backward waits for steps beside it."""
     both = Both(device, model=Stack(4))
     batch, were_behind, layer = both.batch(), [], both.model.get_submodule("layers.2")
 

@@ -1,4 +1,4 @@
-"""Whatever breaks off a backward that steps streamed layers, each weight and its states are as before or as after the step."""
+"""After any fault in a backward that steps streamed layers, each weight and its states are as before or as after the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 
 
 class _Trained:
-    """A model whose layers stream with their states, and a plain one that has made the next step."""
+    """A model whose layers stream with their states, and a plain one that is a step ahead."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class _Trained:
     def assert_whole(self) -> int:
         """Assert that each parameter is old or new, with its states. Return how many are new."""
         with torch.no_grad():
-            self.model(inputs(self.device, 1)[0].to(self.dtype))  # which does what interrupts have kept from being done
+            self.model(inputs(self.device, 1)[0].to(self.dtype))  # which finishes interrupted work
         return assert_old_or_new(snapshot(self.model, self.optimizer), self.old, self.new)  # type: ignore[arg-type]
 
     def assert_goes_on(self) -> None:
-        """Assert that the next step is that of a plain model which is as this one is now."""
+        """Assert that the next step equals that of a plain model in the same state."""
         self.plain.load_state_dict(self.model.state_dict())
         self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         self.step()
@@ -148,7 +148,7 @@ def test_a_fault_of_the_device(
 )
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that one is as it was."""
+    """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that parameter is unchanged."""
     cut(monkeypatch)
     kind: Any = _failing(KINDS[name])
     trained = _Trained(ReferenceDevice(), kind, KINDS[name], **options)

@@ -1,4 +1,4 @@
-"""States on a disk: the same bits as plain steps, however late the disk is; nothing is lost when it fails; nothing is left."""
+"""States on a disk: the same bits as plain steps, however late the disk is; a failing disk loses nothing; nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where all states fit, where parameters come later, and where nobody calls `close`."""
+"""All states fit, parameters come later, or nobody calls `close`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order pieces are stepped: what stays on the device between what moves, unless steps draw random numbers."""
+"""The order of pieces in a step: pieces on the device between those that move, unless steps draw random numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_stays_comes_between_what_moves_unless_steps_draw(draws: bool, monk
 
 
 class _DrawsForLarge(Momentum):
-    """Draws random numbers for what is large alone, as where that is kept in 8 bits."""
+    """Draws random numbers only for large parameters, as optimizers do that keep those in 8 bits."""
 
     def noise(self, parameter: Tensor) -> Any:
         return torch.rand(()).item() if parameter.numel() > 2**10 else 0.0
@@ -59,7 +59,7 @@ class _HasGenerator(Momentum):
 
 
 class _HasNumpys(_HasGenerator):
-    """Draws from one of NumPy's."""
+    """Draws from a NumPy generator."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

@@ -1,4 +1,4 @@
-"""`overlap_forward=True`: the next forward runs beside the step, and reads no parameter that is not stepped yet."""
+"""`overlap_forward=True`: the next forward runs beside the step, and reads only stepped parameters."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Drawing(torch.optim.SGD):
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_what_the_forward_comes_to_first_is_stepped_first(monkeypatch: pytest.MonkeyPatch, draws: bool, update: str) -> None:
-    """A model waits for its head when it begins, since it might read what is in it."""
+    """A model waits for its head when it begins, since it might read the head's parameters."""
     device = ReferenceDevice()
 
     class Model(nn.Module):
@@ -226,7 +226,7 @@ def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
 
 
 def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Device) -> None:
-    """A learning rate that is a tensor, and the scale of a scaler, are written to in place as soon as `step()` has returned."""
+    """A learning rate that is a tensor, and the scale of a scaler, are written in place as soon as `step()` has returned."""
     nets = [make_net(device), make_net(device)]
     optimizers = [
         torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-2, device=device.torch_device), fused=True) for net in nets

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 NUM_STEPS = 10
 SIZES: list[tuple[int, ...]] = [(), (1,), (7,), (8, 8), (16, 16), (3, 5, 2), (24, 22)]
-"""The last one is stepped in windows, where that is elementwise."""
+"""The last one is stepped in windows, if the optimizer is elementwise."""
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
     lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -40,13 +40,8 @@ OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
 
 
 class Program:
-    """What is done to an optimizer, step by step: the same for each that it is run on.
-
-    Args:
-        seed: says what.
-        has_master: whether float32 copies are stepped.
-        edits_loaded: whether states are edited in what is saved, and loaded, since `optimizer.state` may not have them.
-    """
+    """A sequence of acts on an optimizer, drawn from `seed`, equal in each run. With `edits_loaded`, states are edited in a
+    saved state dict and loaded, since `optimizer.state` may not have them."""
 
     def __init__(self, seed: int, *, has_master: bool, edits_loaded: bool = False) -> None:
         self._random = random.Random(seed)
@@ -70,7 +65,7 @@ class Program:
         return made
 
     def change(self) -> None:
-        """Do what comes between two steps."""
+        """Change something between two steps."""
         optimizer = self.optimizer
         what = self._random.choice(["nothing", "nothing", "add", "rebind", "clear", "save", "load", "edit"])
         parameter = self._random.choice(self.parameters)
@@ -99,7 +94,7 @@ class Program:
                 optimizer.load_state_dict(copy.deepcopy(self._saved))
 
     def _entries_to_edit(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter, which are in `optimizer.state`."""
+        """Return the states of a parameter, first put into `optimizer.state` if needed."""
         optimizer = self.optimizer
         if self._edits_loaded and parameter in optimizer.state:
             number = next(index for index, other in enumerate(self._all()) if other is parameter)
@@ -148,7 +143,7 @@ def _run(seed: int, update: str) -> None:
 
 
 def _every_other_on_disk(pieces: Sequence[StatePiece], *_: Any, **__: Any) -> list[StatePiece]:
-    """Stand for `with_disk`, which leaves as much in host memory as is in no small test."""
+    """Replaces `with_disk`, which would leave all states of a small test in host memory."""
     all_on_disk = with_disk(pieces, None)
     return [other if number % 2 else one for number, (one, other) in enumerate(zip(pieces, all_on_disk, strict=True))]
 

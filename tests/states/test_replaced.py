@@ -1,4 +1,4 @@
-"""States that somebody puts elsewhere, exchanges, or gives other data: nothing is stepped with what was there before."""
+"""States that somebody moves, exchanges, or gives other data: no step uses the old ones."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Act = Callable[[torch.optim.Optimizer, list[nn.Parameter]], None]
 
 
 def _set_data(optimizer: torch.optim.Optimizer, row: list[nn.Parameter]) -> None:
-    """Give states data of other values."""
+    """Set the data of states to other values."""
     for parameter in row[::2]:
         for value in optimizer.state[parameter].values():
             value.data = value * 0.5
 
 
 def _move_data(optimizer: torch.optim.Optimizer, row: list[nn.Parameter]) -> None:
-    """Have the data be elsewhere, as what moves an optimizer to a device does."""
+    """Move the data, as moving an optimizer to a device does."""
     for entries in optimizer.state.values():
         for value in entries.values():
             value.data = value.data.clone()
 
 
 def _exchange(optimizer: torch.optim.Optimizer, row: list[nn.Parameter]) -> None:
-    """Have parameters go on with each other's states, as experts that change places."""
+    """Let parameters go on with each other's states, as experts that change places."""
     state = optimizer.state
     state[row[0]], state[row[-1]] = state[row[-1]], state[row[0]]
     state[row[1]]["exp_avg"], state[row[2]]["exp_avg"] = state[row[2]]["exp_avg"], state[row[1]]["exp_avg"]
@@ -60,7 +60,7 @@ def _load_exchanged(optimizer: torch.optim.Optimizer, row: list[nn.Parameter]) -
 
 
 def _assert_same_steps(make: Any, act: Act | None, device: Device, patch: pytest.MonkeyPatch, **options: Any) -> None:
-    """Assert that steps are bit for bit plain ones, with what somebody does behind the second."""
+    """Assert that steps are bit for bit plain ones, with an act behind the second."""
     patch.setattr(state_pieces, "PIECE_BYTES", 2048)
     rows = [[nn.Parameter(torch.ones(16, 16, device=device.torch_device)) for _ in range(6)] for _ in range(2)]
     optimizers = [make(row) for row in rows]
@@ -99,7 +99,7 @@ def test_what_somebody_has_put_there_is_stepped(
 
 
 class _SetsData(Momentum):
-    """Gives its states other data in each step."""
+    """Sets the data of its states in each step."""
 
     def step_group(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
@@ -110,7 +110,7 @@ class _SetsData(Momentum):
 
 
 class _SetsInner(EightBit):
-    """Puts other tensors into those that wrap them in each step."""
+    """Replaces the inner tensors of its states in each step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

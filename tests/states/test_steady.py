@@ -75,7 +75,7 @@ def test_what_was_taken_is_given_back(device: Device) -> None:
     gc.collect()
     device.synchronize()
 
-    if isinstance(device, ReferenceDevice):  # which counts what it was told of alone
+    if isinstance(device, ReferenceDevice):  # which counts only noted storages
         assert counter.allocated_bytes() <= before + stays
 
 

@@ -41,7 +41,7 @@ def _rest_of(model: Net) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("way", ["device", "beside", "backward", "backward, disk"])
 def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, way: str) -> None:
-    """Layers stream and are stepped on the host; the states of what does not stream pass through the device."""
+    """Layers stream and are stepped on the host; the states of the rest pass through the device."""
     if device.torch_device.type != "cpu":
         pytest.skip("the plain steps of the layers differ from the host's in last bits")
     plain, model = _made(), _made()

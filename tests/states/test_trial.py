@@ -1,4 +1,4 @@
-"""What the small steps at the beginning find, and that they write to nothing of the user's."""
+"""The small steps at the beginning find how the optimizer steps, and write to nothing of the user's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 class _StepsAll(Momentum):
-    """Goes on with the momentum where there is no gradient."""
+    """Steps by the momentum also without a gradient."""
 
     def step_group(self, group: dict[str, Any]) -> None:
         super().step_group(group)
@@ -53,7 +53,7 @@ class _StepsAll(Momentum):
 
 
 class _NeedsAll(Momentum):
-    """Fails where there is no gradient, with or without memkit."""
+    """Fails without a gradient, with or without memkit."""
 
     def step_group(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
@@ -218,7 +218,7 @@ class _ForSizes(Momentum):
 
 
 def test_larger_parameters_that_the_class_does_not_take() -> None:
-    """They only say more of what is kept: the small ones have shown that the class can be stepped in pieces."""
+    """They only tell about the states: the small steps have shown that the class can be stepped in pieces."""
     parameters = [torch.nn.Parameter(torch.ones(300, 300))]
     optimizer = _ForSizes(parameters)
     with offload(optimizer, ReferenceDevice()) as states:

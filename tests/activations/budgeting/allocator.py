@@ -1,4 +1,4 @@
-"""A reference device whose counter counts as a GPU's allocator does: all storages that ops make, a backward too."""
+"""A reference device whose counter counts, as a GPU's allocator does, all storages that ops make, also in a backward."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _HOST_BYTES = 2**30
 
 
 class Allocator(MemoryCounter):
-    """Counts storages from when it is told of them until they are gone."""
+    """Counts storages from their announcement until their death."""
 
     def __init__(self) -> None:
         self._bytes, self._peak_bytes = dict[int, int](), 0
         self._now_bytes = self.num_resets = 0
         self.step_peak_bytes = 0
-        """The peak since `begin`, whoever else resets the other one."""
+        """The peak since `begin`, even if others reset the other one."""
 
     def note(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

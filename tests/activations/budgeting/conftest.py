@@ -24,7 +24,7 @@ from tests.gpus import ON_GPU
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_test_device(request.param)
     yield device
-    device.synchronize()  # raises what finalizers have found
+    device.synchronize()  # raises the finalizers' findings
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def torch_device(device: Device) -> torch.device:
 
 
 class Blind(MemoryCounter):
-    """Counts nothing, so that saved values alone are known of."""
+    """Counts nothing, so that only saved values are known."""
 
     def allocated_bytes(self) -> int:
         return 0
@@ -64,7 +64,7 @@ class Moment(Event):
 
 
 def make_up_times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
-    """Have plans of single ops be slower than predicted; returns what says which way is the fastest."""
+    """Make plans of single ops slower than predicted; return a function that sets the fastest way."""
     chosen, note = Way.REGIONS, Ways._note
 
     def choose(way: Way) -> None:
@@ -83,14 +83,14 @@ def make_up_times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
 
 @pytest.fixture
 def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
-    """The same where saved values alone count: on a GPU the workspaces of libraries are larger than these models."""
+    """The same with saved values alone: on a GPU the workspaces of libraries are larger than these models."""
     monkeypatch.setattr(CudaDevice, "memory_counter", lambda _: Blind())
     return make_up_times(monkeypatch)
 
 
 @pytest.fixture
 def moving(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Have so many bytes hide behind the computation."""
+    """Let so many bytes hide behind the computation."""
     num_bytes = 4096
     monkeypatch.setattr(ways, "fit_copies", fit_copies_of(num_bytes))
     return num_bytes
@@ -98,14 +98,15 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have copies seem to take next to no time, so that plans of single ops move values on every device, a GPU as well."""
+    """Make copies seem almost free, so that plans of single ops move values on every device, a GPU as well."""
     monkeypatch.setattr(learning, "_links", WeakKeyDictionary())
     link = Link(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, latency_s=0.0)
     monkeypatch.setattr(learning, "measure_link", lambda *_, **__: link)
 
 
 def fit_copies_of(num_bytes: int) -> Callable[..., Moving | None]:
-    """Return what has so many bytes hide behind the computation, beside the calls that are recomputed without copies."""
+    """Return a function that lets so many bytes hide behind the computation, beside calls that are recomputed without
+    copies."""
 
     def fit(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, _: float) -> Moving | None:
         limit_bytes = fit_regions(problem, choices, allowed_bytes)

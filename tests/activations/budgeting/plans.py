@@ -22,7 +22,7 @@ Make = Callable[[], AbstractContextManager[object]]
 
 
 def planner_of(tag: str) -> JointPlanner:
-    """Return what has planned the last step under a tag."""
+    """Return the planner of the last step under a tag."""
     trace = budget_states[tag].traces.latest
     assert trace is not None
     assert trace.learned is not None
@@ -32,7 +32,7 @@ def planner_of(tag: str) -> JointPlanner:
 
 
 def random_plan(planner: JointPlanner, seed: int) -> MemoryPlan:
-    """Return a plan for a step with any action for each value, under any budget; it may take more."""
+    """Return a plan for a step with any action for each value, under any budget; it may exceed it."""
     draw = random.Random(seed)
     problem = planner.problem
     favourite = draw.choice(list(Action))
@@ -45,14 +45,14 @@ def random_plan(planner: JointPlanner, seed: int) -> MemoryPlan:
 
 
 def plan_of_one(planner: JointPlanner, action: Action) -> MemoryPlan:
-    """Return a plan that does the same with all for which that is legal, as late as may be; the others stay."""
+    """Return a plan with one action, as late as possible, for all values for which it is legal; the others stay."""
     problem = planner.problem
     actions = [action if action in held.choices else Action.KEEP for held in problem.values]
     return planner.told(simulate(problem, actions, problem.plain_peak_bytes), problem.plain_peak_bytes, 0)
 
 
 def plan_of_some(tag: str, action: Action, every: int, *, of: Collection[int] | None = None) -> MemoryPlan:
-    """Return a plan that does something with one in so many values, where that is legal, by a link that is fast enough."""
+    """Return a plan with an action for one in so many values, where it is legal, over a fast enough link."""
     gpu = planner_of(tag).problem.gpu
     rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"), 1e15)
     planner = JointPlanner(replace(planner_of(tag).problem, gpu=replace(gpu, copy_latency_s=0.0, **rates)))
@@ -73,11 +73,8 @@ def steady(
     min_bytes: int = 0,
     num_steps: int = 3,
 ) -> Make:
-    """Hold steps to the plain run until they are steady by a plan of some; return its context.
-
-    Args:
-        of: tells by the names of the op and the module that make a value whether it is one of those.
-    """
+    """Compare steps to the plain run until they are steady by a plan of some; return its context. `of` picks values by the
+    names of the op and the module that make them."""
     make, plain = partial(memkit.MemoryBudget, 1.0, tag, min_bytes=min_bytes, device=device), run(nullcontext)
     for _ in range(3):
         assert_same_bits(run(make), plain)

@@ -1,4 +1,4 @@
-"""Steps without a plan: what is seen ahead of the first one, what that shows of the second, and what has to leave."""
+"""Steps without a plan: the look ahead of the first one, its lesson for the second, and the bytes that have to leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 
 class Wide(nn.Module):
-    """Saves a chain of units, and makes a temporary of many on the way, of which nothing is saved."""
+    """Saves a chain of units, and makes a temporary of many in between, without saving it."""
 
     def __init__(self, units: int = 20, wide: int = 6) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _budget(device: Device, units: int, tag: str, model: nn.Module) -> memkit.Me
 
 @pytest.mark.parametrize(("wide", "most"), [(1, 14), (6, 10)])
 def test_first_step_leaves_room_for_what_is_seen_ahead(wide: int, most: int) -> None:
-    """The reference device counts what is saved alone: what is left free for temporaries stays free."""
+    """The reference device counts only saved tensors: room that is left for temporaries stays free."""
     device, x = ReferenceDevice(), torch.randn(UNIT_NUMEL)
     counter, model = device.memory_counter(), Wide(wide=wide)
     plain = _train(model, x)
@@ -91,7 +91,7 @@ class Logits(Wide):
 
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_first_step_leaves_room_for_a_loss_behind_the_module(is_attached: bool) -> None:
-    """Nine times what the module returns."""
+    """The loss takes nine times the module's output."""
     device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Logits(wide=0)
     plain, counter = _train(model, x), device.memory_counter()
     budget = _budget(device, 30, "behind", model)
@@ -168,7 +168,7 @@ def test_what_a_module_keeps_elsewhere_of_the_run_ahead_is_told_of() -> None:
 
 @pytest.mark.parametrize("kind", ["replicated", "share", "report", "lazy"])
 def test_nothing_is_run_ahead(kind: str) -> None:
-    """Replicas would wait for each other; a share, or a report, needs none; what has no shapes yet cannot."""
+    """Replicas would wait for each other; a share, or a report, needs no look ahead; without shapes there can be none."""
     device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide()
     budget, whole = _budget(device, 16, kind, model), nn.DataParallel(model) if kind == "replicated" else model
     if kind == "share":
@@ -188,7 +188,8 @@ def test_nothing_is_run_ahead(kind: str) -> None:
 
 
 def test_larger_step_than_was_seen_ahead_is_held_as_one_of_which_nothing_is_known() -> None:
-    """Held to what was foreseen, a step of twice the bytes would find no room for temporaries that are as much larger."""
+    """Held to the forecast, a step of twice the bytes would find no room for its temporaries, which are larger in
+    proportion."""
     device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide(wide=1)
     memkit.attach(model, _budget(device, 16, "larger", model))
     model(x)
@@ -234,7 +235,7 @@ def _mib_step(x: Tensor, make: Make, *, loss_mib: int) -> list[Tensor]:
 
 
 class Sines(nn.Module):
-    """Saves thirty values of the size of what it is called with, but for the first."""
+    """Saves thirty values of its input's size, but for the first."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(30):
@@ -244,8 +245,8 @@ class Sines(nn.Module):
 
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_longer_step_is_held_to_what_a_shorter_one_has_shown(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before need not be recorded any more: of what is attached it is known ahead that this one is another, and else it
-    is seen, unless something might be compiled."""
+    """Earlier steps may not be recorded any more: an attached context knows ahead that this step differs, and others see it,
+    unless something might be compiled."""
     scaled, own = list[tuple[int, int]](), Foresight.scaled
 
     def note(foresight: Foresight, save: int, num_bytes: int) -> Foresight | None:
@@ -338,7 +339,7 @@ def test_second_step_goes_by_the_first() -> None:
 
 @torch.library.custom_op("memkit_first::sine", mutates_args=())
 def sine(x: Tensor) -> Tensor:
-    """Of which memkit cannot know whether it does the same again."""
+    """An op of which memkit cannot know whether it does the same again."""
     return x.sin()
 
 
@@ -360,7 +361,7 @@ def _sines(x: Tensor, make: Make, length: int = 20) -> list[Tensor]:
 
 @pytest.mark.parametrize("units", [16, 10])
 def test_what_cannot_be_made_again_leaves(units: int, device: Device) -> None:
-    """The reference device counts what is saved alone; on a GPU gradients and what an op makes come on top of it."""
+    """The reference device counts only saved tensors; on a GPU gradients and ops' results come on top."""
     x = torch.randn(MIB_NUMEL, device=device.torch_device, requires_grad=True)
     plain = _sines(x, nullcontext)
     counter, copies = device.memory_counter(), []
@@ -401,7 +402,7 @@ def test_what_others_are_made_again_from_does_not_leave() -> None:
 def test_value_that_all_layers_save_and_no_op_makes_again_is_planned_for(
     make_bias: Callable[[Tensor], Tensor], share: float, device: Device
 ) -> None:
-    """It is held as soon as something is dropped that is made from it, and saved again after that."""
+    """It is held once a value that is made from it is dropped, and is saved again after that."""
     x = torch.randn(MIB_NUMEL, device=device.torch_device, requires_grad=True)
 
     def train(make: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
@@ -429,7 +430,7 @@ def test_value_that_all_layers_save_and_no_op_makes_again_is_planned_for(
 
 @pytest.mark.parametrize("number", range(6))
 def test_all_that_may_leave_does_where_a_replay_finds_no_room(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also once all was dropped that can be."""
+    """Also once everything droppable was dropped."""
     device, x, repeat = ReferenceDevice(), leaf_on(torch.device("cpu")), Replay._repeat
     refused, moved = iter([False] * number + [True] * 2), list[int]()
     taken: list[weakref.ref[Tensor]] = []

@@ -1,4 +1,4 @@
-"""Functions in which a steady step sees no op: the recorder is off in them, and a step that does something else is exact."""
+"""Functions in which a steady step sees no op: the recorder is off in them, and a step with other ops is exact."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has functions be followed also where that spares little: these models are small."""
+    """Follow functions also where that spares little: these models are small."""
     monkeypatch.setattr(function_notes, "_PER_OP", 100)
 
 
@@ -47,12 +47,12 @@ _SLOW = pytest.mark.slow
 
 
 class Quiet(nn.Module):
-    """Of which nothing is made again. What it does in the end may be said anew in each step."""
+    """None of its values is recomputed. Each step may replace its function `act`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
-        self.register_buffer("table", torch.linspace(0, 1, 2**17))  # too large for what may be written to without a trace
+        self.register_buffer("table", torch.linspace(0, 1, 2**17))  # too large to be watched for writes without a trace
         self.register_buffer("average", torch.linspace(0, 1, 16))
         self.act: Act = lambda _, y: y.exp()
         self.beside: list[Tensor] = []
@@ -64,7 +64,7 @@ class Quiet(nn.Module):
 
 
 class Loud(nn.Module):
-    """Of which all is made again that can be: from what it is given, from buffers, and from a sum that nobody saves."""
+    """All its values that can be are recomputed: from its input, from buffers, and from a sum that nobody saves."""
 
     def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
         return (x + quiet.table[:16]).sin() + (x * 2 + quiet.average).sin() + (total + 1).cos()
@@ -112,12 +112,12 @@ _LOUD = ("first", "second", "Loud", "Varied", "loud", "_Choosing")
 
 
 def _steady(model: nn.ModuleList, device: Device, train: Callable[..., list[Tensor]] = _train) -> Make:
-    """Return a context under which what `Loud` saves is made again, once steps under it are known and were exact."""
+    """Return a context under which saved values of `Loud` are recomputed, once steps under it are known and were exact."""
     return steady(partial(train, model), TAG, device, of=lambda _, module: module.endswith(_LOUD), num_steps=2)
 
 
 def _num_quiet() -> int:
-    """Return how many functions that run any op are known as quiet."""
+    """Return how many known quiet functions run any op."""
     learned = budget_states[TAG].traces.latest.learned
     return 0 if learned.steady is None else sum(call.is_quiet and bool(call.ops) for call in learned.steady.calls)
 
@@ -161,13 +161,13 @@ def _writes_to_what_it_has_made(_: Quiet, y: Tensor) -> Tensor:
 
 
 def _writes_to_what_was_recorded(quiet: Quiet, y: Tensor) -> Tensor:
-    """The sum is none that is saved: it is read before and after, and made again by its op."""
+    """The sum is not saved: it is read before and after, and recomputed by its op."""
     quiet.beside[0].add_(0.5)
     return y.exp()
 
 
 def _writes_to_data(_: Quiet, y: Tensor) -> Tensor:
-    """With no counter that tells."""
+    """No counter tells."""
     z = y + 0
     z.data.mul_(0.5)
     return z.exp()
@@ -203,7 +203,7 @@ def _in_a_mode(_: Quiet, y: Tensor) -> Tensor:
 
 
 def _writes_to_the_data_of_a_buffer(quiet: Quiet, y: Tensor) -> Tensor:
-    """Which recorded ops have read, and read again: no counter tells."""
+    """Recorded ops have read it, and read it again: no counter tells."""
     quiet.table.data.mul_(0.5)
     quiet.average.data.mul_(0.5)
     return y.exp()
@@ -281,7 +281,7 @@ def _encoder() -> nn.Module:
 
 
 def _runs_a_frozen_encoder(quiet: Quiet, y: Tensor) -> Tensor:
-    """Whose padded rows are zero where no function mode is on, and numbers where one is."""
+    """Its padded rows are zero where no function mode is on, and numbers where one is."""
     rows = torch.linspace(0, 1, 128).view(1, 8, 16)
     with torch.no_grad():
         encoded = _encoder()(rows, src_key_padding_mask=torch.arange(8).view(1, 8) > 4)
@@ -289,7 +289,7 @@ def _runs_a_frozen_encoder(quiet: Quiet, y: Tensor) -> Tensor:
 
 
 def _maps(quiet: Quiet, y: Tensor) -> Tensor:
-    """Over tensors that wrap others, whose storage is none."""
+    """Over tensors that wrap others, which have no storage."""
     return torch.vmap(lambda row: (row * 2).sin() + functional.linear(row, quiet.layer.weight))(y) + y.exp()
 
 
@@ -305,7 +305,7 @@ def _counts_flops_and_writes(quiet: Quiet, y: Tensor) -> Tensor:
 
 
 FIRST = (_runs_another_op, _maps, _writes_to_the_data_of_a_buffer)
-"""Those of a short test run."""
+"""The ones of a short test run."""
 ACTS = [
     _saves_more,
     _runs_another_op,
@@ -351,7 +351,7 @@ def test_call_that_does_something_else_is_exact(act: Act, device: Device) -> Non
 
 
 class Varied(nn.Module):
-    """Of which all is made again, by functions that are given what is said anew in each step."""
+    """All its values are recomputed, by functions that each step may replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Varied(nn.Module):
     def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
         given = self.given
         one, other = (total, x) if given["swaps"] else (x, total)
-        first = (one - other * 2).pow(given["power"]).sin()  # ahead of what saves the two: that would tell them apart
+        first = (one - other * 2).pow(given["power"]).sin()  # ahead of the op that saves the two and would tell them apart
         part = torch.cat([one, other], dim=-1).narrow(-1, given["place"], 16)
         near = (part * 0.0).add(given["factor"])  # a zero, whose sign tells
         first = first + (part * 0.5).cos() + torch.atan2(near, -torch.ones_like(near)) * one
@@ -441,7 +441,7 @@ def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> No
 
 @pytest.mark.parametrize("since", [5, *(pytest.param(since, marks=_SLOW) for since in (1, 3, 4, 6))])
 def test_fast_path_of_torchs_modules_is_taken_as_without(since: int, device: Device) -> None:
-    """A frozen encoder that is first run in any of the steps, those that learn and note among them."""
+    """A frozen encoder whose first run is in any of the steps, such as those that learn and note."""
     model = _model(device)
     usual = model[1].quiet.act
     make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
@@ -502,7 +502,7 @@ def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Dev
 
 @_SLOW
 def test_error_in_a_call_may_be_caught(device: Device) -> None:
-    """What the mode has not seen by then is none of the recording's."""
+    """The recording has nothing that the mode has not seen by then."""
     model = _model(device)
 
     def train(model: nn.ModuleList, make: Make) -> list[Tensor]:
@@ -551,7 +551,7 @@ def test_steps_that_go_another_way_are_recorded_throughout_from_then_on(device: 
 
 
 class Wired(nn.Module):
-    """A program drawn at random: modules that read what any of the last ones has made, and of which some write in place."""
+    """A random program: modules that read any of the last results, some of which write in place."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -609,7 +609,7 @@ def test_random_programs(seed: int, every: int) -> None:
 
 
 class Routed(nn.Module):
-    """Makes one value from either of two by the same op, both of which the graph of another result holds."""
+    """Makes one value from either of two by the same op; the graph of another result holds both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -663,7 +663,7 @@ class _Residual(nn.Module):
 
 @pytest.mark.parametrize("at", [4, 5])
 def test_a_save_within_a_function_that_ends_the_plan(at: int, device: Device) -> None:
-    """The first layer saves its weight as well where its input requires grad."""
+    """The first layer also saves its weight if its input requires grad."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), *(_Residual() for _ in range(3))).to(device.torch_device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""What compiled blocks recompute inside: chosen ahead of their compile, exact, and never compiled again for it."""
+"""Recomputes inside compiled blocks: chosen ahead of their compile, exact, and never a reason to compile again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_blocks_of_later_stages_count_for_less() -> None:
 
 
 class Block(nn.Module):
-    """Two matrix products and what lies between them."""
+    """Two matrix products with ops between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Ten
 
 @pytest.fixture
 def second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the second of the partitions be the best."""
+    """Make the second of the partitions the best."""
 
     def take_second(found: Sequence[Partition], *_: object) -> Partition:
         return found[1]
@@ -242,7 +242,7 @@ class Full(Blind):
 def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_to_the_budget(
     budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that only move, or do nothing, are not recorded, and so nobody stands around the blocks."""
+    """Steps that only move, or do nothing, are not recorded, and so nothing wraps the blocks."""
     compiled_with: list[float] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -333,7 +333,7 @@ def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypa
 @pytest.mark.usefixtures("no_compiled_code_is_left")
 @pytest.mark.slow
 def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step is measured, what it saves leaves and is waited for, so that the step keeps to the budget."""
+    """While a step is measured, its saved tensors leave and are waited for, so that the step keeps to the budget."""
     make_room, calls, waits = PlannedForward.make_room, itertools.count(), list[float]()
 
     def wait_and_make_room(forward: PlannedForward) -> bool:

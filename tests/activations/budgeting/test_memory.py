@@ -1,4 +1,4 @@
-"""What steps under a budget hold: no more than the budget, as predicted to the byte, and nothing once they are over."""
+"""Memory of steps under a budget: no more than the budget, as predicted to the byte, and nothing once they are over."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_peak_is_within_the_budget_and_as_predicted(name: str, share: float) -> 
 
 @pytest.mark.parametrize("units", [8, 14])
 def test_steps_without_a_plan_are_held_to_the_budget_too(units: int) -> None:
-    """But for what one op makes, and the sine beside it."""
+    """Except the result of one op, and the sine beside it."""
     device = ReferenceDevice()
     x, counter = leaf_on(device.torch_device), device.memory_counter()
     for number in range(4):
@@ -83,7 +83,7 @@ def test_what_comes_after_the_backward_is_none_of_the_plan() -> None:
 
 
 def _alive(*kinds: type) -> list[str]:
-    """Return the names of the kinds of what is alive. A test that fails keeps them: the objects would be there in the next."""
+    """Return the names of the kinds of live objects. A failing test keeps its objects, which the next one would see."""
     return [type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds]
 
 
@@ -99,7 +99,7 @@ def test_what_has_measured_a_step_goes_once_it_is_planned(device: Device) -> Non
 
 
 def test_states_of_the_optimizer_are_left_free_for_until_they_are_there() -> None:
-    """The plan for the first steps leaves room for them; that for the later ones has them in its base."""
+    """The plan for the first steps leaves room for them; the later plan has them in its base."""
     device = ReferenceDevice()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""A measured step as a trace: against what was counted by hand, and against the trace of the same step without data."""
+"""A measured step as a trace: against counts by hand, and against the trace of the same step without data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ U = UNIT_BYTES
 
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[StepTrace]:
-    """Return a list that each measured step is put on."""
+    """Return a list to which each measured step is added."""
     found: list[StepTrace] = []
     make_problem = learning.make_problem
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_chain_by_hand(observed: list[StepTrace]) -> None:
 @pytest.mark.parametrize("budget", ["1KiB", "2KiB", "1536B"])
 @pytest.mark.filterwarnings("ignore:.*It is exceeded by as little as can be")
 def test_step_that_is_measured_under_a_budget_is_told_as_the_plain_one(budget: str, observed: list[StepTrace]) -> None:
-    """What was dropped is added, and what is held to make it again is left out."""
+    """Dropped values are added, and values held to recompute them are left out."""
     x = leaf_on(torch.device("cpu"))
     _train(x, "1GiB")
     memkit.reset("observed")
@@ -145,14 +145,14 @@ def test_agrees_with_the_trace_of_the_step_without_data(name: str, min_bytes: in
 
 
 def _saved(trace: StepTrace) -> list[tuple[int, int]]:
-    """Return the saves: which of the distinct values each is, and its bytes."""
+    """Return the number of each save's distinct value, and its bytes."""
     numbers: dict[int, int] = {}
     sizes = trace.step.lineage.num_bytes
     return [(numbers.setdefault(value, len(numbers)), sizes[value]) for value in trace.step.saves]
 
 
 def _asked(trace: StepTrace) -> list[int]:
-    """Return which of the distinct saved values each request is for."""
+    """Return the number of each request's distinct saved value."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(trace.step.saves))}
     return [numbers[value] for value in trace.step.uses]
 
@@ -184,7 +184,7 @@ def test_after_requests(num_requests: int, mib: int) -> None:
 
 
 def test_step_of_larger_sizes_takes_as_much_more() -> None:
-    """By the save that shows the most of it; what is saved smaller is of it as well."""
+    """By the save that grows the most; smaller saves grow with it."""
     scaled = Foresight(TRACE).scaled(0, 8 * MIB)
 
     assert scaled is not None

@@ -1,4 +1,4 @@
-"""How steps go once they are known: nothing is done where all fits, and modules are recomputed where that is faster."""
+"""Known steps: nothing is done where all fits, and modules are recomputed where that is faster."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _step(model: nn.Module, x: Tensor, make: Make) -> list[Tensor]:
 
 
 def _stateless(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer for whose states nothing is left free."""
+    """Return an optimizer without states, so that nothing is left free for them."""
     return torch.optim.SGD(model.parameters())
 
 
@@ -95,7 +95,7 @@ def test_steps_are_idle_from_the_fourth_on_where_all_fits(device: Device) -> Non
 
 @pytest.mark.parametrize("rows", [16, 256])
 def test_later_step_that_is_larger_is_exact(rows: int) -> None:
-    """While nothing is done it may take more than the budget; the next one is looked at again."""
+    """A step in which nothing is done may exceed the budget; the next one is examined again."""
     device = ReferenceDevice()
     model, x, larger = Stages(), torch.randn(8, 16), torch.randn(rows, 16)
     make = partial(memkit.MemoryBudget, "16KiB", "grows", optimizer=_stateless(model), min_bytes=0, device=device)
@@ -218,7 +218,7 @@ def test_copies_beside_regions_follow_a_schedule_and_drop_less(
 def test_ways_are_tried_where_the_device_has_a_clock_of_its_own_and_they_may_fit(
     budget: float, may_fit: bool, has_own_clock: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are as fast as predicted: that says nothing where the host was slow when they were measured."""
+    """Steps are as fast as predicted, which says nothing if the host was slow when they were measured."""
     monkeypatch.setattr(learning, "_has_own_clock", lambda _: has_own_clock)
     device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
     plain = train(model, x, nullcontext)

@@ -1,4 +1,4 @@
-"""Peaks of whole steps, where a counter counts all that ops make: read as the backward ends, and predicted for regions too."""
+"""Peaks of whole steps, with a counter of all results of ops: read as the backward ends, and predicted for regions too."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Llama(nn.Module):
 
 
 class Seen(NamedTuple):
-    """What one step was."""
+    """One step's figures."""
 
     way: Way | None
     is_decided: bool
@@ -82,7 +82,7 @@ def _steps(
     budget: float | str = 0.6,
     between: Callable[[Allocator], None] = lambda _: None,
 ) -> Iterator[Seen]:
-    """Yield what steps under a budget were, with what somebody else does between any two."""
+    """Yield the figures of steps under a budget, with another's work between any two."""
     device, model = CountingDevice(), Llama(num_words=num_words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ids = torch.randint(0, num_words, (4, 64))
@@ -157,7 +157,7 @@ def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Call
 @of_made_up_times
 @pytest.mark.slow
 def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> None:
-    """Somebody resets the peak within each backward: regions are given up, since it is not known what they take."""
+    """Somebody resets the peak within each backward: regions are given up, since their memory is not known."""
     fastest(Way.REGIONS)
     device, model = CountingDevice(), Llama(num_words=200)
     optimizer, ids = torch.optim.SGD(model.parameters()), torch.randint(0, 200, (4, 64))
@@ -227,17 +227,15 @@ NUM_SETTLED = 20
 
 @pytest.fixture(params=[pytest.param(False, id="as timed"), pytest.param(True, id="regions")])
 def must_be_regions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Say whether regions are the fastest way whatever the clock says; peaks are counted as ever."""
+    """Return whether regions are the fastest way, whatever the clock says; peaks are counted as ever."""
     if request.param:
         make_up_times(monkeypatch)(Way.REGIONS)
     return bool(request.param)
 
 
 def _gpu_peaks(*, resets: bool, num_steps: int = 90) -> tuple[list[int], list[memkit.SavedTensorStats], list[bool]]:
-    """Return the peak of each step, as PyTorch counts it, what memkit tells of it, and whether regions were followed.
-
-    Where nobody resets the peak, that of each of the last steps is the highest since these began, with what is between them.
-    """
+    """Return each step's peak by PyTorch's count, memkit's stats of it, and whether regions were followed. If nobody resets the
+    peak, each of the last steps has the highest one since these began, including the time between them."""
     torch.manual_seed(0)
     model = Llama(num_words=8000, num_layers=12, dim=512).cuda()
     optimizer, ids = torch.optim.AdamW(model.parameters()), torch.randint(0, 8000, (8, 512), device="cuda")

@@ -1,4 +1,4 @@
-"""Steps in which calls of modules are recomputed, and a share of what is kept leaves: each is exact, whatever it does."""
+"""Steps in which calls of modules are recomputed, and a share of the kept values leaves: each is exact, whatever it does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OFTEN = (retained,)
 
 
 class Block(nn.Module):
-    """Has all that is hard to run again: random numbers, writes in place, views, and a value that is saved twice."""
+    """Its ops are hard to run again: random numbers, writes in place, views, and a value that is saved twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class BlockNet(Net):
 
 
 def _learned(net: BlockNet, device: Device) -> Make:
-    """Run plain steps until it is known which way is the fastest; return their budget."""
+    """Run plain steps until the fastest way is known; return their budget."""
     optimizer = torch.optim.SGD(net.parameters())  # for whose states nothing is left free
     make = functools.partial(memkit.MemoryBudget, 0.6, "both", optimizer=optimizer, min_bytes=0, device=device)
     plain = outcome(net, plain_step, device, nullcontext)
@@ -88,7 +88,7 @@ def _learned(net: BlockNet, device: Device) -> Make:
 def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
     room: float, fastest: Callable[[Way], None]
 ) -> None:
-    """Until copies follow a schedule, steps may take as much more as is to leave."""
+    """Until copies follow a schedule, steps may take as much more as should leave."""
     device = ReferenceDevice()
     fastest(Way.REGIONS_AND_COPIES)
     torch.manual_seed(0)

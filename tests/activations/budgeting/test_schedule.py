@@ -1,4 +1,4 @@
-"""From a plan to what a step does at each save and request, by hand: no tensor is touched."""
+"""From a plan to a step's actions at each save and request, by hand: no tensor is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are no plain forward and backward, under a budget: each is exact, and those after it are."""
+"""Steps that are no plain forward and backward, under a budget: each is exact, and later ones are."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def dropped_graph(net: Net, device: Device, make: Make) -> None:
 
 
 def several_forwards_in_one(net: Net, device: Device, make: Make) -> None:
-    """As a discriminator sees what is real and what is not."""
+    """As a discriminator, which sees real and generated samples."""
     with make():
         real = net(_x(device, seed=2)).sum()
         fake = net(_x(device, seed=3).neg()).square().sum()
@@ -205,7 +205,7 @@ def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device
 def test_plan_of_the_plain_step_leaves_other_steps_exact(
     train: Callable[[Net, Device, Make], None], seed: int, is_steady: bool, device: Device
 ) -> None:
-    """A step does something else than is planned: what was done by then for the plan is no harm."""
+    """A step departs from the plan: the plan's actions up to then do no harm."""
     net = _net(device)
     plain = outcome(net, train, device, nullcontext)
     make = functools.partial(memkit.MemoryBudget, 1.0, "other", min_bytes=0, device=device)
@@ -227,7 +227,7 @@ def test_plan_of_the_plain_step_leaves_other_steps_exact(
 
 
 def _following(follow: Make, trace: object, make: Make) -> AbstractContextManager[object]:
-    """Return a context that follows the plan if the step before was what the plan is for: else it is another step's."""
+    """Return a context that follows the plan only if the step before was the planned one."""
     return follow() if budget_states["other"].traces.latest is trace else make()
 
 

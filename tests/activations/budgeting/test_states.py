@@ -1,4 +1,4 @@
-"""The bytes that an optimizer's states will take: told before they are made, equal to what they are."""
+"""The forecast of an optimizer's state bytes equals the states' actual bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a budget tells: `stats()`, the plan that is followed, as a table and as JSON, and how it shows itself."""
+"""A budget's reports: `stats()`, the plan in use, as a table and as JSON, and its repr."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_figures_of_each_step_until_a_plan_is_followed() -> None:
 
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE])
 def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
-    """The first two steps show what the step is; from the third on it is followed as it stands."""
+    """The first two steps show the step's ops; from the third on the plan is followed unchanged."""
     device = ReferenceDevice()
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Steps that go as earlier ones did by a plan: what is left out of them, and what becomes of those that depart from it."""
+"""Steps that follow an earlier plan: the work that they leave out, and the fate of steps that depart from it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _train(blocks: nn.ModuleList, make: Make, change: Change = lambda _, x: x) -
 
 
 def _steady(device: Device, action: Action, every: int = 2) -> tuple[nn.ModuleList, Make]:
-    """Return a model whose next step is a steady one, and the context of that."""
+    """Return a model whose next step is a steady one, and its context."""
     blocks = _blocks(device)
     return blocks, steady(partial(_train, blocks), TAG, device, action, every, num_steps=2)
 
@@ -68,7 +68,7 @@ ACTIONS = [Action.OFFLOAD, Action.RECOMPUTE]
 
 
 def often(action: Action) -> list[object]:
-    """Return both actions, of which one runs by itself, and the other is left to `slow`."""
+    """Return both actions; one always runs, the other is left to `slow`."""
     return [each if each is action else pytest.param(each, marks=pytest.mark.slow) for each in ACTIONS]
 
 
@@ -173,7 +173,7 @@ def test_step_that_departs_is_exact(action: Action, change: Change, device: Devi
 
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
 def test_first_step_of_a_plan_may_end_as_another_one(action: Action, device: Device) -> None:
-    """What was noted of it belongs to neither."""
+    """Its notes belong to neither."""
     blocks, make = _blocks(device), partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     fewer = nn.ModuleList(blocks[:4])
     plain, plain_of_fewer = _train(blocks, nullcontext), _train(fewer, nullcontext)
@@ -191,13 +191,13 @@ def test_first_step_of_a_plan_may_end_as_another_one(action: Action, device: Dev
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_another_thing_at_the_same_op_is_never_taken_for_what_was_planned(action: Action, device: Device) -> None:
-    """The ops and shapes are as planned, and what they read is not."""
+    """The ops and shapes are as planned, but their inputs are not."""
     blocks, make = _steady(device, action, every=1)
     kept: list[Tensor] = []
 
     def change(place: int, x: Tensor) -> Tensor:
         kept.append(x)
-        return kept[-2] if place in (2, 4) else x  # what the block has made is read by none
+        return kept[-2] if place in (2, 4) else x  # nothing reads the block's result
 
     expected = _train(blocks, nullcontext, change)
     kept.clear()
@@ -227,7 +227,7 @@ def test_steps_that_leave_time_and_again_are_recorded_whole(action: Action, devi
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: Device) -> None:
-    """What a dropped value is made from may be let go of by the graph before that is asked for."""
+    """The graph may let go of a dropped value's inputs before the value is asked for."""
     blocks = _blocks(device)
 
     def train(context: Make, *, parts: bool = False) -> list[Tensor]:
@@ -252,7 +252,7 @@ def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: 
 
 @pytest.mark.parametrize("read", ["first", "second"])
 def test_write_to_what_a_dropped_value_is_made_from_is_no_harm(read: str, device: Device) -> None:
-    """The backward asks for what was made from it, and not for what was saved of it."""
+    """The backward asks for the value made from it, and not for its own save."""
     torch.manual_seed(0)
     layer = nn.Linear(16, 16).to(device.torch_device)
     x = torch.randn(8, 16).to(device.torch_device)
@@ -277,7 +277,7 @@ def test_write_to_what_a_dropped_value_is_made_from_is_no_harm(read: str, device
 
 
 def _hold_departing(run: Callable[[Make, bool], list[Tensor]], device: Device, every: int = 1) -> None:
-    """Hold steady steps to the plain run, and one that departs behind them."""
+    """Compare steady steps, and one that departs behind them, to the plain run."""
     follow = steady(lambda make: run(make, False), TAG, device, every=every)
     assert memkit.stats(TAG).num_dropped > 0
     assert_same_bits(run(follow, True), run(nullcontext, True))
@@ -325,7 +325,7 @@ def test_write_of_another_thread_is_told_apart(device: Device) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_write_in_each_step_to_what_others_are_made_from_is_exact(every: int, device: Device) -> None:
-    """What was saved of it is never asked for."""
+    """Its own saves are never asked for."""
     torch.manual_seed(0)
     layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(8, 16).to(device.torch_device)
     weight = torch.randn(16, 16).to(device.torch_device).requires_grad_()

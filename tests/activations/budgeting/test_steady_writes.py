@@ -1,4 +1,4 @@
-"""Steps whose plan is known, of ops that write: each is exact, whatever they write to."""
+"""Steps with a known plan, of ops that write: each is exact, whatever they write to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BLOCKS = 6
 
 
 class Block(nn.Module):
-    """A batch norm, which updates its statistics, and writes in place; what they do it to may be said anew in each step."""
+    """A batch norm, which updates its statistics, and writes in place; each step may replace their targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _blocks(device: Device) -> nn.ModuleList:
 
 
 def _train(blocks: nn.ModuleList, make: Make, between: Callable[[], None] = lambda: None) -> list[Tensor]:
-    """Return all that a step leaves, and have the buffers be what they were."""
+    """Return all results of a step, and restore the buffers."""
     device = next(blocks.parameters()).device
     before = {name: buffer.clone() for name, buffer in blocks.named_buffers()}
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
@@ -74,7 +74,7 @@ def _train(blocks: nn.ModuleList, make: Make, between: Callable[[], None] = lamb
 
 
 def _followed(blocks: nn.ModuleList, device: Device, between: Callable[[], None] = lambda: None) -> Make:
-    """Return a context under which differences are made again, once steps under it are known and were exact."""
+    """Return a context under which differences are recomputed, once steps under it are known and were exact."""
     run = partial(_train, blocks, between=between)
     follow = steady(run, TAG, device, of=_is_difference, num_steps=4)
     assert memkit.stats(TAG).num_dropped
@@ -86,7 +86,7 @@ def _is_difference(op: str, _: str) -> bool:
 
 
 def _steady(device: Device) -> tuple[nn.ModuleList, Make]:
-    """Return a model whose next step is a steady one, and the context of that."""
+    """Return a model whose next step is a steady one, and its context."""
     blocks = _blocks(device)
     follow = _followed(blocks, device)
     assert memkit.stats(TAG).num_dropped == NUM_BLOCKS
@@ -111,7 +111,7 @@ def _change(blocks: nn.ModuleList, which: int, what: str) -> None:
 
 
 def _step_of_others(blocks: nn.ModuleList) -> None:
-    """A forward of other data, which updates the statistics and nothing else."""
+    """Run other data forward, which updates the statistics and nothing else."""
     other = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)).to(next(blocks.parameters()).device)
     with torch.no_grad():
         for block in blocks:
@@ -121,7 +121,7 @@ def _step_of_others(blocks: nn.ModuleList) -> None:
 
 @pytest.mark.parametrize("what", OTHERS[:3])
 def test_statistics_that_are_read_in_another_step_are_as_they_were(what: str, device: Device) -> None:
-    """The batch norms that update them are not recorded in steps that are known; and another forward updates them as well."""
+    """Known steps don't record the batch norms that update them, and another forward updates them as well."""
     blocks = _blocks(device)
     between = partial(_step_of_others, blocks)
     make = _followed(blocks, device, between)
@@ -147,7 +147,7 @@ def test_statistics_that_are_read_once_the_step_has_left_its_plan_are_as_they_we
 @pytest.mark.parametrize("which", [2, *(pytest.param(which, marks=pytest.mark.slow) for which in (0, NUM_BLOCKS - 1))])
 @pytest.mark.parametrize("what", OTHERS)
 def test_step_whose_ops_read_or_write_something_else_is_exact(what: str, which: int, device: Device) -> None:
-    """The ops are the same, one after the other: what they are given tells that it is another step."""
+    """The ops are the same in the same order: their inputs tell that it is another step."""
     blocks, make = _steady(device)
     usual = _train(blocks, nullcontext)
     _change(blocks, which, what)
@@ -166,7 +166,7 @@ def test_step_whose_ops_read_or_write_something_else_is_exact(what: str, which: 
 
 
 class Reads(nn.Module):
-    """Reads the statistics of a batch norm behind that, for a value that is made again."""
+    """Reads the statistics of a batch norm behind it, for a value that is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Reads(nn.Module):
 
 
 class Twice(nn.Module):
-    """Writes twice to what it has made, or to what it reads."""
+    """Writes twice to its own result, or to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Twice(nn.Module):
 
 
 class Counts(nn.Module):
-    """Writes to several tensors at once, which nothing else has to do with."""
+    """Writes to several tensors at once that nothing else uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("read", [lambda found: found, lambda found: found.view(1, 16)], ids=["as they are", "by a view"])
 def test_statistics_of_a_norm_that_is_not_called_are_as_they_were(read: Callable[[Tensor], Tensor], device: Device) -> None:
-    """What has read them is made again behind another forward, which has updated them."""
+    """Their reader runs again behind another forward, which has updated them."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(16).to(device.torch_device)
     layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)).to(device.torch_device)
@@ -268,7 +268,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Overwrites(nn.Module):
-    """Writes over what it is given, which nothing of the graph needs."""
+    """Writes over its input, which nothing of the graph needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_two_writes_to_what_is_read_between_them_are_exact(device: Device) -> No
 
 
 def test_ops_that_write_to_what_nothing_needs_are_not_recorded(device: Device) -> None:
-    """A batch norm and an activation in place cost a step that is known as little as an op that only computes."""
+    """In a known step, a batch norm and an activation in place cost as little as an op that only computes."""
     from memkit.activations.budgeting.state import budget_states
 
     _steady(device)

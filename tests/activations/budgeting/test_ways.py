@@ -1,4 +1,4 @@
-"""Which of two ways is chosen, by moments and peaks that are given; and what saved values may take."""
+"""The choice between two ways, from given moments and peaks; and the limit for saved values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.activations.budgeting.conftest import Moment
 
 
 def _regions(planned_bytes: int | None) -> RegionPlan | None:
-    """Return regions with so many bytes of saved values, as much of them as is asked for."""
+    """Return regions whose plan has this peak; None without one."""
     plan = SimpleNamespace(predicted_peak_bytes=planned_bytes)
     return None if planned_bytes is None else cast(RegionPlan, SimpleNamespace(plan=plan))
 
 
 class Steps:
-    """Steps that take so long, whichever way they go."""
+    """Steps with given times, whichever way they go."""
 
     def __init__(self, ways: Ways, *, ops_s: float = 2.0, regions_s: float = 1.0) -> None:
         self.ways = ways
@@ -33,7 +33,7 @@ class Steps:
     def run(
         self, count: int, *, peak_bytes: int | None = None, counts: bool = True, planned_bytes: int | None = None
     ) -> list[Way]:
-        """Return the ways of so many steps; each entry is told what was there at most since the last one."""
+        """Return the ways of so many steps; each entry gets the peak since the last one."""
         went = []
         for _ in range(count):
             self.moments.append(Moment(self.now_s, self.reached))
@@ -97,7 +97,7 @@ def test_single_ops_are_chosen_where_no_step_recomputes_regions_as_planned() -> 
 
 
 def test_limit_is_lowered_from_what_was_planned_and_not_from_what_was_allowed() -> None:
-    """Calls are recomputed as a whole: a limit that is lowered by a little may leave all as it was, and be exceeded again."""
+    """Calls are recomputed as a whole: a slightly lower limit may change nothing, and be exceeded again."""
     steps = Steps(Ways(1000, 500))
     steps.run(4)
     steps.run(1, peak_bytes=1020, planned_bytes=420)
@@ -129,7 +129,7 @@ def test_peak_is_foretold_by_steps_of_the_same_way() -> None:
 
 
 def test_peak_of_the_chosen_way_is_foretold_by_its_own_steps() -> None:
-    """From the choice on nobody counts peaks anew, so that they tell nothing."""
+    """After the choice nobody counts peaks anew, so that they tell nothing."""
     steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
     steps.run(7, peak_bytes=980, planned_bytes=420)
     while not steps.ways.is_decided:
@@ -156,7 +156,7 @@ def test_given_up() -> None:
         (970, 500),  # 3 % are left
         (900, 550),  # half of what is left
         (450, 775),
-        (449, 500),  # a counter that does not count what is saved
+        (449, 500),  # a counter that does not count saves
         (5000, 1),
     ],
 )
@@ -184,7 +184,7 @@ def test_steps_with_another_limit_are_timed_anew_and_three_are_tried() -> None:
 
 
 def test_limit_is_not_raised_to_what_was_too_much() -> None:
-    """One block more that is recomputed makes a difference of 100: 400 fit and 500 do not, though 6 % seem to be left."""
+    """One more recomputed block makes a difference of 100: 400 fit and 500 do not, though 6 % seem to be left."""
     steps = Steps(Ways(1000, 480))
     steps.run(4)
     took = []
@@ -207,7 +207,7 @@ def test_way_whose_steps_take_too_much_time_and_again_is_given_up() -> None:
 
 
 def test_limit_is_raised_by_little_where_copies_leave() -> None:
-    """What is saved first, and so away, is back before the last values are made again."""
+    """The first saves, which are away, are back before the last values are recomputed."""
     steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
     steps.run(7, peak_bytes=1000)
     steps.run(1, peak_bytes=700)
@@ -253,7 +253,7 @@ def test_three_ways_are_tried_one_after_the_other() -> None:
     steps.seconds[Way.REGIONS_AND_COPIES] = 0.5
 
     assert steps.run(12) == [Way.OPS] * 3 + [Way.REGIONS] * 3 + [Way.REGIONS_AND_COPIES] * 6
-    assert ways.limit_bytes == 500  # until steps show what that leaves free
+    assert ways.limit_bytes == 500  # until steps show how much that leaves free
     assert ways.ratio == 200 / 500
     assert not ways.is_decided  # three of its steps decide as they go what leaves
     assert steps.run(1) == [Way.REGIONS_AND_COPIES]

@@ -1,4 +1,4 @@
-"""More computations: what recording ops and running them again can get wrong, beside what any saved-tensor feature can."""
+"""More computations: hard for recording and running ops again, beyond any saved-tensor feature."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def writes_to_views(x: Tensor, w: Tensor) -> Tensor:
 
 
 def written_after_use(x: Tensor, w: Tensor) -> Tensor:
-    """What is read is written to afterwards, and what was made from it is needed in the backward."""
+    """An input is written to after its use, and the backward needs the result."""
     y = linear(x, w)
     first = (y + 1).sin().exp()
     y.add_(1)
@@ -210,7 +210,7 @@ def attention_with_dropout(x: Tensor, w: Tensor) -> Tensor:
 
 
 class SavesMore(torch.autograd.Function):
-    """Saves what is neither an input nor an output, and keeps something beside that."""
+    """Saves a tensor that is neither input nor output, and keeps something beside that."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -402,4 +402,4 @@ COMPUTATIONS: dict[str, Computation] = {**COMMON, **MORE}
 _CORE = ("mlp", "in_place", "complex_views", "dropout", "custom_function", "checkpointed", "views_of_one_storage", "batch_norm")
 
 NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.slow) for name in COMPUTATIONS]
-"""Of all: each of the core has something that others have not."""
+"""All names: each of the core has something that the others lack."""

@@ -23,20 +23,20 @@ from tests.gpus import ON_GPU
 Remat = Callable[..., memkit.Rematerialize]
 
 NO_PLAN_FITS = "ignore:.*(It is exceeded by as little as can be|no plan holds for these steps)"
-"""Tests that are not about budgets ask for tight ones."""
+"""Tests that are not about budgets use tight ones."""
 
 
 @pytest.fixture(params=["cpu", "late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = CpuDevice() if request.param == "cpu" else open_test_device(request.param)
     yield device
-    device.synchronize()  # raises what finalizers have found
+    device.synchronize()  # raises the finalizers' findings
 
 
 _SHOWN_BY_THE_REFERENCE_DEVICE = (
     *("test_budget", "test_region_buffers", "test_region_reasons", "test_regions_in_steps", "test_spans", "test_steady"),
 )
-"""Files whose tests take long, and show the same on the CPU as on the reference device: there, all but the bits of one model is
+"""Slow test files with the same results on the CPU and on the reference device: on the latter, all but the bits of one model is
 left to `slow`."""
 
 
@@ -60,21 +60,21 @@ def remat_on(device: Device) -> Remat:
 
 @pytest.fixture
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for better plans for a moment only, where any plan has to lead to the same bits."""
+    """Look for better plans for a moment only, since any plan has to lead to the same bits."""
     monkeypatch.setattr(planner, "_MOST_WORK", 5_000)
     monkeypatch.setattr(planner, "_EXCHANGED", 1_000)
 
 
 @pytest.fixture
 def dear_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
+    """Have regions chosen wherever they fit, at any speed of this machine's ops and steps."""
     monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
     monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
 
 
 @pytest.fixture
 def any_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ops seem to take any time, drawn at random, so that anything may be dropped."""
+    """Give ops random times, so that anything may be dropped."""
     drawn, read_times = random.Random(2), Recording.read_times
 
     def any_times(recording: Recording) -> dict[CostKey, float]:
@@ -89,7 +89,7 @@ def any_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """Let nothing be freed but by the count of its references."""
+    """Free objects only by the count of their references."""
     gc.collect()
     gc.disable()
     yield

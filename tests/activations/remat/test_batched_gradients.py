@@ -1,4 +1,4 @@
-"""Many gradients at once, by `vmap`: what they need is made again below it, as it was made."""
+"""Many gradients at once, by `vmap`: their inputs are recomputed below it, as in the forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget is kept to, in the ledger and in fact: what is live is what is counted, and less is live as the budget falls."""
+"""The budget is kept to, in the ledger and in fact: live bytes are counted bytes, and fall with the budget."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_plan_keeps_to_the_budget_with_nothing_over(device: Device, remat_on: Re
 
 
 def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tuple[int, int]]:
-    """Return the bytes that the ledger counts as live, and those that are, at each request of a backward."""
+    """Return the live bytes by the ledger and in fact, at each request of a backward."""
     found: list[tuple[int, int]] = []
     unpack = OffloadWindow.unpack
 
@@ -139,7 +139,7 @@ def test_ledger_counts_what_is_live(budget_units: int, policy: str, device: Devi
 
 
 def test_bytes_leave_the_device() -> None:
-    """What the allocator of the reference device counts for copies is not asked: storages are counted by weak reference."""
+    """Storages are counted by weak reference, not by the reference device's counter, which only counts for copies."""
     import gc
     import weakref
 
@@ -171,7 +171,7 @@ def test_bytes_leave_the_device() -> None:
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("max_replays", [1, 2, 5])
 def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -> None:
-    """A long chain that is asked for from its end, with next to no room."""
+    """A long chain whose end is asked for, with next to no room."""
     x, score = leaf_on(device.torch_device), memkit.plan.DTRScore(max_replays=max_replays)
     plain = step(leaf_on(device.torch_device), [1] * 24)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Compiled blocks in a `Rematerialize`: each runs as it does in the plain run, compiled once; what is around is recorded."""
+"""Compiled blocks in a `Rematerialize`: each runs as in the plain run, compiled once; the ops around it are recorded."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_saves_of_a_block_are_in_the_plan_and_stay(device: Device) -> None:
 
     saved_bytes, stats = memkit.stats("kept").saved_bytes, memkit.stats("kept")
     assert stats.num_dropped == 0
-    assert saved_bytes >= 3 * 4 * 8 * 2 * WIDTH * 4  # at least what each GELU is given
+    assert saved_bytes >= 3 * 4 * 8 * 2 * WIDTH * 4  # at least each GELU's input
 
 
 @pytest.mark.covering(1)

@@ -1,4 +1,4 @@
-"""Models of compiled blocks under a budget: once a step is known, as few blocks are recomputed as the budget asks for."""
+"""Models of compiled blocks under a budget: a known step recomputes as few blocks as the budget needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = WITH_COMPILED
 
 
 class Loop:
-    """The training loop of a model of compiled blocks. All its steps begin alike."""
+    """The training loop of a model of compiled blocks. All its steps begin in the same state."""
 
     def __init__(self, name: str, device: Device, form: str = "forward") -> None:
         torch._dynamo.reset()
@@ -112,7 +112,7 @@ def test_fewer_blocks_are_recomputed_the_larger_the_budget(name: str, form: str,
 
 
 def device_seconds(tag: str) -> dict[str, float]:
-    """Return what the calls of modules are known to take that run compiled."""
+    """Return the known seconds of compiled modules' calls."""
     trace = remat_states[tag].traces.latest
     assert trace is not None
     assert trace.ops is not None

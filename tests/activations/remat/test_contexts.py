@@ -1,4 +1,4 @@
-"""Beside other contexts: with `CPUOffload`, in one's own wishes and plans, and where nothing is to be done."""
+"""Beside other contexts: with `CPUOffload`, with the user's marks and plans, and with nothing to do."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_words_about_what_is_no_range_of_bytes_do_nothing() -> None:
 
 
 def _num_dropped_with(word: Callable[[Tensor], Tensor] | None, x: Tensor, context: Context, *, is_late: bool = False) -> int:
-    """Return how many values a step drops that has a word on the fourth of its eight saved values, before or after its save."""
+    """Return how many values a step drops whose fourth of eight saved values is marked, before or after its save."""
     given: list[Tensor] = []
 
     def say(y: Tensor) -> None:
@@ -230,7 +230,7 @@ def test_parameters_and_inputs_are_never_dropped(device: Device, remat_on: Remat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_verified_computations(name: str) -> None:
-    """Whatever is run again makes the bytes that it made."""
+    """A recomputed value has its original bytes."""
     device = CpuDevice()
     plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
 
@@ -243,7 +243,7 @@ def test_verified_computations(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_computations_whose_small_values_stay(name: str) -> None:
-    """What stays for its size is where others may be made from."""
+    """Others may be recomputed from values that stay for their size."""
     device = CpuDevice()
     plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
 

@@ -1,4 +1,4 @@
-"""What ops take is measured once for each trace, and not in every step."""
+"""Times of ops are measured once for each trace, and not in every step."""
 
 from __future__ import annotations
 

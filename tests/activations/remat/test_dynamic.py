@@ -1,4 +1,4 @@
-"""Steps that are not like the last one are carried by the score, and only what comes again is planned."""
+"""Steps unlike the last one go by the score, and only repeated steps are planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No room on the device, or another result than in the forward: what can be mended is mended, the rest is told."""
+"""No room on the device, or another result than in the forward: memkit mends it or raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures(
 
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[int]]:
-    """Return what has replays of ops fail for want of memory where an iterator says so; it counts the evictable values then."""
+    """Return a function that makes replays fail for want of memory where an iterator says so; it counts the evictable values
+    then."""
 
     def start(refused: Iterator[bool]) -> list[int]:
         num_evictable: list[int] = []
@@ -45,7 +46,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
 @pytest.mark.parametrize("name", ["skips", "mlp", "relu_and_residuals", "many_results", "parts_that_count_their_writes_apart"])
 def test_no_room_once(name: str, policy: str, number: int, refuse: Callable[[Iterator[bool]], list[int]]) -> None:
-    """All that can go is dropped, also what the replay would have read later, and the op is run once more."""
+    """All that can go is dropped, also the replay's later inputs, and the op is run once more."""
     device = CpuDevice()
     plain = gradients(COMPUTATIONS[name], device.torch_device, lambda: torch.enable_grad())
     context = memkit.Rematerialize(0.5, "once", policy=policy, min_bytes=0, device=device)
@@ -78,7 +79,7 @@ def test_no_room_at_all_raises_the_original_error_with_a_note(
 
 
 class Fickle(torch.autograd.Function):
-    """Makes something else each time, by a way that no recorder sees."""
+    """Makes something else each time, unseen by any recorder."""
 
     num_calls = 0
 

@@ -1,4 +1,4 @@
-"""What changes between the forward and the replay, and what is no plain range of bytes."""
+"""Changes between the forward and the replay, and tensors that are no plain range of bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _same_as_plain(
 
 @contextmanager
 def _noticed_writes() -> Iterator[None]:
-    """Autograd's in-place error is as good as the gradient of the plain run."""
+    """Accept autograd's in-place error as well as the gradient of the plain run."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Ops that are given functions (`torch.cond`, `flex_attention`) work as without the context: what they return is kept."""
+"""Ops with function arguments (`torch.cond`, `flex_attention`) work as without the context: their results are kept."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def _num_compiled() -> int:
 
 @pytest.fixture
 def _attention_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU compute them: the code for it is there."""
+    """Let the CPU compute gradients of attention: the code is there."""
     monkeypatch.setattr(sys.modules[flex_attention.__module__], "_validate_device", lambda *_: None)
 
 
 def attention_with_gradients(x: Tensor, w: Tensor) -> Tensor:
-    """What is made for the tracer's eyes is no part of the forward."""
+    """Tensors made for the tracer are no part of the forward."""
     heads, bias = linear(x, w).sin().view(1, 2, 8, 16), w[0, :2].exp()
     looked_up = flex_attention(heads, heads.cos(), heads.exp(), score_mod=lambda s, b, h, i, j: s + bias[h])
     return linear(looked_up.reshape(8, 32), w).sin().exp()

@@ -1,4 +1,4 @@
-"""Roots in storages that are another feature's at times: they are lent, and never held."""
+"""Roots in storages that another feature owns at times: they are lent, and never held."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
 
 class Slot:
-    """Owns a storage that tensors take turns in, and gives each again."""
+    """Owns a storage that tensors use in turn, and lends each again."""
 
     def __init__(self, weight: Tensor) -> None:
         self.num_lent = 0

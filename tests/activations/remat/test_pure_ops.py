@@ -63,7 +63,7 @@ def _fresh_effects() -> Iterator[None]:
 
 
 def _train(op: Op, torch_device: torch.device, contexts: list[AbstractContextManager[object]]) -> tuple[list[Tensor], object]:
-    """Return the gradients of a step in each context, and all that ops may have done beside computing."""
+    """Return the gradients of a step in each context, and all of its ops' possible side effects."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -233,7 +233,7 @@ def test_op_that_returns_its_own_state_again_is_refused_where_that_was_needed() 
 
 
 def test_op_that_returns_its_argument_is_no_write(torch_device: torch.device, remat_on: Remat) -> None:
-    """As those that make a tensor contiguous, and say nothing of it."""
+    """As ops that make a tensor contiguous, without saying so."""
     library = torch.library.Library("memkit_same", "DEF")
     library.define("contiguous(Tensor x) -> Tensor")
     library.impl("contiguous", lambda x: x.contiguous(), "CPU")
@@ -258,7 +258,7 @@ def test_op_that_returns_its_argument_is_no_write(torch_device: torch.device, re
 
 
 class Jittered(torch.autograd.Function):
-    """Its forward is Python: what it draws is a constant of the ops in it, and is drawn once."""
+    """Its forward is Python: a random number is a constant of its ops, and is drawn once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

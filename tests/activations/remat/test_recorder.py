@@ -1,4 +1,4 @@
-"""What a recording remembers: values and roots, what each op reads and writes, and nothing that holds memory."""
+"""A recording remembers values and roots, each op's reads and writes, and nothing that holds memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_batch_norm_statistics_are_not_read_again() -> None:
         made = recording.value_of(y)
 
     call = recording.calls[recording.lineage.maker[made]]
-    assert statistics in recording.hidden  # what reads them now is not to see a later update
+    assert statistics in recording.hidden  # a reader now must not see a later update
     assert statistics not in [source[1] for source in call.sources]
     assert [source[0] for source in call.sources] == [0, 1, 2]
     assert call.args[3:5] == [None, None]

@@ -1,4 +1,4 @@
-"""Buffers in steps with regions: what only reads them is learned once, and what writes to them is as in the plain run."""
+"""Buffers in steps with regions: read-only use is learned once, and writes are as in the plain run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Frozen(Block):
 
 
 class Updates(Frozen):
-    """Updates the statistics all the same, with no counter raised, and reads them."""
+    """Updates the statistics all the same, without a counter, and reads them."""
 
     def beside(self, hidden: Tensor) -> Tensor:
         norm = self.norm
@@ -119,12 +119,12 @@ class Pair:
         return train(self.models[index], self.x, (lambda: self._remat_on(0.4, TAG, min_bytes=1)) if index else nullcontext)
 
     def step(self) -> None:
-        """Train each for a step, and see that nothing is other."""
+        """Train each for a step, and compare them."""
         assert_same_bits(self.train(1), self.train(0))
         assert_same_bits(list(self.models[1].buffers()), list(self.models[0].buffers()))
 
     def settle(self) -> None:
-        """Take steps until what they do is known."""
+        """Take steps until their plan is known."""
         for _ in range(5):
             self.step()
         assert {module() for module in remat_states[TAG].settled.regions.calls} & {*self.blocks}
@@ -138,7 +138,7 @@ class Pair:
 
 
 class Seen:
-    """Sees how often memkit clones some tensors, or compares them."""
+    """Counts memkit's clones and comparisons of some tensors."""
 
     def __init__(self, tensors: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
         addresses = {tensor.data_ptr() for tensor in tensors}
@@ -263,7 +263,7 @@ def replace_part(block: nn.Module) -> None:
 
 
 class Scales(nn.Linear):
-    """Writes to a buffer behind the back of its counter, and reads it."""
+    """Writes to a buffer unseen by its counter, and reads it."""
 
     def __init__(self, like: nn.Linear) -> None:
         super().__init__(32, 64, device=like.weight.device)

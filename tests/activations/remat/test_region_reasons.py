@@ -1,4 +1,4 @@
-"""What a call of a module does beside reading what it is given and returning what it makes: then it is no region."""
+"""Reasons for a call of a module to be no region: it does more than read its inputs and return its result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Six blocks, and what is between them."""
+    """Six blocks, and ops between them."""
 
     def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Model(nn.Module):
 
 
 def reasons(tag: str, kind: type[nn.Module] = Block) -> set[str]:
-    """Return why the calls of a kind of module are no regions, as the last recorded step has found."""
+    """Return why the last recorded step took the calls of a kind of module for no regions."""
     (trace,) = remat_states[tag].traces
     return {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if isinstance(module(), kind)}
 
 
 def assert_bits_of_plain_run(make: Callable[[], nn.Module], device: Device, context: Context) -> nn.Module:
-    """Return the model, of which the trace knows as long as it lives."""
+    """Return the model, which the trace knows while it lives."""
     models: list[nn.Module] = []
 
     def made() -> nn.Module:
@@ -84,7 +84,7 @@ class Gated(Block):
 
 
 class MakesGates(Model):
-    """Puts one there, in each forward."""
+    """Puts a tensor there in each forward."""
 
     def before(self, x: Tensor) -> None:
         GATES[:] = [torch.sigmoid(x.sum())]
@@ -105,7 +105,7 @@ def test_call_that_is_given_what_it_reads_may_be_one(device: Device, remat_on: R
 
 
 class Tells(Block):
-    """Leaves what it makes in a global list."""
+    """Leaves its result in a global list."""
 
     def beside(self, hidden: Tensor) -> Tensor:
         GATES.append(hidden.square().mean())
@@ -113,7 +113,7 @@ class Tells(Block):
 
 
 class Sums(Model):
-    """Adds what was left there."""
+    """Adds the tensors left there."""
 
     def before(self, x: Tensor) -> None:
         GATES.clear()
@@ -125,14 +125,14 @@ class Sums(Model):
 
 
 class Passes(nn.Module):
-    """Passes on what it finds in a global list."""
+    """Passes on a tensor from a global list."""
 
     def forward(self, x: Tensor, gates: list[Tensor]) -> Tensor:
         return x
 
 
 class Gives(Sums):
-    """Gives what was left there to another module, and nothing reads it."""
+    """Gives a tensor left there to another module, and nothing reads it."""
 
     def behind(self, x: Tensor) -> Tensor:
         x = Passes()(x, GATES)
@@ -161,7 +161,7 @@ class Clamps(Model):
 
 
 class ClampsData(Model):
-    """Does so, and no counter is raised."""
+    """As `Clamps`, without raising a counter."""
 
     def behind(self, x: Tensor) -> Tensor:
         for block in self.blocks:

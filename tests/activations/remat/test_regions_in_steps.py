@@ -1,4 +1,4 @@
-"""Once a step is known, calls of modules are recomputed as a whole where that takes less time than single values do."""
+"""In known steps, calls of modules are recomputed as a whole where that takes less time than single values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures(
 
 
 class Residual(nn.Module):
-    """Adds what some layers make."""
+    """Adds the result of some layers."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Draws(Residual):
 
 
 class WritesToItsInput(Residual):
-    """Writes to what it is given."""
+    """Writes to its input."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         y = self.layers(x * 2)
@@ -280,7 +280,7 @@ class WritesToItsInput(Residual):
 
 
 class Cached(Residual):
-    """Adds to an object that it is given, as attention does to a cache."""
+    """Adds to an object among its inputs, as attention does to a cache."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -330,7 +330,7 @@ def test_module_with_an_effect_of_its_own_is_none(kind: type[Residual], device: 
 
 
 class Doubles(nn.Module):
-    """Saves nothing of what it is given."""
+    """Saves none of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Doubles(nn.Module):
 
 
 class WritesAfterwards(nn.Module):
-    """Writes to what it has given to a part, once that has returned: nothing of it was saved."""
+    """Writes to a part's input once the part has returned: nothing of it was saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ class Block(nn.Module):
 
 
 MORE: list[bool] = []
-"""Has the blocks do something else while it is not empty."""
+"""While it is not empty, the blocks do something else."""
 
 
 def _model() -> nn.Sequential:
@@ -491,7 +491,7 @@ def test_more_calls_than_planned_are_a_deviation() -> None:
 
 
 class Folded(nn.BatchNorm1d):
-    """What reads its statistics in a way that is not known."""
+    """Reads its statistics in an unknown way."""
 
 
 def _with_norms() -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""What a forward does beside computing is done once: statistics, buffers and random numbers end as in the plain run."""
+"""A forward's side effects happen once: statistics, buffers and random numbers end as in the plain run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures(
 
 
 class Quantizer(nn.Module):
-    """A codebook that is read, and then moved in place towards what was read: legal, as the gradient needs neither."""
+    """A codebook that is read, and then moved in place towards the result: legal, as the gradient needs neither."""
 
     def __init__(self) -> None:
         super().__init__()

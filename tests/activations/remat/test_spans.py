@@ -1,4 +1,4 @@
-"""Neighbouring children of a `Sequential` are recomputed as one where that has no module for them."""
+"""Neighbouring children of a `Sequential` are recomputed as one where no module holds them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def steady(model: nn.Module, x: Tensor, remat_on: Remat, tag: str, budget: float
 
 
 def compare(model: nn.Module, x: Tensor, remat_on: Remat, tag: str, budget: float = 0.5) -> None:
-    """Run a step, and see that it has the bits of the plain one."""
+    """Compare the bits of a step to the plain one's."""
     state = copy.deepcopy(model.state_dict())
     torch.manual_seed(1)
     wanted = train(model, x, nullcontext)
@@ -253,7 +253,7 @@ def override(model: nn.Sequential, place: int) -> None:
 
 
 def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
-    """Return the place of a layer that may be another, or have others beside it."""
+    """Return the place of a layer that may be replaced, or get neighbours."""
     spans = [tuple(map(int, name.split(":"))) for name in spans_in_plan(tag)]
     places = [place for first, stop in spans for place in range(first, stop)]
     return next(place for place in places if isinstance(model[place], nn.Dropout | nn.GELU))

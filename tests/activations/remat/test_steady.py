@@ -1,4 +1,4 @@
-"""Once it is known that nothing of a step is dropped, it is run as if there were no context, until it is another."""
+"""A step that is known to drop nothing runs as if there were no context, until it changes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def blocks() -> nn.Module:
-    """Return forty blocks of four layers."""
     layers = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(40))
     return nn.Sequential(*layers)
 
 
 def num_calls(run: Callable[[], object]) -> int:
-    """Return how many functions of memkit's are called, those of devices left out."""
+    """Return how many functions of memkit are called, without those of devices."""
     root, count = os.path.dirname(memkit.__file__), 0
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -47,7 +46,6 @@ def num_calls(run: Callable[[], object]) -> int:
 
 
 def train(model: nn.Module, x: Tensor, context: Context) -> list[Tensor]:
-    """Run one step; return its bits."""
     model.zero_grad()
     with context():
         loss = model(x).sum()

@@ -1,4 +1,4 @@
-"""Whether regions or single ops are faster is told by whole steps, without waiting for any."""
+"""Whole steps tell whether regions or single ops are faster, without waiting for any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Moment(Event):
 
 
 class _Clock:
-    """A device as far as a trial asks for one."""
+    """The part of a device that a trial uses."""
 
     def __init__(self) -> None:
         self.now_s, self.is_done = 0.0, True
