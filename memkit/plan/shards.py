@@ -52,8 +52,11 @@ class ShardPlan:
 
     num_ranks: int
     param_bytes: int
+    """Shards of all parameters."""
     grad_bytes: int
+    """Shards of the gradients of trained parameters."""
     state_bytes: int
+    """The optimizer's states of these shards."""
     gathered_bytes: int
     """The most that is gathered at once: parameters in no layer, and the layers in use or gathered ahead."""
     is_offloaded: bool = False
