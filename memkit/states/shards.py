@@ -1,6 +1,6 @@
 """Parameters that are shards (`DTensor`): their local tensors are stepped, and `optimizer.state` has shards.
 
-Only for elementwise optimizers: stepping the local tensor on each rank is then the same as stepping the shard.
+Only for elementwise optimizers, where a step of each rank's local tensor is the same as a step of the shard.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class LocalStep:
-    """The local tensors and states that a step of shards is given; afterwards, its results as shards."""
+    """The local tensors and states for a step of shards; afterwards, its results as shards."""
 
     def __init__(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> None:
         self._rows = list(zip(records, keys, strict=True))
         self._state = state
         self.keys: list[Tensor] = []
-        """What is stepped."""
         self.state: StateDict = defaultdict(dict)
-        """Their states, which the step reads and writes."""
+        """Read and written by the step."""
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         """Local tensors, each with its shard, by their ids."""
         for record, key in self._rows:
@@ -101,7 +100,7 @@ class LocalStep:
         return found
 
     def finish(self) -> None:
-        """Put the states that the step has made into the mapping that was given, as shards."""
+        """Put the stepped states into the given mapping, as shards."""
         for (record, key), own in zip(self._rows, self.keys, strict=True):
             made = self.state.get(own)
             if made is None:

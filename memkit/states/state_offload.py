@@ -249,8 +249,7 @@ class StateOffload(NotCopied, EnteredOnce):
     # Steps
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the pieces be stepped behind what other hooks do ahead of a step, such as clipping. Where nothing has left the
-        device so far, look whether something is to leave now."""
+        """Run this step's hook behind other hooks, such as clipping. If nothing has left the device so far, plan again."""
         if optimizer is not self.optimizer:
             return
         if not self._is_open and not self._members.are_as_many():
@@ -264,7 +263,7 @@ class StateOffload(NotCopied, EnteredOnce):
             put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Step all pieces. What torch steps then has no parameters."""
+        """Step all pieces. The class's own step that follows has no parameters."""
         if optimizer is not self.optimizer:
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self.device)
@@ -302,7 +301,7 @@ class StateOffload(NotCopied, EnteredOnce):
             self._stepping.unfinished = None
 
     def _settle(self, *, is_loading: bool = False) -> None:
-        """Put right what a step has left that was broken off, or not waited for. Nothing is on its way then."""
+        """Put right a step that was broken off, or not waited for. Nothing is on its way then."""
         try:
             self._join()
         except StateOffloadError as error:
@@ -321,24 +320,24 @@ class StateOffload(NotCopied, EnteredOnce):
             self._in_backward.drop_ahead()
 
     def wait(self) -> None:
-        """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""
+        """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states."""
         if not self._is_closed:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until what was stepped is in host memory: whoever reads it there finds it."""
+        """Wait until stepped states are in host memory, for whoever reads them there."""
         self._join()
         if self._slots is not None:
             self._slots.wait()
 
     def _join(self) -> None:
-        """Let the current stream wait for what is stepped beside it, and the host for what is stepped there."""
+        """Let the current stream wait for steps beside it, and the host for steps on the host."""
         for beside in (self._overlap, self._in_backward, self._on_shards):
             if beside is not None:
                 beside.join()
 
     def _follow_groups(self) -> None:
-        """Take note of parameters that came to the optimizer or left it."""
+        """Follow parameters that came to the optimizer or left it."""
         members = self._members
         if not members.have_changed():
             return
@@ -366,7 +365,7 @@ class StateOffload(NotCopied, EnteredOnce):
         self.plan = replace(self.plan, pieces=(*self.plan.pieces, *plan.pieces), slot_bytes=self._slots.sizes)
 
     def _open(self, pieces: list[Piece]) -> None:
-        """Set host memory aside for pieces, and move the states there that there are."""
+        """Set host memory aside for pieces, and move existing states there."""
         if self._disk is not None:
             self._disk.reserve([piece.plan for piece in pieces])
         self._host.reserve([piece for piece in pieces if not piece.plan.is_resident and not piece.plan.is_on_disk])

@@ -50,7 +50,7 @@ def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 @contextmanager
 def _seeding(torch_device: torch.device) -> Iterator[Callable[[int], bool]]:
-    """Within it, yield a function that seeds all generators, and tells whether random numbers were drawn since it did so."""
+    """Yield a function that seeds all generators, and tells whether random numbers were drawn since its last call."""
     generators = generators_of(torch_device)
     before, seeded = states_of(generators), list[Tensor]()
 
@@ -90,7 +90,7 @@ _LARGEST_SIDE = 24
 
 
 def refuse_by_kind(optimizer: object) -> None:
-    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters."""
+    """Raise if an optimizer is of a kind whose step can't be split by parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
@@ -236,7 +236,7 @@ class Trial:
         self.attributes.update(changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-        """Return what stands for the largest parameter of a group."""
+        """Return small stand-ins for the largest parameter of a group."""
         size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
         return [values_of(size, dtype, generator) for _ in range(2)]
 
@@ -257,14 +257,13 @@ class Trial:
         step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
-        """Step all at once."""
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
         self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
-        """Step each parameter by itself. Return what two of them have written differently."""
+        """Step each parameter by itself. Return the name of an entry that two of them have written differently."""
         self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
@@ -308,7 +307,7 @@ class Trial:
         return self.differs_in_groups(other)
 
     def differs_in_groups(self, other: Trial) -> str | None:
-        """Return what another one has of other value in its groups, or in attributes."""
+        """Return the entry or attribute in which another trial differs."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
             for name in changes_of_group(group, others_group):
                 return f'entry of its groups ("{name}")'
@@ -324,8 +323,7 @@ def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
 
 
 def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
-    """Return what a small parameter begins with where the parameter that it is like has this state: its elements from the
-    start on, again and again."""
+    """Return the initial state of a small parameter: elements of its original's state from `start` on, repeated."""
     if not isinstance(value, Tensor) or value.size() != parameter.size():
         return value.clone() if isinstance(value, Tensor) else value
     if not value.numel():  # of a shard that is empty here
@@ -359,10 +357,8 @@ _NUM_CUT_STEPS = 6
 def find_elementwise(
     optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
-    """Return of each of some groups whether its parameters can be stepped in windows, bit for bit as whole.
-
-    Of many groups, some are tried: the others can be if all of these can.
-    """
+    """Tell for each group whether its parameters can be stepped in windows, bit for bit as whole. Of many groups some are
+    tried: the others can if all of these can."""
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_CUT_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
 
@@ -463,7 +459,8 @@ def _size_like(parameter: Tensor) -> list[int]:
 
 
 def _is_made_of(value: Tensor, parts: Sequence[Tensor], parameter: Tensor) -> bool:
-    """Tell whether a state has an element for each of the parameter's, in the same order, and those of windows are the same."""
+    """Tell whether a state has an element for each of the parameter's, in the same order, and the windows' states are the
+    same."""
     if torch_private.is_wrapper(value) or value.size() != parameter.size() or not value.is_contiguous():
         return False
     if not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
