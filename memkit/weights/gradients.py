@@ -1,7 +1,7 @@
 """Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
-taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then. Gradients of a
+taken away, and only behind the backward `grad` becomes their sum, on the host as the parameter itself then. Gradients of a
 layer are sent together.
 
 [Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
@@ -10,14 +10,13 @@ device as usual; and when the layer is closed, all its gradients are taken at on
 runs the nodes of a later forward first, and nodes that accumulate a gradient as soon as they can run. There are exceptions:
 branches, a checkpoint inside of a layer that runs a backward of its own, an output that does not lead to the loss. Then a
 gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
-the layer. What was taken of the layer before is then added to.
+the layer. The gradient is then added to the layer's earlier ones.
 
 Whether a gradient is complete is a question only where several graphs over the layer are alive: it is complete once it has come
 from each of them. A call of the layer whose outputs have a graph counts for as long as that graph is alive; any other call (of
 a module inside of the layer, or with outputs that are not tensors) for as long as each of its nodes. A graph may outlive the
-nodes of all outputs, if the outputs are dropped, or are views and written to, while something that was computed inside leads to
-the loss. So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls
-count.
+nodes of all outputs, if the outputs are dropped, or are views and written to, while a tensor computed inside leads to the loss.
+So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls count.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class GradientBuffer:
         self.span, self.taken = span, taken
         self.storage = self._over_span()
         self._view: Tensor | None = None
-        """What lies here, of which `lend` gives an alias. Nobody is given this one."""
+        """The gradient here, of which `lend` gives an alias. Nobody is given this one."""
 
     def _over_span(self) -> torch.UntypedStorage:
         assert self.span.whole is not None
@@ -92,8 +91,8 @@ class GradientBuffer:
 
 
 class LayerBuffers:
-    """Buffers to which gradients of a layer are sent together, each of which was lent once: `lend` asks of all at once what
-    `GradientBuffer.lend` asks of each."""
+    """Buffers to which gradients of a layer are sent together, each lent once before: `lend` is `GradientBuffer.lend` of all at
+    once."""
 
     def __init__(
         self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
@@ -110,7 +109,7 @@ class LayerBuffers:
         """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
-        """Return the gradients as they lie here; None where each has to be asked."""
+        """Return the gradients as they lie here; None if each buffer has to be asked."""
         if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
             return None
         if [*map(_stride_of, self._parameters)] != self._strides:
@@ -122,7 +121,7 @@ class LayerBuffers:
         return [*map(_data_of, self._views)]
 
     def packed(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
-        """Return the storages of gradients, if each fills its own as it is to lie here."""
+        """Return the storages of gradients, if each fills its own with the layout that it is to have here."""
         if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
             return None
         if [*map(Tensor.stride, gradients)] != self._strides:
@@ -135,7 +134,7 @@ class LayerBuffers:
         return storages
 
     def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
-        """Return the same if each parameter has a gradient with the dtype and strides of the last time, and no graph."""
+        """The same for gradients with the last ones' dtypes and strides, and no graph."""
         if self._is_as_before is None or not self._is_as_before(*gradients):
             return None
         storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
@@ -170,7 +169,7 @@ class _LayerGradients:
     def __init__(self, chunk: LayerChunk) -> None:
         self.chunk = chunk
         self.streamed: tuple[StreamedParameter, ...] = ()
-        """Those that are watched."""
+        """The watched parameters."""
         self.parameters: tuple[Tensor, ...] = ()
         self.tensors: Sequence[Tensor] | None = None
         """The binding's tensors when the hooks were set; None until all are."""
@@ -179,24 +178,24 @@ class _LayerGradients:
         self.task = -1
         """The backward that `grad` belongs to, or is about to; -1 while the layer is not open."""
         self.stream_number = 0
-        """The stream on which these are made."""
+        """Of the stream that makes these gradients."""
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
-        """Those of which a part was made on another stream."""
+        """Parameters with a part made on another stream."""
         self.calls = _Alive()
-        """What the graph behind each of the layer's calls has a weak reference of its own to, for as long as it is alive."""
+        """The graph behind each call has a weak reference of its own to this, for as long as the graph is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
         """Of other calls, the nodes."""
         self.waits_in = _NOT_WAITING
-        """The backward, -1 outside of one, in which the layer's last call was that none has come to yet."""
+        """The backward, -1 outside of one, that ran at the layer's last call, if no backward has come to that call yet."""
         self.has_nodes_counted = False
         """Whether the nodes of all its calls are counted, since several come before a backward does."""
         self.is_shared = False
-        """Whether several graphs may bring gradients in the backward that is under way."""
+        """Whether several graphs may bring gradients in the running backward."""
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
-        """How many nodes have brought some in each backward, where several may."""
+        """How many nodes have brought gradients in each backward, where several may."""
         self.parts: dict[int, dict[StreamedParameter, Tensor]] = {}
-        """On the device: what each backward has made so far, if more may come."""
+        """On the device: each backward's sum so far, if more may come."""
 
     def has_several_graphs(self) -> bool:
         if weakref.getweakrefcount(self.calls) > 1:
@@ -216,7 +215,7 @@ _IDLE = {2}
 _data_of = attrgetter("data")
 _stride_of = attrgetter("gradient_stride")
 _nothing = callable
-"""Is called for nothing, without a frame of its own."""
+"""Does nothing, without a frame of its own."""
 _grad_of = attrgetter("grad")
 _NOT_WAITING = -2
 _MOST_TARGETS = 8
@@ -227,8 +226,8 @@ class HostGradients(Accumulation):
     """Takes the gradients of streamed parameters to the host.
 
     Args:
-        rest: has all parameters be where they are at rest.
-        others: returns what others have taken of the arena.
+        rest: puts all parameters back to where they are at rest.
+        others: returns the spans that others have taken of the arena.
     """
 
     def __init__(
@@ -256,7 +255,7 @@ class HostGradients(Accumulation):
         self._before: dict[StreamedParameter, Tensor] = {}
         """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
-        """That, and all gradients that were brought to the host, or are on their way."""
+        """That, plus all gradients that were sent to the host."""
         self._in_flight: deque[Flight] = deque()
         """Oldest first. The memory goes back to the stream when that has waited for the copies."""
         self._in_flight_bytes = 0
@@ -269,7 +268,7 @@ class HostGradients(Accumulation):
         self._spans: list[Span] = []
         """Taken of the arena, and given back in the end."""
         self._kept: list[GradientBuffer] = []
-        """With gradients that the caller holds, of layers that do not stream any more."""
+        """With gradients that the caller holds, of layers that no longer stream."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
 
@@ -496,7 +495,7 @@ class HostGradients(Accumulation):
         self._arena.give_all(but_for=[*self._spans, *self._others()])
 
     def _lose(self) -> None:
-        """A copy has failed, or may have: what came of this backward is not to be used."""
+        """Drop this backward's gradients: a copy has failed, or may have."""
         self._arena.drain()
         self._device.synchronize()
         self._last = None
@@ -559,7 +558,7 @@ class HostGradients(Accumulation):
         total = self._totals.get(streamed)
         if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
-            # Added where it is made, as in the plain run: the host's kernels add entries in another order.
+            # Added on its own device, as in the plain run: the host's kernels add entries in another order.
             self._totals[streamed] = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
             return
         span = self._arena.take(_gradient_bytes(streamed))
@@ -571,7 +570,7 @@ class HostGradients(Accumulation):
         self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
-        """Add a gradient that has come to host memory; runs on a thread of its own, one after the other."""
+        """Add a gradient that has come to host memory; runs on a thread, one after the other."""
         try:
             self._device.synchronize(landed)
             assert span.whole is not None
@@ -615,7 +614,7 @@ class HostGradients(Accumulation):
         storages: Sequence[torch.UntypedStorage],
         totals: Sequence[Tensor],
     ) -> None:
-        """Put copies of gradients on the lane, from their storages to where the totals lie."""
+        """Put copies of gradients on the lane, from their storages to the totals."""
         if self._device.takes_notes:
             self._note_made(gradients, storages)
         if target.copies is not None:
@@ -648,7 +647,7 @@ class HostGradients(Accumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until the event that is returned."""
+        """Put copies of storages on the lane, which are held until the returned event."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)
@@ -682,7 +681,7 @@ class HostGradients(Accumulation):
         self._in_flight_bytes -= oldest.num_bytes
 
     def _await(self) -> None:
-        """Make the host wait until all that was made has come."""
+        """Make the host wait for all copies and additions."""
         if self._last is not None:
             self._device.synchronize(self._last)
         while self._in_flight:

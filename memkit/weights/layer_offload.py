@@ -150,9 +150,9 @@ class LayerOffload(NotCopied, EnteredOnce):
         if message is not None:
             warn_user(message)
         self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)
-        """`_is_open`: whether the share that streams is to be found out."""
+        """`_is_open`: whether the streaming share is still to be found."""
         self._timing: StepTiming | None = None
-        """Of a step in which all layers stream, if that is so, and then of one with the plan that holds for good."""
+        """Of a step in which all layers stream, if the share is open, and then of one with the final plan."""
         self._times: StepTimes | None = None
         self._predicted_peak_bytes: int | None = None
         self._chunks = self._streaming()
@@ -222,7 +222,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         return timing
 
     def _before_pass(self) -> None:
-        """A forward begins: end what an interrupt has left, and plan by the step that was timed."""
+        """End what an interrupt has left when a forward begins, and plan by the timed step."""
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
@@ -287,7 +287,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._streamer = streamer  # last: as long as it is the closed one, the next forward does this again
 
     def _release_leaving(self) -> None:
-        """Give back what layers had that stay on the device from now on, but for host copies that are held."""
+        """Give back the host memory of layers that stay on the device from now on, but for host copies that are held."""
         if not self._leaving:
             return
         if self._gradients is not None:
@@ -301,8 +301,8 @@ class LayerOffload(NotCopied, EnteredOnce):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps the parameters with `train="fused"`, None otherwise. It need not be called; schedulers may change its
-        groups, `state_dict` works, and a `StateOffload` with `when="backward"` has its states stream as well."""
+        """The optimizer that steps the parameters with `train="fused"`, None otherwise. It need not be called; schedulers may
+        change its groups, `state_dict` works, and a `StateOffload` with `when="backward"` has its states stream as well."""
         return self._gradients.optimizer if isinstance(self._gradients, FusedSteps) else None
 
     def __repr__(self) -> str:
@@ -326,14 +326,14 @@ class LayerOffload(NotCopied, EnteredOnce):
     # At rest
 
     def until_closed(self, handle: RemovableHandle) -> None:
-        """Have `close()` remove something as well, such as a hook on the model: at once if it is closed already."""
+        """Have `close()` also remove a handle, such as a hook on the model: at once if this is closed already."""
         self._hooks.add(handle)
         if self._is_closed:
             self._hooks.remove()
 
     def close(self) -> None:
-        """Stop streaming, and put every tensor back to where it was found. Graphs that are alive cannot be run backward any
-        more. Calling it again does nothing, or the rest of a call that was interrupted."""
+        """Stop streaming, and put every tensor back to where it was found. Backwards of live graphs fail from then on. Calling
+        it again does nothing, or the rest of an interrupted call."""
         if self._is_closed:
             return
         if os.getpid() != self._process:
@@ -381,7 +381,7 @@ class LayerOffload(NotCopied, EnteredOnce):
                 chunk.num_changes += 1
 
     def stats(self) -> LayerStats:
-        """Return what was moved so far, and what had to be waited for."""
+        """Return the bytes moved so far, and the waits for them."""
         times, disk = self._times, self._host.disk
         with self._streams.lock:
             return LayerStats(

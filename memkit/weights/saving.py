@@ -58,10 +58,8 @@ _MOST_VIEWS = 1024
 
 class SavedWeight(tuple[Any, ...]):
     """A weight in a slot, or a view of one, as autograd saves it: (layer, parameter, version, geometry in the slot), where the
-    version is the parameter's plus the layer's `num_changes`. It does not keep the slot.
-
-    It is a plain tuple, so that no Python function is called to make one or take it apart.
-    """
+    version is the parameter's plus the layer's `num_changes`. It does not keep the slot. It is a plain tuple, so that no Python
+    function is called to make one or take it apart."""
 
     __slots__ = ()
 
@@ -121,7 +119,6 @@ class _Saves:
         return SavedWeight((chunk, parameter, version, place))
 
     def unpack(self, packed: Any) -> Any:
-        """Return a tensor that was saved."""
         kind = type(packed)
         if kind is tuple:
             alias, version = packed
@@ -170,8 +167,7 @@ class _Saves:
 
 
 class WeightHooks(SavedTensorHooks):
-    """The saved-tensor hooks of a forward of a streamed layer, over those that are on top: see `_Saves`, whose arguments these
-    are."""
+    """The saved-tensor hooks of a forward of a streamed layer, over the top ones. For the arguments see `_Saves`."""
 
     def __init__(self, streamer: Streamer, outer: HookPair | None = None, *, hands_on_weights: bool = False) -> None:
         saves = _Saves(streamer, outer, hands_on_weights=hands_on_weights)

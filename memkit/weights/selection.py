@@ -1,4 +1,4 @@
-"""Which modules of a model are the layers that may stream."""
+"""The modules of a model that are layers, and may stream."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from memkit.weights.chunks import LayerChunk
 _Module = TypeVar("_Module", bound=nn.Module)
 
 LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None
-"""Names or modules, or what tells by name and module whether it is a layer; None for the lists of equal modules that matter."""
+"""Names or modules, or a predicate of name and module; None for the lists of equal modules that matter."""
 
 _SHARE_OF_LONGEST = 0.5
-"""Lists that have at least this share of the elements of the longest count as well: a model may have two kinds of layers."""
+"""Lists with at least this share of the longest one's elements count as well: a model may have two kinds of layers."""
 _MAX_SLOTS = 3
-"""As many as `LayerOffload` has by default. Which layers are found does not depend on how many it is given."""
+"""The default of `LayerOffload`. The layers found do not depend on the number it is given."""
 _MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2
-"""Blocks stand for the stages that have them if these are mostly blocks, by bytes; if they free this share of all bytes more
-than the stages would; and so many times as much with all slots."""
+"""Blocks are the layers in place of their stages if they are most of these by bytes; if they free this share of all bytes more
+than the stages would; and this many times as much with all slots."""
 
 
 def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
@@ -95,12 +95,12 @@ class _List:
     """Layers that were found in one list, by name."""
 
     is_module_list: bool
-    """It is a ModuleList, not a Sequential."""
+    """Not a Sequential."""
     layers: Mapping[str, nn.Module]
 
     @property
     def role(self) -> Hashable:
-        """Equal for lists that belong together, whose layers are of one class that is not torch's."""
+        """Equal for lists that belong together: their layers are of one class that is not torch's."""
         kinds = frozenset(map(type_before_parametrizations, self.layers.values()))
         return id(self) if any(kind.__module__.startswith("torch.nn") for kind in kinds) else kinds
 
@@ -108,8 +108,8 @@ class _List:
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the elements of lists of modules of one class; where these are stages, the blocks in them.
 
-    Of all classes of elements it is the one that frees the most device memory if it streams. To these come the other lists of
-    the same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
+    Of all classes of elements it is the one that frees the most device memory if it streams. Other lists of the same kind
+    (ModuleList, or Sequential) are added if they are at least half as long, and free some memory.
     """
     lists = [
         _List(isinstance(module, nn.ModuleList), _resolved(name, module))
@@ -194,12 +194,8 @@ def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
 
 
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
-    """Raise where a parameter or a buffer has no data that could be moved, cannot be given other data, or another library
-    decides where it is.
-
-    Args:
-        reads_weights: whether those on torch's "meta" device are given data.
-    """
+    """Raise if a parameter or a buffer has no data that could be moved, cannot be given other data, or another library decides
+    where it is; with `reads_weights`, tensors on torch's "meta" device are given data."""
     for name, module in model.named_modules():
         if is_sharded_by_fsdp(module):
             kind = type(module).__name__
@@ -223,8 +219,8 @@ def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
 
 
 def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_all: bool) -> None:
-    """Raise where TorchScript has compiled a module whose forward must be seen, on which torch then refuses hooks: those of
-    layers, and with `steps_all` those of all that is trained."""
+    """Raise if TorchScript, on whose modules torch refuses hooks, has compiled a layer, or with `steps_all` any trained
+    module."""
     advice = "Leave it as it is (torch.compile works)"
     scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     within = {id(inner): name for name, module in reversed(scripted.items()) for inner in module.modules()}
@@ -246,7 +242,7 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
 
 
 def quoted(name: str) -> str:
-    """Return a module's name in quotes, as errors have it; "the model" for the empty name of the outermost module."""
+    """Return a module's name in quotes for errors; "the model" for the outermost module's empty name."""
     return f'"{name}"' if name else "the model"
 
 
@@ -260,7 +256,7 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
 
 
 def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
-    """Raise where the forward that is going on is one within DistributedDataParallel."""
+    """Raise if the present forward is one within DistributedDataParallel."""
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # without a group of processes there is no such module

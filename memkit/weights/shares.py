@@ -1,4 +1,4 @@
-"""How much streams: from the arguments, or from a measured step, to a `ResidencyPlan`; and the training mode."""
+"""Which share streams: from the arguments, or from a measured step, to a `ResidencyPlan`; and the training mode."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
-"""After so many forwards in grad mode without a backward there is not going to be one."""
+"""After this many forwards in grad mode without a backward none is expected."""
 _MOST_SAMPLES = 32
-"""After so many forwards without grad mode, a model that could be trained is not going to be."""
+"""After this many forwards without grad mode, no training of a trainable model is expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class StepTiming:
 
     Args:
         is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
-        resets_peak: whether the device's peak is that of the pass alone.
+        resets_peak: whether the device's peak is to be of the pass alone.
     """
 
     def __init__(self, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
@@ -73,7 +73,7 @@ class StepTiming:
         self._backward = -1
 
     def begin_pass(self) -> bool:
-        """A pass begins. Return whether one was timed whole before."""
+        """Begin a pass. Return whether one was timed whole before."""
         if self._is_timed:
             return True
         is_timed = any(not point.is_backward and point.name for point in self._points)
@@ -97,7 +97,7 @@ class StepTiming:
         return False
 
     def begin_layer(self, name: str) -> None:
-        """The current stream has come to a layer, and is about to wait for its weights, if there are any to wait for."""
+        """Note that the current stream has come to a layer, and may be about to wait for its weights."""
         if not self._is_timing or self._is_timed:
             return
         task = torch_private.backward_task()
@@ -127,7 +127,7 @@ class StepTiming:
             self._points.clear()
 
     def result(self) -> StepTimes:
-        """Return the times of the pass, once it was timed whole; the host waits for it."""
+        """Return the times of the timed pass; the host waits for it."""
         self._device.synchronize(self._points[-1].before)
         forward_s, backward_s = Counter[str](), Counter[str]()
         taken_s = 0.0
@@ -150,9 +150,9 @@ class StepTiming:
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
-"""Layers are trained whose parameters require grad by more than this share of their bytes."""
+"""Layers are trained if more than this share of their bytes requires grad."""
 _USABLE = 0.95
-"""Of what the process may allocate: the rest is lost between blocks."""
+"""Of the bytes that the process may allocate: the rest is lost between blocks."""
 _BYTES_PER_TRAINED_BYTE = 4
 """A weight, its gradient, and two values of the optimizer."""
 
@@ -194,12 +194,8 @@ def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -
 
 
 def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:
-    """Return the parameters of each layer that may stream, without layers that have none. Those that are shared between layers,
-    or with the rest of the model, may not.
-
-    Args:
-        is_trained: whether parameters that require grad may stream.
-    """
+    """Return the parameters of each layer that may stream, without layers that have none. Parameters shared between layers, or
+    with the rest of the model, may not, nor those that require grad unless `is_trained`."""
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
     seen = set[int]()
     for name, module in layers.items():
@@ -232,7 +228,7 @@ def plan_layers(
     """Return which layers stream: with "auto", all at first.
 
     Args:
-        layers: what may stream of each, by name, in their order; None for nothing.
+        layers: the chunks that may stream, by name, in their order; None for nothing.
         offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None.
         state_bytes: of the layers' optimizer states, which stay on the device.
     """
@@ -264,8 +260,7 @@ def plan_layers(
 def why_layers_free_nothing(
     layers: Mapping[str, LayerChunk | None], plan: ResidencyPlan, device: Device, *, train: str, num_slots: int
 ) -> str | None:
-    """Return a message if layers stream and the device has no byte more for it; with train="host", their gradients are not on
-    the device either."""
+    """Return a message if streaming layers free no byte of the device; with train="host", their gradients count as well."""
     if why := why_nothing_is_freed(device):
         return f"LayerOffload: {why}"
     costs = costs_of(layers)
@@ -299,11 +294,11 @@ def plan_measured(
     num_slots: int,
     capacity_bytes: int | None,
 ) -> ResidencyPlan:
-    """Return the plan that streams the most that hides; where the device has no room for what stays then, the least that fits.
+    """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits.
 
     Args:
         train: with "host", a layer that stays has its gradients and optimizer states on the device as well.
-        capacity_bytes: what the process may allocate on the device; None if that is not known.
+        capacity_bytes: bytes that the process may allocate on the device; None if that is not known.
     """
     if times.h2d_bytes_per_s is None:
         return plan_again(plan, costs, None)

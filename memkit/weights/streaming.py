@@ -1,14 +1,14 @@
 """Brings the weights of layers to the device, when they are used and ahead of that.
 
-[Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, what it computes is exact.
+[Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, its results are exact.
 
-- *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.core.calls`), a backward
-  (`memkit.core.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends
-  what an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
-- *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
-  event was noted behind it, the host waits for the whole device before the memory goes.
-- *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter
-  that was stepped has its new weights in host memory, and one that was not has the old ones.
+- *Open before begun, forgotten last*: a call of a layer (`memkit.core.calls`), a backward (`memkit.core.backwards`), the users
+  of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends all that an interrupt has left open.
+  Gradients of a backward that has not ended are never added to later ones.
+- *Held before issued.* The memory that a copy reads or writes is held, and marked as in flight, before the copy is put on a
+  lane. If no event was noted behind it, the host waits for the whole device before the memory goes.
+- *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a stepped
+  parameter has its new weights in host memory, and any other has the old ones.
 - *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` undoes all of it.
 """
 
@@ -43,7 +43,7 @@ _MOST_KNOWN_AHEAD = 512
 
 
 class UsePhase(Enum):
-    """When a layer is used. Each phase has an order of its own."""
+    """The kind of a layer's use. Each has an order of its own."""
 
     FORWARD = "forward"
     """In a forward that a backward may follow."""
@@ -89,8 +89,7 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers that are expected next but for the current one (-1: none), each with how many others come
-        before."""
+        """Return the layers expected next without the current one (-1: none), each with its number of predecessors."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -108,14 +107,14 @@ class LayerOrder:
 
 
 class Streamer:
-    """Brings layers into slots. It is the owner of the slots' storages. See [Note: interrupts of streaming].
+    """Brings layers into slots, and owns the slots' storages. See [Note: interrupts of streaming].
 
-    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers that are expected next are fetched
-    ahead, as far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before
-    each new pass the slots forget, since not every write to a host copy can be seen.
+    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers expected next are fetched ahead, as
+    far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before each new
+    pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
-        chunks: the layers that stream, in the order in which they are expected to run.
+        chunks: the layers that stream, in their expected order.
         disk: where their host copies are; None if that is host memory.
     """
 
@@ -192,7 +191,7 @@ class Streamer:
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
-        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on."""
+        """Return the slot with the bytes of a layer, for work put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self.is_closed:
                 raise LayerOffloadError(
@@ -226,10 +225,10 @@ class Streamer:
             return slot
 
     def begin_backward(self, chunk: LayerChunk) -> None:
-        """The backward of a layer begins: until that of another does, its parameters lie in the slot.
+        """Begin the backward of a layer: its parameters lie in the slot until another layer's begins.
 
-        Autograd's saved tensors do not need that. Whatever else knows the parameters does: a `torch.autograd.Function` that
-        keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
+        Autograd's saved tensors do not need that. Other holders of the parameters do: a `torch.autograd.Function` that keeps
+        them in its `ctx`, a checkpoint inside of the layer that computes with them.
         """
         with torch_private.without_python_dispatch(), self.lock:
             if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
@@ -256,7 +255,7 @@ class Streamer:
                 self._in_backward = None
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
-        """A forward of a layer is over, or its backward: its work is on the current stream."""
+        """End a layer's forward or backward, whose work is on the current stream."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if torch_private.backward_task() == -1:
                 chunk.use_order = self._lanes.next_use()
@@ -310,7 +309,7 @@ class Streamer:
         return True
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch the layers that are needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        """Fetch the layers needed sooner than the one used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False
         try:
             is_free = self.lock.acquire(blocking=False)
@@ -323,8 +322,8 @@ class Streamer:
                 self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
-        """Fetch the layers that are expected next, in order: those needed sooner than what was used at `until`, if that is
-        given. Return whether there was a slot for all of them."""
+        """Fetch the layers expected next, in order, with `until` those needed sooner than the one used then. Return whether
+        there was a slot for all of them."""
         current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
         if disk is not None:
