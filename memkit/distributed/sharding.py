@@ -1,4 +1,4 @@
-"""`shard`: FSDP2 with memkit's host copies; what is refused before anything is changed."""
+"""`shard`: FSDP2 with memkit's host copies; its refusals come before any change."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Options:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise where something else has the model's parameters in its hands, or they can't be sharded."""
+    """Raise if another library manages the model's parameters, or they can't be sharded."""
     for name, module in model.named_modules():
         where, kind = quoted(name), type(module).__name__
         if is_sharded_by_fsdp(module):
@@ -123,7 +123,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
-    """Raise where a mesh is not of all ranks of the group, or not of the model's device."""
+    """Raise if a mesh is not of all ranks of the group, or not of the model's device."""
     world_size = dist.get_world_size()
     if mesh.size() != world_size:
         raise ValueError(
@@ -288,7 +288,7 @@ def _shard(model: nn.Module, layers: Mapping[str, nn.Module], options: _Options)
     policies: dict[str, Any] = {"mp_policy": options.mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy}
     parts: list[FSDPModule] = []
     for module in (*layers.values(), model):
-        # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
+        # parameters in no layer may be needed again at once, last in the forward; None leaves that to FSDP2
         reshards = None if module is model and options.reshard_after_forward else options.reshard_after_forward
         parts.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **policies))
         if host is not None:
