@@ -1,5 +1,5 @@
-"""The features that a callback was given: attached to a model when its training begins, removed when it ends. A streaming model
-stays where `LayerOffload` has put it, even if the training loop moves it."""
+"""A callback's features, attached when a training begins and removed when it ends. A streaming model stays where `LayerOffload`
+has put it, even if the training loop moves it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
 _begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
-"""Attached and made last by callbacks: a run that ended by an error may have left them there."""
+"""Last attached and made by callbacks: a run that ended by an error may have left them there."""
 
 
 class Features:
     """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
-    stream, and what makes a `StateOffload` of the optimizer. `owner` is the name of the callback, for errors."""
+    stream, and a factory of `StateOffload`s. `owner` is the name of the callback, for errors."""
 
     def __init__(self, owner: str, features: Sequence[object]) -> None:
         self.owner = owner
@@ -77,7 +77,7 @@ class Features:
                     f"{self.owner} needs the LayerOffload of what is trained, a {type(model).__name__}; found that of another "
                     f"{found}. Give both the same model; one that the trainer makes itself (model_init) cannot stream"
                 )
-            # one that was renamed is known by its id, one that was put in the place of another by its name
+            # a renamed one is known by its id, a replacement by its name
             added = [name for name, item in offload.model.named_parameters() if name not in known and id(item) not in known]
             if added:
                 raise ValueError(
@@ -248,7 +248,7 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
 
 
 def _stay(model: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stands for `_apply` of a model: leave its tensors where they are if the call moves them, raise if it casts them."""
+    """Replaces `_apply` of a model: leave its tensors where they are if the call moves them, raise if it casts them."""
     change = args[0] if args else kwargs["fn"]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point() and not tensor.is_complex():

@@ -66,7 +66,7 @@ class LightningFeatures:
         self._module = module
         self._step: _Step | None = None
         self._optimizer_states: list[dict[str, Any]] = []
-        """Optimizer states from a checkpoint, until the training begins."""
+        """From a checkpoint, until the training begins."""
 
     def close(self) -> None:
         """Remove everything from the model and the optimizers, and put streaming weights and states back where they were; may
@@ -212,7 +212,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Make the callback when it is first asked for: of the class of each package that is imported, or else of one that is
+        """Make the callback when it is first asked for: of the class of each imported package, or else of one that is
         installed. Source: PEP 562."""
         if name != "MemkitLightningCallback":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

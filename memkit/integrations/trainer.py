@@ -1,4 +1,4 @@
-"""`MemkitCallback`: features of memkit in the Hugging Face Trainer, and so in those of TRL that are made of it."""
+"""`MemkitCallback`: features of memkit in the Hugging Face Trainer, and so in TRL's trainers made of it."""
 
 from __future__ import annotations
 
