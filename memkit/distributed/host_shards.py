@@ -69,7 +69,6 @@ class HostLayer:
         self.group = group
         self.device = device
         self.brought: ShardBuffer | None = None
-        """Its chunk on the device, there or coming, until FSDP2 has read it."""
         self.layout: Layout = ()
         self._arena, self._layouts = arena, layouts
         self._span: Span | None = None
@@ -104,8 +103,7 @@ class HostLayer:
     # Its memory
 
     def chunk(self) -> Span:
-        """Return its host memory, with all shards in it: also those without data when they were sharded, and those loaded with
-        `assign=True`, moved or cast since."""
+        """Return its host memory with all shards in it, also those that got data, were assigned, moved or cast since."""
         parameters = self.group.fsdp_params
         flat, own = map(Tensor.data_ptr, map(data_of, parameters)), map(Tensor.data_ptr, map(_own_of, parameters))
         if self._addresses != ([*flat], [*own]):

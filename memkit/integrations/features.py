@@ -139,8 +139,6 @@ class Features:
 
 
 class OptimizerStates:
-    """A `StateOffload` for each optimizer of a training, made when the training begins."""
-
     def __init__(self, owner: str, asked: object) -> None:
         if not _is_asked_for(asked):
             raise TypeError(
@@ -167,7 +165,6 @@ class OptimizerStates:
         self._figures: list[StateStats] = []
 
     def begin(self, optimizers: Iterable[object]) -> None:
-        """Make a `StateOffload` of each optimizer that has none yet."""
         found = {id(one): one for one in map(inside, optimizers)}
         if not found:
             raise ValueError(f"{self._owner} needs the optimizer of the training for its StateOffload; the trainer has none")
@@ -202,7 +199,6 @@ def _is_asked_for(feature: object) -> bool:
 
 
 def inside(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper, such as Accelerate's or Lightning's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

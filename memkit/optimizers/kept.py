@@ -84,8 +84,6 @@ def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None 
 
 
 class _Copy:
-    """A copy of an optimizer over twins of its parameters, of sides of at most `most`, or as large and without data."""
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, most: int | None, master: torch.dtype | None, *, has_states: bool
     ) -> None:
@@ -122,7 +120,6 @@ class _Copy:
         return list(found.values())
 
     def step(self) -> Kept:
-        """Step once with gradients, and return the states kept then."""
         from memkit.optimizers.numbers import NumbersWithoutData  # its base is a private class of torch
 
         shell, twins = self._shell, list(dict.fromkeys(twin for _, twin, _ in self._twins))

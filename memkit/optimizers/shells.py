@@ -25,7 +25,6 @@ _MISSING = object()
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the step that an optimizer's class defines, without the hooks that torch has put around it."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -48,8 +47,7 @@ def put_in_train_mode(shell: torch.optim.Optimizer) -> None:
 def shell_of(
     optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict, *, hooks: Iterable[str] | None = None
 ) -> torch.optim.Optimizer:
-    """Return a shell of an optimizer with these groups and states. Its hooks are left out: `hooks` names their attributes, if
-    looked up before."""
+    """Return a shell with these groups and states, without the hooks, whose attributes `hooks` names if looked up before."""
     shell: torch.optim.Optimizer = object.__new__(type(optimizer))
     known = vars(shell)
     known.update(vars(optimizer))
@@ -60,7 +58,6 @@ def shell_of(
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of an optimizer's attributes with hooks of its step."""
     return [*filter(_is_of_hooks, vars(optimizer))]
 
 
@@ -82,18 +79,15 @@ def cut_group(group: Group, positions: list[int]) -> Group:
 
 
 Changes = dict[str, Any]
-"""A step's writes on a shell to a group, or to the optimizer's attributes. Two parts of one step must write the same: an
-optimizer that does not is not separable."""
+"""A step's writes on a shell to a group or the attributes. Two parts of a separable optimizer's step write the same."""
 
 
 def differing(one: Changes, other: Changes) -> str | None:
-    """Return the name of an entry that two writes set differently; None if there is none."""
     names = {**one, **other}
     return next((name for name in names if not _are_equal(one.get(name, _MISSING), other.get(name, _MISSING))), None)
 
 
 def versions_in(group: Group) -> list[tuple[str, int]]:
-    """Return the version of each tensor in a group."""
     return [(name, torch_private.version_of(value)) for name, value in tensors_in(group)]
 
 
@@ -103,12 +97,10 @@ def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
 
 
 def changes_of_group(before: Group, after: Group) -> Changes:
-    """Return a step's writes to a cut of a group, but for its parameters."""
     return _changed(before, after, lambda name: name in ("params", "param_names"))
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
-    """Return a step's writes to a shell's attributes."""
     return _changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name))
 
 

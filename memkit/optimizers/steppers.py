@@ -31,8 +31,8 @@ class ParameterSteps(Protocol):
         """Let the current stream wait for all steps."""
 
     def end_backward(self) -> None:
-        """Called when a backward is over, or has failed: leave each parameter stepped as a whole or not at all, let the current
-        stream wait for that, and make the host wait for states that are being copied."""
+        """Called when a backward is over, or has failed: leave each parameter stepped whole or not at all, let the current
+        stream wait for that, and the host for states that are being copied."""
 
     def leave(self) -> None:
         """Called when the `LayerStepper` is closed."""

@@ -28,8 +28,8 @@ _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[An
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that an optimizer has a `StateOffload`. If that is dropped without `close()`, the host waits for the device before
-    slots and stepped parameters are freed."""
+    """Note that an optimizer has a `StateOffload`. If that is dropped without `close()`, the host waits ahead of freeing
+    memory."""
     known = _opened.get(optimizer)
     found = None if known is None else known[0]()
     if found is not None:
@@ -72,7 +72,7 @@ class NotCopied:
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive, and calls `when_gone` once the object is dead."""
+    """Return a function that calls a method without keeping its object alive, and `when_gone` once that is dead."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -142,7 +142,6 @@ def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when:
 
 
 def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Device | None) -> Device:
-    """Return the device on which all parameters of an optimizer are stepped."""
     parameters = [parameter for _, parameter in _named(optimizer)]
     layers = stepper_of(optimizer)
     for parameter in parameters:
@@ -288,7 +287,6 @@ def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, is_beside:
 
 
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
-    """Check that some parameters have a use for copies of higher precision."""
     if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
         found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")

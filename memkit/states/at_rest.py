@@ -28,8 +28,6 @@ _HOST = torch.device("cpu")
 
 
 class StatesAtRest:
-    """The entries of `optimizer.state` for pieces between steps."""
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates | None = None
     ) -> None:
@@ -45,8 +43,7 @@ class StatesAtRest:
         return self._device.torch_device
 
     def is_at_home(self, piece: Piece) -> bool:
-        """Tell whether `optimizer.state` has memkit's tensors and no other that could leave, and a piece on a disk is cut there
-        as it moves."""
+        """Tell whether `optimizer.state` has memkit's tensors alone, and a piece on a disk is cut there as it moves."""
         has_own = self._has_own(piece)
         if not has_own or not piece.plan.is_on_disk:
             return has_own
@@ -89,8 +86,8 @@ class StatesAtRest:
             self.adopt(piece, warns=True)
 
     def separate(self, pieces: Iterable[Piece]) -> None:
-        """Copy each state that lies where another one is kept (two parameters have exchanged theirs): adopting that one
-        overwrites it."""
+        """Copy each state that lies where another one is kept (two parameters have exchanged theirs): `adopt` would overwrite
+        it."""
         pieces = list(pieces)
         kept: dict[int, tuple[int, str]] = {}  # which state of which record begins at an address
         for layout, records in [(piece.layout, piece.records) for piece in pieces]:
@@ -113,7 +110,6 @@ class StatesAtRest:
             entries[name] = _own_copy(value, _HOST)
 
     def adopt(self, piece: Piece, *, warns: bool = False) -> None:
-        """Copy foreign states in `optimizer.state` to host memory, unless the piece stays on the device."""
         if self.is_at_home(piece):
             return
         if piece.plan.is_resident:
@@ -202,7 +198,6 @@ class StatesAtRest:
         self._disk.forget(before, piece)
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
-        """Return the states on the disk by their `OnDisk`, as new tensors in host memory."""
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
         if not stored or self._disk is None:
             return {}
@@ -215,7 +210,6 @@ class StatesAtRest:
         return found
 
     def bring(self, piece: Piece) -> None:
-        """Bring loaded states that stay on the device to it."""
         self._make_masters(piece)
         for record in piece.records:
             entries = self._optimizer.state.get(record.parameter) or {}
@@ -239,8 +233,8 @@ class StatesAtRest:
                 entries[name] = value.to(torch.float32)
 
     def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Bring counts of steps to where the optimizer keeps them for a parameter on the device, and other states of parameters
-        without dimensions or elements to the device."""
+        """Bring counts of steps to the optimizer's place for them, and states of parameters without dimensions or elements to
+        the device."""
         group = self._optimizer.param_groups[record.group]
         step = entries.get("step")
         if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
@@ -275,7 +269,7 @@ class StatesAtRest:
             )
 
     def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
-        """Return the states of a piece, read from the disk if they are there. States that can't be read are lost."""
+        """Return the states of a piece, from the disk if they are there, but for unreadable ones, which are lost."""
         if self._disk is None or not piece.plan.is_on_disk or piece.layout is None:
             return rows
         for is_again in (False, True):  # of the first time the error may be another's
@@ -352,8 +346,8 @@ def _placed(name: object, value: Any, group: Mapping[str, Any], torch_device: to
 
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:
-    """Return a state dict with all tensors in host memory: other code counts on one place for all. States come in the order of
-    the parameters, since ranks gather shards in that order."""
+    """Return a state dict with all tensors in host memory, since other code counts on one place for all, and with states in the
+    order of the parameters, in which ranks gather shards."""
 
     def saved(value: Any) -> Any:
         if isinstance(value, OnDisk):
@@ -368,5 +362,4 @@ def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor
 
 
 def _place_of(item: tuple[Any, Any]) -> float:
-    """Order keys of a state dict: numbers of parameters, then all others."""
     return item[0] if isinstance(item[0], int) else math.inf

@@ -116,7 +116,6 @@ class DeviceSteps:
             self._disk.read_ahead(parts[start:])
 
     def begin(self, piece: Piece) -> None:
-        """Fetch a piece to its slot; waits for the disk if the piece lies there."""
         if piece.plan.is_resident:
             return
         if piece.plan.is_on_disk:
@@ -186,7 +185,6 @@ class DeviceSteps:
         self._slots.wait()
 
     def close(self, pieces: Iterable[Piece]) -> None:
-        """Let go of all that undoes a failed step."""
         for record in [record for piece in pieces for record in piece.records]:
             record.undo, record.numbers = None, []
         self._undo.close()
@@ -198,7 +196,6 @@ class DeviceSteps:
             self.disk.release(piece)
 
     def _keep(self, piece: Piece, state: Mapping[Any, Any]) -> None:
-        """Keep copies for `undo`."""
         self._undo.keep(piece)
         kept, values = [], []
         for record in piece.due:
@@ -214,7 +211,6 @@ class DeviceSteps:
         copy_each(kept, values)
 
     def undo(self, piece: Piece) -> None:
-        """Restore the parameters and states of a piece whose step was broken off."""
         with torch.no_grad():
             for record in piece.due:
                 if record.undo is not None:
@@ -231,13 +227,12 @@ class DeviceSteps:
         piece.residency = piece.rest
 
     def drop(self, piece: Piece) -> None:
-        """Give up a fetched piece. A copy to its slot may still be under way; the next one comes behind it."""
+        """Give up a fetched piece. A copy to its slot may still be under way, and the next one comes behind it."""
         if piece.slot >= 0:
             self._release(piece)
         piece.residency = piece.rest
 
     def _given(self, piece: Piece, known: Mapping[Any, Any]) -> tuple[list[Tensor], dict[Any, Any]]:
-        """Return the tensors to step for the due parameters, and their states."""
         state: dict[Any, Any] = defaultdict(dict)
         is_in_slot = not piece.plan.is_resident and piece.layout is not None
         keys = []
@@ -256,7 +251,6 @@ class DeviceSteps:
 
     @staticmethod
     def _stand_in(record: StateRecord, found: nn.Parameter | None, entries: Mapping[Any, Any]) -> nn.Parameter:
-        """Return the float32 copy of a parameter, with its gradient."""
         parameter = record.parameter
         if found is None:
             known = entries.get(MASTER)

@@ -114,8 +114,6 @@ class Sections:
 
 @dataclass(slots=True)
 class Views:
-    """Parameters and their gradients as tensors over one storage, in the order of the due parameters."""
-
     parameters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
 
@@ -140,15 +138,13 @@ class Views:
 
 
 def _like(tensor: Tensor, storage: torch.UntypedStorage, start: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a storage with the strides of another one, or contiguous if that one is not dense."""
     stride = tensor.stride() if may_leave(tensor) else torch.empty(tensor.size(), device="meta").stride()
     return tensor_over(storage, dtype, offset=start // dtype.itemsize, size=tensor.size(), stride=stride)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """A range of bytes to copy between a host span and a slot, from byte `start`; `parts` are the slot's bytes, cut as the span
-    is."""
+    """Bytes to copy between a host span and a slot, from byte `start`; `parts` are the slot's bytes, cut as the span is."""
 
     span: Span
     start: int
@@ -180,8 +176,6 @@ class WayBack:
 
 
 class Route:
-    """The places of a piece's gradients and parameters while they are copied to the host, stepped there, and copied back."""
-
     def __init__(
         self,
         piece: Piece,
@@ -197,7 +191,6 @@ class Route:
         self._known: tuple[Layout, list[int]] | None = None
         """The layout whose parameters the last fingerprint is of, and the versions of its float32 copies then."""
         self.is_known = False
-        """Whether the copied fingerprints tell if a parameter was written to."""
         self.has_parameters = True
         """Whether parameters with float32 copies are copied to the host as well."""
         self.brought_bytes = 0
@@ -222,7 +215,6 @@ class Route:
             self._gaps = list(self._gaps_between(storage))
 
     def _gaps_between(self, storage: torch.UntypedStorage) -> Iterator[Tensor]:
-        """Yield the bytes between parameters, which are zeroed ahead of a fingerprint."""
         end = self.sections.rounded_at
         for record, parameter in zip(self._records, self.on_device.parameters, strict=True):
             if record.has_master:

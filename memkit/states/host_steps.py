@@ -47,20 +47,15 @@ class Given:
         self.keys = route.stand_ins
         """Stand-ins: float32 copies, or copies of parameters that have none."""
         self.state: dict[Any, Entries] = defaultdict(dict)
-        """The optimizer's `state` during the step."""
         self.rows: list[Entries] = [{} for _ in self._due]
         """Each parameter's entries in `optimizer.state`, as last looked up."""
         self._given: list[Entries] = []
-        """The same without float32 copies."""
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
         """The float32 copy of each parameter; of a shard, this rank's part."""
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        """States that are not copied (counts of steps), each with its value before the step."""
         self._is_at_home = False
-        """Whether all other states are where the layout says."""
         self.has_copies = False
-        """Whether each parameter that needs a float32 copy has one."""
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
         """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
@@ -110,8 +105,7 @@ class Given:
                 follow(key.data, on_host.parameters[number])  # by which no write counts: others tell users' by that
 
     def is_written_in_place(self) -> bool:
-        """Tell whether a step wrote its results in place, to states that are where the layout says. Then `rows` are the
-        results."""
+        """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
         return self._is_at_home and all(map(self._is_in_place, range(len(self.keys))))
 
     def _is_in_place(self, number: int) -> bool:
@@ -120,8 +114,6 @@ class Given:
         return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._given[number])
 
     def made(self) -> list[Entries]:
-        """Return the states after the step, float32 copies among them. Parameters without one are copied to their place in host
-        memory."""
         found = []
         for number, (record, key) in enumerate(zip(self._due, self.keys, strict=True)):
             entries = dict(self.state[key]) if key in self.state else {}
@@ -208,8 +200,8 @@ class HostSteps:
         """On the device, by the id of a piece's plan: the fingerprint of the parameters as last stepped."""
 
     def reserve(self, pieces: list[Piece]) -> None:
-        """Take host memory for the parameters and gradients of pieces, unless their slots have it already, and 8 bytes of the
-        device for each piece's fingerprint."""
+        """Take host memory for gradients and parameters, unless their slots have it already, and 8 device bytes for each
+        fingerprint."""
         parts = [part for piece in pieces for part in piece.plan.parts]
         plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
         if any(record.has_master for piece in pieces for record in piece.records):
@@ -229,7 +221,6 @@ class HostSteps:
         return self._slots.is_free_for(piece)
 
     def begin(self, piece: Piece) -> None:
-        """Copy the gradients and parameters of a piece to host memory."""
         slot = self._slots.claim(piece)
         route = self._route(piece, slot)
         for other in piece.alternatives:
@@ -291,14 +282,14 @@ class HostSteps:
         return running.exception() if running is not None and running.done() else None
 
     def _begun_behind(self, piece: Piece) -> Event | None:
-        """Return the event of the thread's next step. A caller that went on as soon as this step is over would want the
-        interpreter just when the thread needs it to give the cores the next."""
+        """Return the event of the thread's next step: a caller who went on at once would want the interpreter just when the
+        thread does."""
         first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
         return self._begun[second] if first is piece and second is not None else None
 
     def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
-        """Run the optimizer's step over host copies, in the thread: see [Note: a steady step on the host]. From its end on the
-        piece is stepped."""
+        """Run the optimizer's step over host copies: see [Note: a steady step on the host]. From its end on the piece is
+        stepped."""
         try:
             piece.await_turn()
             if out.done.is_reached():
@@ -359,7 +350,7 @@ class HostSteps:
                 route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
 
     def _bring_parameters(self, route: Route) -> None:
-        """Copy parameters that somebody has written to to the host. They are in the slot until the piece is stepped."""
+        """Copy parameters written to by others to the host. They are in the slot until the piece is stepped."""
         sections, lanes = route.sections, self._lanes
         span = route.room.part(sections.rounded_at, sections.num_bytes)
         brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=sections.rounded_at)
@@ -423,14 +414,12 @@ class HostSteps:
             self._slots.h2d_bytes += copied.span.num_bytes
 
     def drop(self, piece: Piece) -> None:
-        """Give up a piece that was not stepped."""
         self._running.pop(piece, None)
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = piece.rest
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
-        """Return the route of a piece, made anew if its due parameters have changed."""
         known = self._given[piece].route if piece in self._given else None
         due = [traits_of(record) for record in piece.due]
         place = id(piece.plan) if self._runs_ahead else piece.slot

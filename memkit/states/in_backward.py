@@ -65,12 +65,11 @@ class BackwardSteps:
         self._device = device
         self._stream = device.new_stream("step")
         self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
-        """Each with the gradients' stream, the event behind the steps, and the tensors that the steps read, gradients first."""
+        """The gradients' stream, the event behind the step, and the tensors that it reads, the gradient first."""
         self._held_bytes = 0
         self._end: backwards.BackwardEnd | None = None
         self._ends = set[backwards.BackwardEnd]()
         self._behind_failure = HookSet()
-        """Sees the first forward after a failed backward."""
         self._has_failed = False
         self._rest = rest
         self._follow_groups = follow_groups
@@ -78,14 +77,11 @@ class BackwardSteps:
         self._on_device = on_device
         self._on_host = on_host
         self._leaving: dict[Piece, None] = {}
-        """Pieces stepped on the host whose parameters have yet to come back."""
         self._pieces: list[Piece] = []
         self._watches_replicas = False
         self._order: list[Piece] = []
         self._places: dict[Piece, int] = {}
-        """Each piece's place in the order of the backward."""
         self._begun: list[Piece] = []
-        """Pieces on their way to their slots."""
         self._met: dict[Piece, None] = {}
         """Pieces stepped since the optimizer's last step, in this order."""
         self._num_accumulating = 0
@@ -108,7 +104,6 @@ class BackwardSteps:
         self._follow([*reversed(pieces), *self._order])
 
     def _refuse_replica(self, module: nn.Module, _: object) -> None:
-        """Raise if DistributedDataParallel would reduce gradients that are stepped here."""
         if not isinstance(module, nn.parallel.DistributedDataParallel):
             return
         reduced = {id(parameter) for parameter in module.parameters()}
@@ -222,7 +217,6 @@ class BackwardSteps:
                 device.note_read(piece.records[0].parameter.untyped_storage())
 
     def _before_forward(self, *_: object) -> None:
-        """End the step of a failed backward when a forward begins."""
         if torch_private.backward_task() == -1:
             self._end_step()
 
@@ -301,7 +295,6 @@ class BackwardSteps:
                 self._drop(piece)
 
     def _coming_after(self, part: Piece) -> list[Piece]:
-        """Return the next parts to fetch ahead, in the order of the backward before."""
         piece = part.whole
         order, place = self._order, self._places.get(piece)
         rest = list(piece.parts)
@@ -393,9 +386,7 @@ class LayeredSteps(BackwardSteps):
     def __init__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
         super().__init__(optimizer, *given)
         self._layers: LayerStepper | None = stepper_of(optimizer)
-        """None once it is closed."""
         self._piece_of: dict[int, Piece] = {}
-        """By the ids of their parameters."""
 
     @property
     def stream(self) -> Stream:

@@ -28,7 +28,6 @@ class Members:
         self._torch_device = torch_device
         self._process = os.getpid()
         self._replaced: Any = None
-        """The former `optimizer.state`, while states are loaded."""
         self.kept: dict[int, list[KeptState]] = {}
         """The states that the optimizer keeps for each parameter, by its id, as the trial found."""
         self.draws = False
@@ -48,7 +47,6 @@ class Members:
         return list(self._with_elementwise(costs, records))
 
     def _with_elementwise(self, costs: list[ParameterCosts], records: list[StateRecord]) -> Iterator[ParameterCosts]:
-        """Yield the costs, with `is_elementwise` set for parameters larger than a piece that can be stepped in windows."""
         large: dict[int, list[Tensor]] = {}
         places = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
         for cost, record in zip(costs, records, strict=True):
@@ -79,7 +77,6 @@ class Members:
         )
 
     def records(self) -> Iterator[StateRecord]:
-        """Yield a record of each parameter, in the order of the groups."""
         master = self._master
         for number, group in enumerate(self._optimizer.param_groups):
             names = group.get("param_names") or []
@@ -105,7 +102,6 @@ class Members:
         self._replaced = None
 
     def check_before_close(self) -> None:
-        """Warn if the optimizer is about to get back a part of its states only."""
         self.refuse_fork()
         if self.is_half_loaded:
             warn_user(f"StateOffload: {_HALF}")
@@ -124,7 +120,6 @@ class Members:
         self._replaced = None
 
     def have_changed(self) -> bool:
-        """Tell whether the optimizer's parameters have changed since `place` was called last."""
         if os.getpid() != self._process or self._replaced is not None:
             self.refuse_use()
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
@@ -134,12 +129,10 @@ class Members:
         return list(map(len, self._known)) == [len(group["params"]) for group in self._optimizer.param_groups]
 
     def new_records(self) -> list[StateRecord]:
-        """Return records of parameters that are in no piece."""
         known = {id(record.parameter) for piece in self.pieces for record in piece.records}
         return [record for record in self.records() if id(record.parameter) not in known]
 
     def place(self) -> None:
-        """Note the group of each parameter, and its position there."""
         groups = self._optimizer.param_groups
         places: dict[int, tuple[int, int]] = {
             id(parameter): (number, position)
@@ -152,7 +145,6 @@ class Members:
         self._known = [[*map(id, group["params"])] for group in groups]
 
     def find_due(self, *, leaves_done: bool) -> list[Piece]:
-        """Set `due` of each piece, and return the pieces with due parameters."""
         found = []
         for piece in self.pieces:
             piece.due = [record for record in piece.records if record.is_due() and not (leaves_done and record.is_done())]

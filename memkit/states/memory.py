@@ -31,12 +31,10 @@ class HostStates:
         self._has_warned = False
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Set memory aside for pieces, as planned."""
         for piece, span in zip(pieces, self.take_side_by_side([piece.plan.state_bytes for piece in pieces]), strict=True):
             piece.room = span
 
     def take_side_by_side(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Return memory of these sizes, in few large blocks."""
         blocks = side_by_side(sizes_bytes)
         spans = []
         for block, whole in zip(blocks, self.take(list(map(sum, blocks))), strict=True):
@@ -62,7 +60,6 @@ class HostStates:
         return spans
 
     def room_for(self, piece: Piece, num_bytes: int) -> Span:
-        """Return memory for the states of a piece: the reserved memory if it is enough, else more."""
         if piece.room is None or piece.room.num_bytes < num_bytes:
             (piece.room,) = self.take([num_bytes])
         return piece.room.part(0, num_bytes)
@@ -97,8 +94,8 @@ class HostStates:
 
 
 class StateSlot:
-    """Device memory for one piece at a time. `piece` is noted before its copy is put on the lane, and forgotten once the copy
-    back is, so that nothing is freed under a copy."""
+    """Device memory for one piece at a time. `piece` is set before its copy is put on the lane and until the copy back is:
+    nothing is freed under a copy."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -109,11 +106,10 @@ class StateSlot:
         self.arrived: Event | None = None
         """Behind the last copy to the slot; None where `left` comes behind that."""
         self.left: Event | None = None
-        """Behind the last copy from the slot to the host."""
 
     def users(self) -> list[Event]:
-        """Return the events that a copy to the slot waits for, an earlier copy there among them, even of a piece given up: from
-        unpinned memory it is put on the lane late, and could come behind."""
+        """Return the events ahead of a copy to the slot: an earlier copy there too, which from unpinned memory could come
+        behind."""
         return [event for event in (self.freed, self.left, self.arrived) if event is not None]
 
 
@@ -133,8 +129,8 @@ class StateSlots:
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
-        """Assign pieces of another plan to these slots, or to new ones if none serve the device or the host yet. Return the
-        plan with these slots' numbers."""
+        """Assign pieces of another plan to these slots, or new ones if none serve their side. Return the plan with these slots'
+        numbers."""
         known = self._plan.pieces
         sides = {
             update: [part.slot for piece in known if piece.update is update for part in piece.parts if part.slot >= 0]
@@ -152,7 +148,6 @@ class StateSlots:
         return added
 
     def _own_slot(self, slot: int, own: dict[int, int], plan: StatePlan) -> int:
-        """Return the number of the slot for one of another plan; make the slot if there is none yet."""
         if slot not in own:
             own[slot] = len(self.slots)
             self.slots.append(self._new(plan.slot_bytes[slot]))
@@ -173,8 +168,7 @@ class StateSlots:
         return self.slots[piece.slot]
 
     def deal(self, pieces: Iterable[Piece]) -> None:
-        """Assign pieces, which are in no slot now, round robin in this order to the slots of their size. If two pieces in a row
-        had the same slot, the second would have to wait for the first."""
+        """Assign pieces, in no slot now, round robin to the slots of their size: two in a row never share one without need."""
         moving = [piece for piece in pieces if piece.plan.slot >= 0]
         numbers: dict[int, list[int]] = {}
         for number in sorted({piece.plan.slot for piece in moving}):
@@ -208,7 +202,6 @@ class StateSlots:
         self.h2d_bytes += span.num_bytes
 
     def await_arrived(self, piece: Piece) -> StateSlot:
-        """Let the current stream wait until a piece is in its slot."""
         slot = self.slots[piece.slot]
         assert slot.arrived is not None
         self._device.wait_event(self._device.current_stream(), slot.arrived)
@@ -217,7 +210,6 @@ class StateSlots:
         return slot
 
     def write_back(self, piece: Piece, span: Span) -> None:
-        """Put a copy of a piece to a span on the lane, behind the current stream's work."""
         slot = self.slots[piece.slot]
         self.note_written(slot.storage)
         slot.freed = freed = self._device.record_event(timed=False)
@@ -228,7 +220,6 @@ class StateSlots:
         self.d2h_bytes += span.num_bytes
 
     def _copy(self, piece: Piece, slot: StateSlot, span: Span, *, is_out: bool, after: Sequence[Event]) -> Event:
-        """Put a copy of a piece between its slot and a span on the lane. Return the event behind it."""
         lanes, storage = self._lanes, slot.storage
         if span.staging is None:
             return lanes.copy_parts(span, piece.bytes_in(storage, span), after=after, is_out=is_out)
@@ -247,14 +238,14 @@ class StateSlots:
             slot.piece = None
 
     def grow(self, slot: StateSlot, num_bytes: int) -> None:
-        """Give a slot more room. No copy from or to it may be under way. It waits for the device, whose streams may use the
+        """Give a slot more room, with no copy from or to it under way. It waits for the device, whose streams may use the
         slot."""
         self._device.synchronize()
         slot.storage, slot.num_bytes = self._memory.allocate(self, num_bytes), num_bytes
         slot.freed = self._device.record_event(timed=False)
 
     def await_copies(self, slot: StateSlot) -> None:
-        """Let the current stream wait for the last copies from and to a slot, so that it may write there or let it go."""
+        """Let the current stream wait for the last copies from and to a slot, and so be free to write there or let it go."""
         for copied in (slot.arrived, slot.left):
             if copied is not None:
                 self._device.wait_event(self._device.current_stream(), copied)

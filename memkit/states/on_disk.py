@@ -79,7 +79,6 @@ class DiskRing:
         self._writes = itertools.count()
 
     def add(self, num_buffers: int, num_bytes: int) -> None:
-        """Add buffers, their bytes rounded up to whole pages."""
         rooms = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * num_buffers)
         self.buffers += map(Buffer, rooms)
 
@@ -87,7 +86,6 @@ class DiskRing:
         return next((buffer for buffer in self.buffers if buffer.part is part), None)
 
     def give_free(self, part: Piece) -> Buffer | None:
-        """Give a part a free buffer and return it; None if there is none."""
         buffer = next((buffer for buffer in self.buffers if buffer.part is None), None)
         if buffer is not None:
             buffer.holds, buffer.copy = Holds.NOTHING, None
@@ -95,7 +93,6 @@ class DiskRing:
         return buffer
 
     def claim(self, part: Piece) -> Buffer:
-        """Return the buffer of a part: see [Note: a part's turn]."""
         while (buffer := self.find(part) or self.give_free(part)) is None:
             self._free_one()
         return buffer
@@ -124,7 +121,6 @@ class DiskRing:
         dirty.part = None
 
     def note_written(self) -> None:
-        """Free the buffers whose bytes are on the disk."""
         for buffer in self.buffers:
             if buffer.part is not None and buffer.holds is Holds.WRITTEN:
                 assert buffer.copy is not None
@@ -208,7 +204,6 @@ class DiskRing:
                 self.release(buffer.part)
 
     def keep_only(self, copies: Collection[DiskCopy]) -> None:
-        """Let go of all else on the disk. No part is under way."""
         self.store.keep_only(copies)  # which waits for what is under way
         for buffer in self.buffers:
             if buffer.copy is not None and buffer.copy not in copies:
@@ -220,21 +215,16 @@ class DiskRing:
                 self.write(buffer)
 
     def end_writes(self) -> None:
-        """Wait for all writes. The bytes of a failed one stay in their buffer."""
         for buffer in self.buffers:
             if buffer.part is not None and buffer.holds is Holds.WRITTEN:
                 self.end_write(buffer, None)
 
 
 class DiskStates:
-    """The states on a disk of one `StateOffload`: a `Place` for those pieces."""
-
     def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
         self._disk, self._device, self._host = disk, device, host
         self._ring: DiskRing | None = None
-        """Made when the first states are to lie on the disk."""
         self._planned: list[int] = []
-        """Bytes of each part with reserved room."""
 
     @property
     def read_bytes(self) -> int:
@@ -250,7 +240,6 @@ class DiskStates:
         return self._ring
 
     def reserve(self, plans: Sequence[StatePiece]) -> None:
-        """Set room aside on the disk and in host memory, in addition."""
         sizes = [part.state_bytes for plan in plans if plan.is_on_disk for part in plan.parts]
         if not sizes:
             return
@@ -279,7 +268,7 @@ class DiskStates:
             self._ring.write_again()
 
     def read_ahead(self, parts: Sequence[Piece]) -> None:
-        """Begin to read parts, as many as there are buffers for. Errors are raised at the part's turn."""
+        """Begin to read parts, as many as have buffers. Errors are raised at the part's turn."""
         ring = self._ring
         if ring is None:
             return
@@ -323,7 +312,6 @@ class DiskStates:
             self._device.synchronize(part.left)
 
     def span_of(self, part: Piece) -> Span:
-        """Return the host memory that a part goes from and comes back to."""
         buffer = self.ring.find(part)
         assert buffer is not None
         assert part.layout is not None
@@ -348,14 +336,12 @@ class DiskStates:
         buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
-        """Begin to write a part's buffer, once its bytes are there."""
         buffer = self.ring.find(part)
         assert buffer is not None
         with label("write states to the disk", part):
             self.ring.write(buffer)
 
     def forget(self, copies: Sequence[DiskCopy], piece: Piece) -> None:
-        """Let go of a piece's former chunks on the disk."""
         self.ring.forget([copy for copy in copies if copy not in piece.copies])
 
     def release(self, part: Piece) -> None:
@@ -371,7 +357,6 @@ class DiskStates:
         rows: Rows,
         entries: Mapping[Any, Any],
     ) -> None:
-        """Make some states a piece's own, and begin to write them."""
         before = piece.copies
         parts = piece.cut(tensors, num_bytes, rows, entries)
         for part, own_tensors, own_bytes, own_rows in parts:
@@ -419,8 +404,7 @@ class DiskStates:
                 self.release(part)
 
     def _brought(self, part: Piece) -> Span:
-        """Return the bytes of a part. If no buffer can be had, since others can't be written, they are read to memory of their
-        own."""
+        """Return the bytes of a part, in memory of their own if no buffer can be had, since others can't be written."""
         try:
             self.bring(part)
         except DiskError:

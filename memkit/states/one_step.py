@@ -58,12 +58,8 @@ class Prepared:
 
 
 class OneStep:
-    """A step under way. Each part of it begins with the groups as they were before the step.
-
-    Args:
-        copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale, betas), since the
-        originals may be written to before the device, or the host, steps.
-    """
+    """A step under way; each part of it begins with the groups as they were. With `copies` it uses copies of tensors in groups
+    and attributes (a learning rate, betas): the originals may be written to before the device, or the host, steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
@@ -71,25 +67,21 @@ class OneStep:
         self._own: list[Group] = [*optimizer.param_groups]
         """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
         self._groups: list[Group] = [*self._own]
-        """Their entries ahead of the step."""
         self._attributes: dict[str, Any] = {}
         if copies:  # it goes on with what groups and attributes have now, whatever is set meanwhile
             self._groups = [{**group, **_copied(group)} for group in self._groups]
             self._attributes = _with_copies(vars(optimizer))
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
-        """The tensors of each group, by its number."""
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self._is_over = False
         """Whether the step's writes to groups without due parameters are written."""
         self._noted: list[_Noted] = []
-        """Entries of the groups when the backward stepped the first parameter."""
         self.awaited: set[int] = set()
         """Groups with parameters still to be stepped when the user's `step()` returns."""
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
-        """Return the input of the optimizer's step for some parameters."""
         has_shards = False
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
@@ -119,7 +111,6 @@ class OneStep:
         return Prepared(shell, dict(vars(shell)), cuts, before, watched, local)
 
     def step(self, prepared: Prepared) -> Written:
-        """Step some parameters. Return the writes to groups and attributes."""
         self._step(prepared.shell)
         of_optimizer = changes_of_shell(prepared.attributes, prepared.shell)
         self._check(self._of_optimizer, of_optimizer)
@@ -152,7 +143,6 @@ class OneStep:
         return [partial(self._of_groups.update, of_groups), partial(setattr, self, "_of_optimizer", of_optimizer)]
 
     def write_changes(self) -> None:
-        """Write all parts' writes to the groups and the attributes of the user's optimizer."""
         for number, changes in self._of_groups.items():
             if changes:
                 self._now(self._own[number]).update(changes)
@@ -168,8 +158,7 @@ class OneStep:
         return next((group for group in groups if [*map(id, group["params"])] == members), own)
 
     def write_of_others(self, hollow: torch.optim.Optimizer) -> None:
-        """Write a step's writes to groups without due parameters, made in a shell without parameters. Calling it again does
-        nothing."""
+        """Write a step's writes to groups without due parameters, made in a hollow shell. Calling it again does nothing."""
         if self._is_over:
             return
         due = [*map(self._own.__getitem__, (*self._of_groups, *self.awaited))]
@@ -211,14 +200,12 @@ class OneStep:
 
 
 def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's own attributes, with tensors copied."""
     torchs = ("param_groups", "state", "defaults")
     own = {name: value for name, value in attributes.items() if name not in torchs and not name.endswith("_hooks")}
     return {**own, **_copied(own)}
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the tensors among some entries, and of tuples with tensors, such as betas."""
     return {name: _copy_of(value) for name, value in entries.items() if isinstance(value, Tensor | tuple)}
 
 
@@ -249,7 +236,6 @@ class _Noted:
     members: list[Tensor]
 
     def changed_in(self, now: _Noted) -> str | None:
-        """Return the name of a changed entry; None if there is none."""
         names = [*changes_of_group(self.entries, now.entries)]
         names += [name for name, _ in {*now.versions} - {*self.versions}]
         names += ["params"] * ([*map(id, self.members)] != [*map(id, now.members)])

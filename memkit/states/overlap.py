@@ -45,23 +45,18 @@ class ForwardOverlap:
         self._optimizer = optimizer
         self._device = device
         self._leaving: dict[Piece, None] = {}
-        """Pieces stepped on the host that are yet to come back."""
         self._stream = device.new_stream("step")
         self._pending: dict[int, Piece] = {}
         """Pieces whose step no other stream has waited for yet, by the id of each parameter."""
         self._stepped: dict[Piece, Event] = {}
         self._read: dict[Piece, list[Tensor]] = {}
-        """Tensors that steps read and that are not held yet."""
         self._held: dict[Piece, list[Tensor]] = {}
         self._in_order = in_order
         self._places: dict[Piece, int] = {}
-        """Each piece's place in the order of the forward before."""
         self._met: dict[Piece, int] = {}
-        """The same for the forward that goes on."""
         self._own: Stream | None = None
         """The stream that has begun the step: gradients are in its memory, and it waits for every piece."""
         self._run: OneStep | None = None
-        """Holds what the step reads besides."""
         self._stepping: Stepping | None = None
 
     def __del__(self) -> None:
@@ -102,7 +97,6 @@ class ForwardOverlap:
                 record.parameter.grad = None
 
     def _forget(self) -> None:
-        """Drop all records, once the host has put the step right."""
         self._leaving.clear()
         self._stepped.clear()
         self._pending.clear()
@@ -128,7 +122,6 @@ class ForwardOverlap:
         self._note_written(piece)
 
     def _note_written(self, piece: Piece) -> None:
-        """Note that the stream's work so far writes to the parameters of a piece."""
         device = self._device
         if device.takes_notes:
             for record in piece.due:
@@ -202,7 +195,6 @@ class ForwardOverlap:
             self._run = None
 
     def join(self) -> None:
-        """Let the current stream wait for all steps."""
         if self._leaving:
             self._join(list(self._leaving))
         for piece in list(self._stepped):

@@ -54,7 +54,7 @@ class PackedTensor:
         return tensor_over(storage, self.dtype, offset=self.offset // self.dtype.itemsize, size=self.size, stride=self.stride)
 
     def on_host(self, span: Span) -> Tensor:
-        """Return the tensor in host memory, over a storage of its own: saving it then writes no more than its bytes."""
+        """Return the tensor in host memory, over a storage of its own, so that saving it writes no more than its bytes."""
         assert span.whole is not None
         storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
@@ -99,7 +99,6 @@ class PackedWrapper:
         return self._made({packed.name: packed.over(storage) for packed in self.inner})
 
     def on_host(self, span: Span) -> Tensor:
-        """Return the tensor in host memory, each of its parts with a storage of its own."""
         return self._made({packed.name: packed.on_host(span) for packed in self.inner})
 
     def _made(self, inner: Mapping[str, Tensor]) -> Tensor:
@@ -111,8 +110,7 @@ Packed = PackedTensor | PackedWrapper
 
 
 class OnDisk:
-    """Stands in `optimizer.state` for a state on a disk. It is no tensor: any use but its repr raises an error that says what
-    to do."""
+    """Stands in `optimizer.state` for a state on a disk. Any use but its repr raises an error that says what to do."""
 
     __slots__ = ("_name", "_owner", "_parameter")
 
@@ -120,7 +118,6 @@ class OnDisk:
         self._name, self._parameter, self._owner = name, parameter, weakref.ref(owner)
 
     def is_of(self, owner: object, name: object) -> bool:
-        """Tell whether it stands for this state of an owner's."""
         return self._owner() is owner and self._name == name
 
     def __getattr__(self, attribute: str) -> NoReturn:
@@ -145,7 +142,6 @@ def is_number(value: object) -> bool:
 
 
 def is_number_on_host(value: object) -> bool:
-    """Tell whether a state is a plain tensor of the host's without dimensions."""
     return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
 
 
@@ -164,8 +160,8 @@ def are_same_number(one: Any, other: Any) -> bool:
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
-    """Return layouts of the states of some parameters, packed side by side, and their bytes in all. Float32 copies come first,
-    so that they can be copied alone, in one copy."""
+    """Return layouts of states side by side, and their bytes in all. Float32 copies come first, to be copied alone in one
+    copy."""
     states, offset = list(states), 0
     rows: list[list[Packed]] = [[] for _ in states]
     for has_copies in (True, False):
@@ -197,7 +193,6 @@ def _inside(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
 
 
 def local_packed(packed: Packed) -> Packed:
-    """Return the layout of a shard's local tensor; of any other state, its own."""
     if isinstance(packed, PackedWrapper) and packed.kind.__name__ == "DTensor":
         return replace(packed.inner[0], name=packed.name)
     return packed
@@ -222,7 +217,6 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
-    """Return a copy of a state on a device, with its strides, that shares nothing with it."""
     if not torch_private.is_wrapper(source):
         made = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=torch_device)
         return made.copy_(source.detach())
@@ -233,8 +227,8 @@ def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
 
 
 def storage_of_part(host: Tensor) -> torch.UntypedStorage:
-    """Return a storage over a part of host memory, which it holds. By a DLPack capsule: otherwise pinned memory would claim to
-    be a GPU's."""
+    """Return a storage over a part of host memory, which it holds. Without a DLPack capsule pinned memory would claim to be a
+    GPU's."""
     return torch.utils.dlpack.from_dlpack(host.__dlpack__()).untyped_storage()
 
 
@@ -264,9 +258,7 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 def follow(master: Tensor, parameter: Tensor) -> None:
     """Copy the elements of a parameter that differ from its rounded float32 copy to that copy: somebody wrote to them.
-
-    All elements are compared bit by bit, since a write through `.data` changes no version counter. The host waits for no
-    device.
+    All are compared bit by bit: a write through `.data` changes no version. The host waits for no device.
     """
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)

@@ -47,11 +47,9 @@ class StateRecord:
         self.is_shard = is_dtensor(parameter)
         """Whether it is a `DTensor`, whose local tensor is stepped: see `memkit.states.shards`."""
         self.index = 0
-        """Its position in its piece."""
         self.group = self.position = -1
         """The number of its group, and its position there; -1 once the optimizer does not have it any more."""
         self.undo: Tensor | None = None
-        """During the step, a copy of the parameter from before it."""
         self.numbers: list[tuple[Tensor, Tensor]] = []
         """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
@@ -92,7 +90,6 @@ class ConsumedGradient(GradientStandIn):
 
 
 def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
-    """Set the gradients of stepped parameters to None in place of the stand-in."""
     for record in records:
         if type(record.parameter.grad) is ConsumedGradient:
             record.parameter.grad = None
@@ -108,7 +105,6 @@ def refuse_another(record: StateRecord) -> NoReturn:
 
 
 Rows = Sequence[Mapping[str, Tensor]]
-"""The states of a piece, record by record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +159,7 @@ class Place(Protocol):
 
 
 class Piece:
-    """Parameters whose states are copied and stepped together. See also `CutPiece` and `Window` in `memkit.states.windows`."""
+    """Parameters whose states are copied and stepped together. See also `memkit.states.windows`."""
 
     is_stepped = False
     """Whether a step has stepped it, and not all of `whole` yet."""
@@ -179,12 +175,10 @@ class Piece:
         """The number of its slot on the device; -1 if it needs none."""
         self.residency = self.rest
         self.room: Span | None = None
-        """Host memory reserved before there were states."""
         self.layout: Layout | None = None
         self.left: Event | None = None
         """Reached when the last copy from or to host memory is done: until then nobody may write there."""
         self.views: list[dict[str, Tensor]] = []
-        """The states of each record in the slot."""
         self.stand_ins: list[nn.Parameter | None] = []
         """For each record, the float32 copy in the slot that is stepped instead of the parameter, as a parameter; or None."""
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
@@ -192,17 +186,13 @@ class Piece:
         self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
-        """The records with a gradient, which the step under way steps."""
         self._versions: list[int] = []
-        """The versions of their gradients when that began."""
         self.lost: str | None = None
-        """Why it can't be stepped or saved any more: a step has left it, or its states, half written. Loading ends that."""
+        """Why it can't be stepped or saved any more: a step left it, or its states, half written. Loading ends that."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
-        """Parameters with new entries still to be put into `optimizer.state`."""
 
     @property
     def rest(self) -> Residency:
-        """Where the states are between steps."""
         if self.plan.is_on_disk:
             return Residency.DISK
         return Residency.DEVICE if self.plan.is_resident else Residency.HOST
@@ -226,7 +216,7 @@ class Piece:
         self._bound = storage, layout
 
     def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
-        """Return the first bytes of a slot, split like the pieces of a span; kept for the next step if the span is the piece's
+        """Return the first bytes of a slot, split like the pieces of a span; kept for later steps if that is the piece's
         own."""
         known = self._cut_bytes
         if known is not None and known[0] is storage and known[1] is span:
@@ -268,8 +258,8 @@ class Piece:
 
     @property
     def alternatives(self) -> Sequence[Piece]:
-        """The other units that may step its elements: its windows, or the piece it is a window of. Their data from earlier
-        steps is out of date."""
+        """The other units that may step its elements: its windows, or its whole piece. Their data from earlier steps is out of
+        date."""
         return () if self.whole is self else (self.whole,)
 
     @property
@@ -283,12 +273,10 @@ class Piece:
 
     @property
     def is_half_way(self) -> bool:
-        """Whether a step was broken off between its windows."""
         return any(part.is_stepped for part in self.parts)
 
     def spoiled_by(self, optimizer: torch.optim.Optimizer) -> list[StateRecord]:
-        """Return the due records whose gradient the step under way may have written to or dropped. A fused step, which unscales
-        gradients in place, leaves their versions as they are."""
+        """Return the due records whose gradient the step may have written to or dropped. Fused unscaling changes no version."""
         unscales = getattr(optimizer, "grad_scale", None) is not None and self.plan.update is Update.DEVICE
         found = []
         for record, version in zip(self.due, self._versions, strict=True):
@@ -339,9 +327,7 @@ class Piece:
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return the tensors that a step on another stream reads, gradients first, but for parameters in slots.
-
-        Whoever runs the step holds them until it is done: if the optimizer replaces one, its memory would go back to its stream
-        while the step has yet to read it.
+        Whoever runs the step holds them until it is done: their streams would reuse a replaced one's memory before it is read.
         """
         gradients = [record.parameter.grad for record in self.records if record.parameter.grad is not None]
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
@@ -393,15 +379,15 @@ class Piece:
             row.update({name: moved_state(value, torch.device("cpu")) for name, value in values.items()})
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
-        """Return functions, to be called at once, that note the step of the due parameters and the layout of their states."""
+        """Return functions, to be called at once, that note the step of the due parameters and the states' layout."""
         marks = [partial(setattr, record, "done", mark_of(record)) for record in self.due]
         return marks if self.plan.is_resident else [*marks, partial(setattr, self, "layout", layout)]
 
     def new_entries(
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
     ) -> list[tuple[Tensor, dict[Any, Any]]]:
-        """Return new entries for `optimizer.state`, by parameter, with tensors in host memory. If the layout has changed,
-        parameters that were not stepped are among them."""
+        """Return new entries for `optimizer.state`, by parameter, with tensors in host memory; those of all parameters if the
+        layout changed."""
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:
@@ -440,6 +426,5 @@ def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
 
 
 def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[dict[str, Any], ...]:
-    """Return the `OnDisk` objects for states on a disk, by name for each record."""
     rows = zip(piece.records, tensors, strict=True)
     return tuple({tensor.name: OnDisk(tensor.name, record.name, record) for tensor in row} for record, row in rows)

@@ -38,13 +38,10 @@ if TYPE_CHECKING:
 
 
 class _Batch:
-    """Shards of one layer whose gradients have come together."""
-
     def __init__(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
         self.layer, self.records, self.run, self.landing = layer, records, run, landing
         self.last_read = layer.last_read
         self.error: BaseException | None = None
-        """Why it was not stepped."""
 
 
 class ShardThread:
@@ -61,12 +58,11 @@ class ShardThread:
         self._lost: dict[StateRecord, str] = {}
         """Shards that may be stepped in part, with their error messages."""
         self.met: dict[StateRecord, None] = {}
-        """Shards stepped since the optimizer's last step."""
         self.step_s = 0.0
         """Seconds of steps, without their waits for gradients."""
 
     def begin(self) -> None:
-        """Start the thread. If the system refused one only within a backward, other ranks would wait for this one."""
+        """Start the thread. If the system refused one only within a backward, other ranks would wait for this rank."""
         thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
@@ -77,7 +73,6 @@ class ShardThread:
         return not (self.met or self._batches)
 
     def has(self, layer: ReducedLayer) -> bool:
-        """Tell whether the thread may be stepping shards of a layer."""
         return any(batch.layer is layer for batch in self._batches)
 
     def send(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
@@ -95,7 +90,6 @@ class ShardThread:
         self._batches.clear()
 
     def raise_failed(self) -> None:
-        """Raise if a step has failed and nobody was told."""
         failed = list(self._failed)
         self._failed.clear()
         if not failed:
@@ -174,13 +168,11 @@ def _names(batches: Iterable[_Batch]) -> str:
 
 
 def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:
-    """Return the versions of parameters and their states."""
     tensors = [value for entries in known.values() for value in (entries or {}).values() if isinstance(value, Tensor)]
     return [version_of(tensor) for tensor in (*known, *tensors)]
 
 
 def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
-    """Tell whether states are the identical tensors, written to in place, so that nothing is to be entered."""
     if entries is None or entries.keys() != made.keys():
         return False
     return all(value is made[name] for name, value in entries.items())
@@ -195,17 +187,14 @@ class ShardSteps:
         self._device = device
         self._layers: dict[ReducedLayer, list[StateRecord]] = {}
         self._known: list[list[int]] = []
-        """The ids of the parameters in each group, as last seen."""
         self._thread = ShardThread(optimizer, device)
         self._marks: list[tuple[Any, int] | None] = []
         """The gradients that a layer had before its reduction."""
         self._again: StateRecord | None = None
         """A stepped shard that has got another gradient, which is dropped."""
         self._end: backwards.BackwardEnd | None = None
-        """The outermost backward's: a checkpoint may run others inside of it."""
         self._ends = set[backwards.BackwardEnd]()
         self._in_backward: set[int] = set()
-        """The ids of the layers that this backward has had stepped."""
         self._unfinished: OneStep | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._num_accumulating = 0
@@ -229,7 +218,6 @@ class ShardSteps:
         hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _follow_groups(self, *, is_tried_out: bool = False) -> None:
-        """Follow parameters that came to the optimizer or left it."""
         groups = self._optimizer.param_groups
         known = [[*map(id, group["params"])] for group in groups]
         if known == self._known:

@@ -53,12 +53,10 @@ def note_written(parameter: Tensor) -> None:
 
 
 def are_one(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors (of shards: the local ones) begin at the same address."""
     return local_of(one).data_ptr() == local_of(other).data_ptr()
 
 
 def lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are `DTensor`s with the same mesh and placements."""
     if not is_dtensor(one) or not is_dtensor(other):
         return False
     first: Any = one
@@ -74,9 +72,7 @@ class LocalStep:
         self._state = state
         self.keys: list[Tensor] = []
         self.state: StateDict = defaultdict(dict)
-        """Read and written by the step."""
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        """Local tensors, each with its shard, by their ids."""
         for record, key in self._rows:
             own = _stand_in(key) if is_dtensor(key) else key
             self.keys.append(own)
@@ -100,7 +96,6 @@ class LocalStep:
         return found
 
     def finish(self) -> None:
-        """Put the stepped states into the given mapping, as shards."""
         for (record, key), own in zip(self._rows, self.keys, strict=True):
             made = self.state.get(own)
             if made is None:
@@ -137,6 +132,5 @@ def _stand_in(key: Tensor) -> nn.Parameter:
 
 
 def described(tensor: Any) -> str:
-    """Return the class of a tensor and its placements, for errors."""
     split = f" with placements {tuple(tensor.placements)}" if is_dtensor(tensor) else ""
     return f"{type(tensor).__name__}{split}"

@@ -27,11 +27,10 @@ class Stepping:
         """A step that has begun and that torch has not ended yet: it may have been broken off."""
         self.num_steps = 0
         self.is_broken = False
-        """Whether pieces may be half way."""
         self._has_drawn = False
         """Whether a step has drawn random numbers though the trial's drew none."""
         self._untold: StateOffloadError | None = None
-        """A failed step on the host whose gradient is gone and that an interrupt kept from being raised."""
+        """A failed step on the host whose gradient is gone, and that an interrupt kept from being raised."""
 
     def run(
         self,
@@ -107,7 +106,6 @@ class Stepping:
                 note_left(part.whole)
 
     def is_over(self, piece: Piece) -> bool:
-        """Tell whether the step of a piece on the host is over."""
         return all(map(self._on_host.is_over, piece.parts))
 
     def join(self, pieces: Sequence[Piece], *, beside: Sequence[Piece] = ()) -> None:
@@ -193,7 +191,6 @@ class Stepping:
         self.is_broken = False
 
     def _settle(self, pieces: Sequence[Piece]) -> None:
-        """Wait until nothing is under way, and every part is as before its step or as after it."""
         self._on_host.settle()
         self._device.synchronize()
         failed: list[tuple[Piece, Exception]] = []
@@ -223,7 +220,6 @@ class Stepping:
             ) from why
 
     def _go_on(self, piece: Piece, *, is_torn: bool) -> None:
-        """Step the rest of a piece that is stepped in part."""
         # a gradient that a step has written to, or unscaled as a fused kernel does, must not step the rest
         rest, run, error = [part for part in piece.parts if not part.is_stepped], self.unfinished, None
         try:
@@ -242,7 +238,6 @@ class Stepping:
 
 
 def _has_let_go(parts: Sequence[Piece]) -> bool:
-    """Tell whether a gradient that parts need is gone."""
     gradients = [record.parameter.grad for part in parts for record in part.due]
     return any(gradient is None or type(gradient) is ConsumedGradient for gradient in gradients)
 

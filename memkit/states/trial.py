@@ -73,7 +73,6 @@ def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor
 
 
 def has_generators(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer has a generator of its own, of torch's, Python's or NumPy's, in an attribute or a group."""
     own = [value for entries in (vars(optimizer), *optimizer.param_groups) for value in entries.values()]
     return any(isinstance(value, torch.Generator | random.Random) or _is_numpys(value) for value in own)
 
@@ -90,7 +89,6 @@ _LARGEST_SIDE = 24
 
 
 def refuse_by_kind(optimizer: object) -> None:
-    """Raise if an optimizer is of a kind whose step can't be split by parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
@@ -113,7 +111,6 @@ def refuse_by_kind(optimizer: object) -> None:
 def try_out(
     optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
-    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers."""
     groups = groups_to_try(optimizer)
     if not groups:
         return {}, False
@@ -170,7 +167,6 @@ def makes_states_in_steps(
 
 
 def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return some of an optimizer's groups, with parameters of each precision that it has."""
     seen = set[torch.dtype]()
     new: list[Group] = []
     others: list[Group] = []
@@ -253,7 +249,6 @@ class Trial:
         return shell
 
     def step_none(self) -> None:
-        """Step no parameter, as behind a step that was made in pieces."""
         step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:

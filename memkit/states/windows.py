@@ -33,7 +33,6 @@ from memkit.transfer.disk import DiskCopy
 
 
 def lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:
-    """Tell whether states lie in memory like their parameter."""
     size, stride = parameter.size(), parameter.stride()
     return all(isinstance(one, PackedTensor) and (one.size, one.stride) == (size, stride) for one in map(local_packed, tensors))
 
@@ -70,8 +69,7 @@ def part_of(layout: Layout, elements: slice) -> Layout:
 
 
 class Window(Piece):
-    """Neighboring elements of a large parameter, as a piece of its own within a step. Its record's parameter is over these
-    elements, with the same part of the gradient."""
+    """Neighboring elements of a large parameter, as a piece of its own within a step, with the same part of the gradient."""
 
     def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
         self._whole = whole
@@ -113,8 +111,8 @@ class Window(Piece):
         return self.records[0].parameter
 
     def own(self, name: Any, value: Any) -> Any:
-        """Return its own copy of a state without dimensions (a count of steps): each window steps its own, and all come to the
-        same value. A plain tensor on the host is reused in each step."""
+        """Return its own copy of a state without dimensions (a count of steps), which each window steps; a plain one is
+        reused."""
         known = self._counts.get(name)
         if known is not None and is_number_on_host(value) and known.dtype == value.dtype:
             return known.copy_(value)
@@ -124,7 +122,6 @@ class Window(Piece):
         return made
 
     def follow(self, flat: Tensor) -> None:
-        """Point at the same elements of another tensor, which the parameter is now."""
         self.view = self.parameter.data = flat[self.elements]
 
     def leave(self) -> None:
@@ -169,9 +166,7 @@ class CutPiece(Piece):
         super().__init__(plan, records)
         self.windows: list[Window] = []
         self.states: dict[Any, Any] = defaultdict(dict)
-        """The states of each window's parameter: views of those in `optimizer.state`."""
         self.coming: Layout | None = None
-        """The states' layout once all windows are stepped."""
         self.seen: Layout | None = None
         """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
@@ -228,7 +223,6 @@ class CutPiece(Piece):
         return is_dense and parameter.numel() == self.plan.numel
 
     def _is_in_windows(self, parameter: Tensor, entries: Mapping[Any, Any]) -> bool:
-        """Tell whether the parameter's elements and its states' lie side by side, in the same order."""
         if not self._may_be_cut(parameter):
             return False
         tensors = self.layout.tensors[0] if self.layout is not None else ()
@@ -308,7 +302,7 @@ class CutPiece(Piece):
     def lay_out_window(
         self, window: Window, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int
     ) -> Layout | None:
-        """Return where states of a window are: in host memory among those of the others, on a disk by themselves."""
+        """Return where states of a window are: in host memory among the others', on a disk by themselves."""
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:
             dtypes = {one.name: self._dtype(one, window) for one in row}
@@ -386,7 +380,6 @@ _NOWHERE = -1
 
 
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
-    """Tell whether the states of a parameter are these tensors and otherwise states without dimensions only."""
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
 
 

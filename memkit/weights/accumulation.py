@@ -79,11 +79,8 @@ class Accumulation(ABC):
 
     @abstractmethod
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Remove all hooks. No backward may be running. Calling it again finishes an interrupted call.
-
-        Returns:
-            Pairs of a storage of host memory that the caller still holds, and a copy of it that outlives the host memory.
-        """
+        """Remove all hooks; no backward may be running. Calling it again finishes an interrupted call. Return storages of host
+        memory that the caller still holds, each with a copy that outlives the host memory."""
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
         """Call `note_recompute` for modules that do not stream, too. Calling it again does nothing."""
@@ -97,11 +94,8 @@ class Accumulation(ABC):
 
     @abstractmethod
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
-        """Note the nodes of a layer's forward, while its parameters are still in a slot.
-
-        Args:
-            is_followed: whether the output has a graph, which keeps the object from `note_call` and calls `begin_backward`.
-        """
+        """Note the nodes of a layer's forward, while its parameters are still in a slot; `is_followed`: the output has a graph,
+        which keeps the object from `note_call` and calls `begin_backward`."""
 
     def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
         """A backward reaches an output of a layer."""
@@ -134,11 +128,8 @@ class Accumulation(ABC):
         raise LayerOffloadError(self._refusal)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
-        """Hand over the rest when a backward has ended.
-
-        If it has failed, gradients are as the engine leaves them: some parameters have theirs, others not. If this raises, the
-        backward fails with that error, and this is called again.
-        """
+        """Hand over the rest when a backward has ended, unless it failed: then some gradients are missing, as the engine leaves
+        them. If this raises, the backward fails with that error, and this is called again."""
         if task not in self._tasks:
             return
         if not has_failed:
@@ -158,7 +149,6 @@ class Accumulation(ABC):
 
 
 def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now."""
     return backwards.gradient_node(parameter) if has_modes else get_gradient_edge(parameter).node
 
 

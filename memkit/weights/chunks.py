@@ -40,13 +40,11 @@ HOST = torch.device("cpu")
 
 
 class BoundTensor:
-    """A plain tensor that streams: a parameter, or one of those that a parameter wraps. `tensor.data` lies in a slot while its
-    layer runs; at all other times it is `host_copy`."""
+    """A plain tensor, of a streamed parameter: `tensor.data` lies in a slot while its layer runs; else it is `host_copy`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.offset = 0
-        """In bytes, within the chunk."""
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
         self.host_copy: Tensor = tensor.data
         self.address = 0
@@ -62,7 +60,6 @@ class BoundTensor:
         return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
 
     def adopt_layout(self, source: Tensor) -> None:
-        """Give the host copy another tensor's order of elements, if possible."""
         is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
         if is_alone and is_dense(self.size, self.stride) and is_dense(source.size(), source.stride()):
             self.stride = source.stride()
@@ -74,7 +71,6 @@ class BoundTensor:
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
 
     def is_host_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor has the host copy's storage and layout."""
         return (
             tensor.dtype == self.dtype
             and bool(tensor.storage_offset() == self.host_copy.storage_offset())
@@ -105,14 +101,12 @@ class StreamedParameter:
         self.gradient_stride = self.stride if is_dense(self.size, self.stride) else contiguous
 
     def bind(self, storage: torch.UntypedStorage) -> None:
-        """Point the parameter at a slot. Only to be called in `without_modes()`."""
         for part in self.parts:
             part.tensor.data = part.over(storage)
         for wrapper in self.wrappers:
             set_reported_device(wrapper, storage.device)
 
     def unbind(self) -> None:
-        """Point the parameter at the host copy. Only to be called in `without_modes()`."""
         for part in self.parts:
             part.tensor.data = part.host_copy
         for wrapper in self.wrappers:
@@ -146,7 +140,6 @@ class StreamedParameter:
         return all(part.tensor is tensor and part.is_host_copy(tensor) for part, tensor in pairs)
 
     def is_of_kind(self, parameter: nn.Parameter) -> bool:
-        """Tell whether another parameter could stream in place of this one: its class, dtypes and sizes, on the CPU."""
         tensors = parts_of(parameter)
         return (
             has_plain_parts(parameter)
@@ -159,20 +152,18 @@ class StreamedParameter:
         )
 
     def current_parameters(self) -> list[nn.Parameter]:
-        """Return the parameter, and those that the caller has put in its place since."""
         found = (torch_private.parameters_of(module).get(key) for module, key in self.places)
         now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
         return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
 
     def current_tensors(self) -> list[Tensor]:
-        """Return the plain tensors inside `current_parameters()`, and the original ones."""
         now = (tensor for parameter in self.current_parameters() for tensor in parts_of(parameter))
         return list({id(tensor): tensor for tensor in (*(part.tensor for part in self.parts), *now)}.values())
 
 
 class Binding:
-    """All parameters of a chunk, as arrays that are made once: a step goes through them without a call for each. `renew` is due
-    when one is replaced, or its host copy's layout changes."""
+    """All parameters of a chunk, as arrays made once: a step goes through them without a call for each. `renew` is due when one
+    is replaced, or its host copy's layout changes."""
 
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
@@ -200,20 +191,16 @@ class Binding:
         self._addresses = tuple(part.address for part in parts)
         self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
         self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
-        """Each tells in one call that the tensors lie, and require grad, as when `check_unchanged` looked at each. Autocast and
-        inference mode are compared as well: so there are two."""
+        """Each tells in one call that the tensors lie, and require grad, as in `check_unchanged`. There are two for inference
+        mode."""
         self.is_frozen = False
         """Whether no tensor required grad when `check_unchanged` last returned True."""
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
         self._sample = next(floating, 0)
 
     def check_unchanged(self, *, in_modules: bool = True) -> bool:
-        """Tell whether the modules have the parameters, and each is its host copy, where that was made; False if one wraps
-        others, which are not looked into.
-
-        Args:
-            in_modules: whether the modules' parameters matter. A backward has its forward's parameters.
-        """
+        """Tell whether each parameter is its host copy, where that was made, and with `in_modules` the modules have it (a
+        backward has its forward's parameters); False if one wraps others, which are not looked into."""
         tensors = self.tensors
         if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
             return False
@@ -259,7 +246,6 @@ def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor that was expanded, each once."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -288,7 +274,6 @@ class LayerChunk:
         self.num_changes = 0
         """How often the host copy was written to without a version counter."""
         self.written: Event | None = None
-        """Behind the last write to the host copy."""
         self.use_order = 0
         """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.residency = Residency.HOST
@@ -314,7 +299,6 @@ class LayerChunk:
         groups = list(overlapping([same[0].tensor for same in parts.values()]))
         layout = lay_out([[(low, high) for _, low, high in group] for group in groups])
         self._regions: list[tuple[Region, list[BoundTensor]]] = []
-        """The ranges of bytes that belong together, and the tensors in each."""
         for group, region in zip(groups, layout.regions, strict=True):
             self._regions.append((region, [part for tensor, _, _ in group for part in parts[id(tensor)]]))
             for (tensor, _, _), offset in zip(group, region.offsets, strict=True):
@@ -374,8 +358,8 @@ class LayerChunk:
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
-        """Make the parameters tensors of their own again, where they were found; see also `held`. Replacements by the caller
-        stay as they are. Calling it again after an interrupt does the rest."""
+        """Make the parameters tensors of their own again, where they were found; see also `held`. The caller's replacements
+        stay. Calling it again after an interrupt does the rest."""
         copied = self._restored
         with without_modes():
             for streamed in self.parameters:
@@ -443,7 +427,6 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
 
 
 def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> None:
-    """Raise if an adopted parameter streams at a second place as well."""
     for other in (item for chunk in chunks for item in chunk.parameters):
         if other is not adopted and other.parameter is adopted.parameter:
             raise LayerOffloadError(
@@ -453,8 +436,8 @@ def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> Non
 
 
 def adopt_data(chunk: LayerChunk) -> None:
-    """Take over data that parameters were given (`parameter.data = other`) while a graph is alive that has used them. Replaced
-    parameters are left to the next forward: the graph is the old ones'."""
+    """Take over data that parameters were given (`parameter.data = other`) while a graph that has used them is alive. Replaced
+    parameters are left to the next forward."""
     if chunk.binding.check_unchanged():
         return
     for streamed in chunk.parameters:
@@ -500,7 +483,6 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
 
 
 def _take_over(streamed: StreamedParameter) -> None:
-    """Write the parameter's data to its host copy, and point it there."""
     for part in streamed.parts:
         if part.is_host_copy(part.tensor):
             continue

@@ -39,12 +39,10 @@ class InnerHooks(HookSet):
     def __init__(self) -> None:
         super().__init__()
         self._dicts: list[OrderedDict[int, Any]] = []
-        """torch's dicts with the hooks ahead of forwards."""
         self._numbers: list[int] = []
         self._aside: list[Any] = []
         """The hooks set aside, in the same order; None for a missing one."""
         self._behind: list[tuple[OrderedDict[int, Any], int, Any]] = []
-        """The hooks behind forwards, each with its place."""
         self._due: list[tuple[OrderedDict[int, Any], int]] = []
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -82,7 +80,6 @@ class InnerHooks(HookSet):
             self._due.pop()
 
     def put_back(self) -> None:
-        """Put the hooks back, ahead of all others."""
         if not self._aside:
             return
         if None not in self._aside:
@@ -98,7 +95,6 @@ class InnerHooks(HookSet):
         self._aside.clear()
 
     def remove(self) -> None:
-        """Remove every hook, also those set aside."""
         self._aside.clear()
         super().remove()
         self._dicts, self._numbers, self._behind, self._due = [], [], [], []
@@ -125,7 +121,6 @@ class Forwards(NotCopied):
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
-        """Watch the forwards of the layers that stream from now on, and of no others."""
         self._hooks.remove()
         self._streamer, self._gradients = streamer, gradients
         if gradients is not None:
@@ -202,7 +197,6 @@ class Forwards(NotCopied):
         )
 
     def _begin_pass(self, first: LayerChunk | None) -> None:
-        """Begin a pass, unless this forward is a part of one."""
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed

@@ -21,7 +21,6 @@ from memkit.core.tensors import Geometry, storage_key
 from memkit.weights.chunks import copy_into
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module."""
 
 
 def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
@@ -218,7 +217,6 @@ def _read_part(handle: int, stored: StoredTensor, memory: memoryview, at: int) -
 
 
 def _index_in(path: Path) -> dict[str, str] | None:
-    """Return the file of each tensor, if there is an index."""
     file = path / _INDEX
     if not file.is_file():
         return None
@@ -286,7 +284,6 @@ class FileWeights:
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
-        """Changed tensors, each with one that has its former insides."""
         self._names: dict[int, str] = {}
         """By tensor id, the names in the files. Of several names of one tensor the last, as in `load_state_dict`."""
         self._meta: list[Tensor] = []
@@ -309,7 +306,6 @@ class FileWeights:
         self._remade = remade(model, {id(tensor) for tensor in tensors.values()})
 
     def _refuse_others(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Raise where names or sizes in the files are not those of the model."""
         stored = self._checkpoint.tensors
         missing = [name for name, tensor in tensors.items() if id(tensor) not in self._names and tensor.is_meta]
         missing += [name for name, item in model.named_parameters() if item.is_meta and name not in tensors]
@@ -348,7 +344,6 @@ class FileWeights:
         torch.utils.swap_tensors(tensor, other)
 
     def read(self, tensor: Tensor, into: Tensor) -> None:
-        """Read a tensor into a host copy; copy one that the files do not have."""
         name = self._names.get(id(tensor))
         if name is None:
             copy_into(tensor, into)
@@ -356,7 +351,6 @@ class FileWeights:
             self._checkpoint.read(name, into)
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
-        """Read tensors in place."""
         with torch.no_grad():
             for tensor in tensors:
                 if id(tensor) in self._names:

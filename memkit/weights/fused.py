@@ -41,7 +41,6 @@ _MISSING = object()
 
 
 def _entries_of(group: dict[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Return the entries of an optimizer's group, with their versions."""
     return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
 
 
@@ -50,7 +49,6 @@ def _version(value: object) -> int:
 
 
 def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
-    """Return the bytes of state that an optimizer keeps for some parameters."""
     if not trained:
         return 0
     twins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in trained]
@@ -87,8 +85,6 @@ _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, 
 
 
 class _Token:
-    """Lives as long as one node that brings gradients; called ahead of them."""
-
     task = -1
 
     def __call__(self, _: Any) -> None:
@@ -96,20 +92,16 @@ class _Token:
 
 
 class _Sum:
-    """The parts of one parameter's gradient so far."""
-
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
         self.hooks = HookSet()
         self.is_watched = False
-        """Whether all hooks are set."""
         self.due = -1
         """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
 
     def is_complete(self, task: int) -> bool:
-        """See [Note: when a gradient is complete]."""
         for token in self.tokens:  # noqa: SIM110  # a generator would be one more frame, for each gradient
             if token.task != task:
                 return False
@@ -140,7 +132,6 @@ class FusedSteps(NotCopied, Accumulation):
         self._written: list[Event] = []
         """Behind the copies to host copies of the backward that runs."""
         self._consumed: list[nn.Parameter] = []
-        """Parameters whose `grad` is a stand-in: a step has consumed it."""
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         self._stepped: dict[int, nn.Parameter] = {}
         """By id, the parameters stepped since the outermost backward began."""
@@ -150,7 +141,6 @@ class FusedSteps(NotCopied, Accumulation):
         """By id, the parameters whose `grad` holds, or is about to hold, the gradient of their step."""
         self._outermost = 0
         self._group_of: dict[int, int] = {}
-        """The number of each parameter's group."""
         self._alone: dict[int, nn.Parameter] = {}
         """By id, the parameters stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
@@ -203,8 +193,8 @@ class FusedSteps(NotCopied, Accumulation):
                 node.metadata[TOKEN] = token
 
     def _watch_groups(self, *, are_same: bool = False) -> None:
-        """Step parameters that were added to the optimizer's groups since, or have come to require grad. With `are_same`, only
-        their number is compared: asking each is slow."""
+        """Step parameters that were added to the groups or have come to require grad. With `are_same`, only their number is
+        compared."""
         groups = self.optimizer.param_groups
         if not are_same or sum(len(group["params"]) for group in groups) != len(self._group_of):
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
@@ -453,8 +443,8 @@ class FusedSteps(NotCopied, Accumulation):
         return named.get(id(parameter), "a parameter")
 
     def _step(self, parameter: nn.Parameter) -> Event | None:
-        """Let the optimizer step one parameter: once in a backward, those within it included. Return an event behind the step;
-        None if it is on the current stream."""
+        """Let the optimizer step one parameter, once in an outermost backward. Return an event behind it; None on the current
+        stream."""
         if not self._stepped:
             self._watch_groups()
         if id(parameter) not in self._group_of:
@@ -485,7 +475,6 @@ class FusedSteps(NotCopied, Accumulation):
 
     @contextmanager
     def _only(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Return a context in which the optimizer has one group, with one parameter in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
         entries = _entries_of(group)

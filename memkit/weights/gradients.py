@@ -91,8 +91,7 @@ class GradientBuffer:
 
 
 class LayerBuffers:
-    """Buffers to which gradients of a layer are sent together, each lent once before: `lend` is `GradientBuffer.lend` of all at
-    once."""
+    """Buffers to which gradients of a layer are sent together, lent before: `lend` is `GradientBuffer.lend` of all at once."""
 
     def __init__(
         self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
@@ -106,10 +105,8 @@ class LayerBuffers:
         self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
         self.num_bytes = sum(self._sizes_bytes)
         self._is_as_before: Callable[..., bool] | None = None
-        """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
-        """Return the gradients as they lie here; None if each buffer has to be asked."""
         if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
             return None
         if [*map(_stride_of, self._parameters)] != self._strides:
@@ -153,8 +150,6 @@ class Flight:
 
 
 class Made(NamedTuple):
-    """A gradient of a parameter, or a part of one, that a backward has computed."""
-
     streamed: StreamedParameter
     gradient: Tensor
 
@@ -169,7 +164,6 @@ class _LayerGradients:
     def __init__(self, chunk: LayerChunk) -> None:
         self.chunk = chunk
         self.streamed: tuple[StreamedParameter, ...] = ()
-        """The watched parameters."""
         self.parameters: tuple[Tensor, ...] = ()
         self.tensors: Sequence[Tensor] | None = None
         """The binding's tensors when the hooks were set; None until all are."""
@@ -178,14 +172,12 @@ class _LayerGradients:
         self.task = -1
         """The backward that `grad` belongs to, or is about to; -1 while the layer is not open."""
         self.stream_number = 0
-        """Of the stream that makes these gradients."""
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
         """Parameters with a part made on another stream."""
         self.calls = _Alive()
         """The graph behind each call has a weak reference of its own to this, for as long as the graph is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
-        """Of other calls, the nodes."""
         self.waits_in = _NOT_WAITING
         """The backward, -1 outside of one, that ran at the layer's last call, if no backward has come to that call yet."""
         self.has_nodes_counted = False
@@ -253,7 +245,6 @@ class HostGradients(Accumulation):
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
         """More than one where the caller keeps gradients of earlier steps."""
         self._before: dict[StreamedParameter, Tensor] = {}
-        """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
         """That, plus all gradients that were sent to the host."""
         self._in_flight: deque[Flight] = deque()
@@ -266,7 +257,6 @@ class HostGradients(Accumulation):
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
         self._spans: list[Span] = []
-        """Taken of the arena, and given back in the end."""
         self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that no longer stream."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
@@ -305,7 +295,6 @@ class HostGradients(Accumulation):
         layer.tensors, layer.requires_grad = binding.tensors, requires_grad
 
     def _arrives(self, layer: _LayerGradients, streamed: StreamedParameter) -> Callable[[Tensor], None]:
-        """Return the hook that the engine calls before it adds to a parameter's gradient."""
         stream_number, is_on_host = self._device.stream_number, self._is_on_host
 
         def arrives(grad: Tensor) -> None:
@@ -554,7 +543,6 @@ class HostGradients(Accumulation):
         return True
 
     def _take_more(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Add a gradient to an earlier one, or take a sparse one."""
         total = self._totals.get(streamed)
         if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
@@ -570,7 +558,6 @@ class HostGradients(Accumulation):
         self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
-        """Add a gradient that has come to host memory; runs on a thread, one after the other."""
         try:
             self._device.synchronize(landed)
             assert span.whole is not None
@@ -614,7 +601,6 @@ class HostGradients(Accumulation):
         storages: Sequence[torch.UntypedStorage],
         totals: Sequence[Tensor],
     ) -> None:
-        """Put copies of gradients on the lane, from their storages to the totals."""
         if self._device.takes_notes:
             self._note_made(gradients, storages)
         if target.copies is not None:
@@ -625,7 +611,6 @@ class HostGradients(Accumulation):
         self._totals.update(zip(parameters, totals, strict=True))
 
     def _claim(self, parameters: tuple[StreamedParameter, ...]) -> tuple[LayerBuffers, list[Tensor]]:
-        """Return free buffers, and the tensors over them that become the gradients."""
         totals, buffers = list[Tensor](), list[GradientBuffer]()
         for streamed in parameters:
             known = self._buffers[streamed]
@@ -647,7 +632,6 @@ class HostGradients(Accumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until the returned event."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)
@@ -681,7 +665,6 @@ class HostGradients(Accumulation):
         self._in_flight_bytes -= oldest.num_bytes
 
     def _await(self) -> None:
-        """Make the host wait for all copies and additions."""
         if self._last is not None:
             self._device.synchronize(self._last)
         while self._in_flight:

@@ -59,8 +59,6 @@ def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
 
 
 class DevicePlacement:
-    """Moves tensors to the device, and back to where they were found."""
-
     def __init__(self) -> None:
         self._found: dict[torch.device, list[Tensor]] = {}
 
@@ -80,8 +78,8 @@ class DevicePlacement:
 
 
 def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
-    """Return, by key, the storages that parameters of several layers share, or of a layer and the rest, or a parameter and a
-    buffer, with the names of all tensors there."""
+    """Return storages shared between layers, a layer and the rest, or a parameter and a buffer, by key, with the tensors'
+    names."""
     layers_of: dict[int, set[int]] = {}
     for number, layer in enumerate(layers.values()):
         for module in layer.modules():
@@ -141,7 +139,6 @@ class _ReadBuffer:
 
     room: Span
     chunk: LayerChunk | None = None
-    """The layer that was read here last, or is being read."""
     state: tuple[int, ...] | None = None
     """The chunk's `state()` when it was read; None: the bytes are stale."""
     sent: Event | None = None
@@ -167,7 +164,6 @@ class DiskCopies:
         self._buffers: list[_ReadBuffer] = []
 
     def take(self, chunks: list[LayerChunk], arena: Arena) -> None:
-        """Take room on the disk for layers, and buffers in host memory."""
         sizes = [chunk.num_bytes for chunk in chunks]
         if not sizes:
             return
@@ -236,7 +232,6 @@ class DiskCopies:
         return buffer.room.part(0, chunk.num_bytes)
 
     def note_sent(self, sent: Event) -> None:
-        """Note the event behind the copy to a slot of the layer that was brought last."""
         buffer = self._buffers[-1]
         buffer.sent, buffer.has_unknown = sent, False
 
@@ -244,7 +239,6 @@ class DiskCopies:
         return next((buffer for buffer in self._buffers if buffer.holds(chunk)), None)
 
     def _read(self, chunk: LayerChunk, buffer: _ReadBuffer) -> None:
-        """Read a layer to a buffer, behind all uses of the buffer."""
         buffer.state = None
         if buffer.chunk is not None:
             with contextlib.suppress(DiskError):
@@ -283,7 +277,6 @@ class HostCopies:
         self.disk = None if disk is None else DiskCopies(disk, device)
         self._has_warned = False
         self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
-        """Once all is restored: storages of host memory that the caller holds, each with one of the same bytes."""
 
     def take(self, chunks: Sequence[LayerChunk]) -> None:
         if self.disk is not None:
@@ -295,7 +288,6 @@ class HostCopies:
             chunk.span = span
 
     def move_in(self, chunk: LayerChunk, read: Callable[[Tensor, Tensor], None]) -> None:
-        """Turn a layer's parameters into host copies, which `read` fills."""
         chunk.move_to_host(read)
         if self.disk is not None:
             self.disk.settle(chunk)
@@ -306,7 +298,6 @@ class HostCopies:
         return [chunk.span for chunk in self.chunks if chunk.span is not None]
 
     def warn_of_refusal(self) -> None:
-        """Warn once that host memory could not be pinned."""
         if self.arena.refusal is not None and not self._has_warned:
             self._has_warned = True
             warn_user(f"LayerOffload: {self.arena.refusal}")
@@ -321,8 +312,7 @@ class HostCopies:
         self.arena.trim_gaps()
 
     def restore(self, gradients: Accumulation | None) -> None:
-        """Make all parameters, and their gradients, tensors of their own again. Calling it again finishes an interrupted
-        call."""
+        """Make all parameters and gradients tensors of their own again. Calling it again finishes an interrupted call."""
         if self._held is not None:
             return
         held = [] if gradients is None else gradients.close()
@@ -334,7 +324,6 @@ class HostCopies:
         self._held = held
 
     def close(self) -> None:
-        """Give all memory back, once all is restored."""
         if self.disk is not None:
             self.disk.close()
             self._held = []  # whoever holds what was mapped has it there

@@ -57,23 +57,20 @@ _MOST_VIEWS = 1024
 
 
 class SavedWeight(tuple[Any, ...]):
-    """A weight in a slot, or a view of one, as autograd saves it: (layer, parameter, version, geometry in the slot), where the
-    version is the parameter's plus the layer's `num_changes`. It does not keep the slot. It is a plain tuple, so that no Python
-    function is called to make one or take it apart."""
+    """A weight in a slot, or a view, as autograd saves it: (layer, parameter, parameter's version plus `num_changes`, geometry
+    in the slot). It does not keep the slot. Making or taking apart a plain tuple calls no Python function."""
 
     __slots__ = ()
 
 
 class Lying(NamedTuple):
-    """The slot of the layer whose backward is under way."""
-
     chunk: LayerChunk
     slot: Slot
     stream_number: int
     """Of the stream that has waited for the slot."""
     state: object
     """The slot's `state` when this was made. While the slot has the identical object, it was not filled again, and the
-    parameters point at it: only a parameter's version counter has to be compared."""
+    parameters point at it: only a parameter's version has to be compared."""
 
 
 class _HandedOn(tuple[Any, ...]):
@@ -167,7 +164,7 @@ class _Saves:
 
 
 class WeightHooks(SavedTensorHooks):
-    """The saved-tensor hooks of a forward of a streamed layer, over the top ones. For the arguments see `_Saves`."""
+    """The saved-tensor hooks of a streamed layer's forward, over the top ones. For the arguments see `_Saves`."""
 
     def __init__(self, streamer: Streamer, outer: HookPair | None = None, *, hands_on_weights: bool = False) -> None:
         saves = _Saves(streamer, outer, hands_on_weights=hands_on_weights)

@@ -34,7 +34,6 @@ than the stages would; and this many times as much with all slots."""
 
 
 def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
-    """Return the layers of a model by name, in the order in which they are registered."""
     modules = dict(model.named_modules(remove_duplicate=False))
     is_one = isinstance(choice, str | nn.Module)
     if is_one or not (choice is None or callable(choice) or isinstance(choice, Iterable)):
@@ -92,10 +91,7 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
-    """Layers that were found in one list, by name."""
-
     is_module_list: bool
-    """Not a Sequential."""
     layers: Mapping[str, nn.Module]
 
     @property
@@ -108,8 +104,8 @@ class _List:
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the elements of lists of modules of one class; where these are stages, the blocks in them.
 
-    Of all classes of elements it is the one that frees the most device memory if it streams. Other lists of the same kind
-    (ModuleList, or Sequential) are added if they are at least half as long, and free some memory.
+    The class is the one that frees the most device memory if it streams. Other lists of the same kind (ModuleList, or
+    Sequential) are added if they are at least half as long, and free some more.
     """
     lists = [
         _List(isinstance(module, nn.ModuleList), _resolved(name, module))
@@ -135,7 +131,6 @@ def _joined(lists: Iterable[_List]) -> dict[str, nn.Module]:
 
 
 def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, nn.ModuleList | nn.Sequential]:
-    """Return the outermost lists of modules of one class that have parameters, by name."""
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
     found = {name: module for name, module in lists.items() if len({*map(type_before_parametrizations, module)}) == 1}
     return _outermost(
@@ -148,11 +143,8 @@ def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, n
 
 
 def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
-    """Return the elements of a list, or the blocks in them where these are stages.
-
-    Stages have their blocks in lists of their own. They are few, and mostly of different sizes, so that slots for them take
-    about as much as they have. Their blocks are taken if they make up most of them and free far more.
-    """
+    """Return the elements of a list, or the blocks in them if they are stages: few, and mostly of different sizes, so that
+    slots for them take about as much as they have. Blocks are taken if they make up most of the stages and free far more."""
     elements = {f"{name}.{key}" if name else key: item for key, item in module.named_children()}
     if all(isinstance(item, nn.ModuleList) for item in elements.values()):  # no forward calls these
         lists = {prefix: item for prefix, item in elements.items() if isinstance(item, nn.ModuleList)}
@@ -166,7 +158,6 @@ def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.
 
 
 def _blocks_of(name: str, stage: nn.Module) -> dict[str, nn.Module]:
-    """Return the elements of a stage's lists that hold modules, or the stage itself."""
     lists = _lists_in(dict(stage.named_modules(prefix=name, remove_duplicate=False)), at_least=1)
     blocks = {f"{path}.{key}": block for path, found in lists.items() for key, block in found.named_children()}
     have_modules = all(any(name != "parametrizations" for name, _ in block.named_children()) for block in blocks.values())
@@ -194,8 +185,8 @@ def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
 
 
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
-    """Raise if a parameter or a buffer has no data that could be moved, cannot be given other data, or another library decides
-    where it is; with `reads_weights`, tensors on torch's "meta" device are given data."""
+    """Raise if a parameter or buffer has no data (without `reads_weights`), can't be given other data, or is another
+    library's."""
     for name, module in model.named_modules():
         if is_sharded_by_fsdp(module):
             kind = type(module).__name__
@@ -219,8 +210,7 @@ def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
 
 
 def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_all: bool) -> None:
-    """Raise if TorchScript, on whose modules torch refuses hooks, has compiled a layer, or with `steps_all` any trained
-    module."""
+    """Raise if TorchScript, which allows no hooks, has compiled a layer, or with `steps_all` any trained module."""
     advice = "Leave it as it is (torch.compile works)"
     scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     within = {id(inner): name for name, module in reversed(scripted.items()) for inner in module.modules()}

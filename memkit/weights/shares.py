@@ -39,7 +39,6 @@ class StepTimes:
     backward_s: Mapping[str, float]
     taken_s: float
     h2d_bytes_per_s: float | None
-    """None if nothing was copied."""
     peak_bytes: int | None
 
 
@@ -65,7 +64,6 @@ class StepTiming:
         self._device, self._streamer = streamer.device, streamer
         self._resets_peak = resets_peak
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
-        """By grad mode, how many more passes without a backward are skipped."""
         self._points: list[_Point] = []
         self._transfers: list[Transfer] = []
         self._seen = set[bool]()
@@ -73,7 +71,6 @@ class StepTiming:
         self._backward = -1
 
     def begin_pass(self) -> bool:
-        """Begin a pass. Return whether one was timed whole before."""
         if self._is_timed:
             return True
         is_timed = any(not point.is_backward and point.name for point in self._points)
@@ -194,8 +191,8 @@ def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -
 
 
 def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:
-    """Return the parameters of each layer that may stream, without layers that have none. Parameters shared between layers, or
-    with the rest of the model, may not, nor those that require grad unless `is_trained`."""
+    """Return the parameters of each layer that may stream, of layers that have some: not shared with others, frozen unless
+    `is_trained`."""
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
     seen = set[int]()
     for name, module in layers.items():
@@ -260,7 +257,7 @@ def plan_layers(
 def why_layers_free_nothing(
     layers: Mapping[str, LayerChunk | None], plan: ResidencyPlan, device: Device, *, train: str, num_slots: int
 ) -> str | None:
-    """Return a message if streaming layers free no byte of the device; with train="host", their gradients count as well."""
+    """Return a message if streaming frees no byte of the device; with train="host", gradients count as well."""
     if why := why_nothing_is_freed(device):
         return f"LayerOffload: {why}"
     costs = costs_of(layers)

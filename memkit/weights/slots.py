@@ -24,8 +24,8 @@ from memkit.weights.chunks import LayerChunk, without_modes
 
 
 class Slot:
-    """A storage of its own, with the bytes of one layer at a time. It is in use while the layer runs, and while anyone else
-    holds its storage: a graph that saved a tensor of it, or the caller a view."""
+    """A storage of its own, with the bytes of one layer at a time. It is in use while the layer runs, and while a graph or the
+    caller holds its storage."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage, *, is_overflow: bool = False) -> None:
         self.storage = storage
@@ -35,7 +35,6 @@ class Slot:
         """Views of the storage, made once. They are never handed out, so that the storage's use count tells who else holds
         it."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
-        """For each layer that was here, the places of its tensors, and the views of the slot there."""
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
         """For each layer that was here, its span, and the parts of the slot that the span is copied to."""
         self.filled = next(_num_filled)
@@ -55,7 +54,7 @@ class Slot:
         self._device = device
         stream = device.current_stream()
         self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
-        """The streams that have used it since it was filled, each with the event behind its use; None: it may still use it."""
+        """The streams that have used it since it was filled, each with the event behind its use; None: not over."""
 
     @property
     def is_idle(self) -> bool:
@@ -106,8 +105,8 @@ class Slot:
         return tuple(parts)
 
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
-        """Copy the bytes of a layer here from a span, behind all work that uses the slot; log the copy. Return an event behind
-        it. The former layer is evicted."""
+        """Copy a layer's bytes here from a span, behind all uses of the slot; log the copy, and return an event behind it. The
+        former layer is evicted."""
         there = self.chunk
         if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
             assert there.residency is not Residency.DIRTY, there.name
@@ -140,14 +139,12 @@ class Slot:
         return self.ready
 
     def fail(self) -> None:
-        """Note that the copy to the slot has failed: it holds nothing."""
         if self.chunk is not None and self.chunk.slot is self:
             self.chunk.become(Residency.HOST)
             self.chunk.slot = None
         self.chunk = self.state = self.ready = None
 
     def leave(self) -> None:
-        """Drop references from the layer that is here, before the slot is released."""
         for chunk in self._parts:
             if chunk.slot is self:
                 chunk.slot, chunk.residency = None, Residency.HOST
@@ -160,8 +157,7 @@ class Slot:
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """Note that the weights here were written to: by the work before the event `stepped`, or of the current stream so
-        far."""
+        """Note that the work before the event `stepped`, or the current stream's so far, has written to the weights here."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -173,8 +169,8 @@ class Slot:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Copy its bytes to the host copy, after the current stream's work; `copy` puts a copy on a lane behind an event.
-        Return an event behind the copy."""
+        """Copy its bytes to the host copy, behind the current stream's work, by `copy` to a lane. Return an event behind the
+        copy."""
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
             self._device.note_written(self.storage, -next(_num_writes))
@@ -206,8 +202,8 @@ class Slot:
 
 
 class SlotRing:
-    """All slots of a device, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots while
-    all of a size are in use."""
+    """A device's slots, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots when all are
+    in use."""
 
     holder = "LayerOffload's slots"
 
@@ -218,7 +214,6 @@ class SlotRing:
         self._memory = device_memory_of(device)
         self.slots: dict[int, Slot] = {}
         self.bounds: list[int] = []
-        """Each slot's first address and the first one behind it, in ascending order."""
         self._sizes: dict[int, int] = {}
         self.num_planned = len(self._slot_bytes)
         self.num_overflows = 0
@@ -238,7 +233,6 @@ class SlotRing:
         return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
-        """Return the slot that has the current bytes of a layer, or will have them; None if there is none."""
         slot = chunk.slot
         return slot if slot is not None and slot.holds(chunk) else None
 

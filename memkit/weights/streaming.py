@@ -68,7 +68,6 @@ class LayerOrder:
         self.noted, self._place = [], -1
 
     def expect(self, order: list[int]) -> None:
-        """Expect this order, unless the known one is of the same layers."""
         if sorted(self._known) != sorted(order):
             self._know(order)
 
@@ -89,7 +88,7 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers expected next without the current one (-1: none), each with its number of predecessors."""
+        """Return the layers expected next but the current one (-1: none), each with its number of predecessors."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -127,7 +126,6 @@ class Streamer:
         self.ring = SlotRing(device, slot_bytes, self)
         self.stalls = Stalls(0.0 for _ in self.chunks)
         self.transfers: list[Transfer] | None = None
-        """Copies to the device, while they are timed."""
         self.handles: weakref.WeakSet[StreamedHandle] | None = None
         """Saved tensors in slots, while somebody asks whether a graph is alive."""
         self.h2d_bytes = 0
@@ -227,8 +225,8 @@ class Streamer:
     def begin_backward(self, chunk: LayerChunk) -> None:
         """Begin the backward of a layer: its parameters lie in the slot until another layer's begins.
 
-        Autograd's saved tensors do not need that. Other holders of the parameters do: a `torch.autograd.Function` that keeps
-        them in its `ctx`, a checkpoint inside of the layer that computes with them.
+        Autograd's saved tensors do not need that. Other holders do: a `torch.autograd.Function` with the parameters in its
+        `ctx`, a checkpoint inside of the layer that computes with them.
         """
         with torch_private.without_python_dispatch(), self.lock:
             if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
@@ -279,7 +277,6 @@ class Streamer:
                     slot.users[stream] = None if is_held else device.record_event(stream, timed=False)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
-        """Let a stream wait for a slot's bytes, and note how long that takes."""
         assert slot.ready is not None
         slot.is_ready = slot.ready.is_reached()
         start = None if slot.is_ready else self.device.record_event(stream)
@@ -322,8 +319,8 @@ class Streamer:
                 self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
-        """Fetch the layers expected next, in order, with `until` those needed sooner than the one used then. Return whether
-        there was a slot for all of them."""
+        """Fetch the layers expected next, in order, with `until` those needed sooner than that use. Return whether all had a
+        slot."""
         current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
         if disk is not None:
