@@ -176,7 +176,7 @@ class OptimizerStates:
             for optimizer in (one for key, one in found.items() if key not in known):
                 for states in [states for states in _begun_states if states.optimizer is optimizer]:
                     states.close()
-                made = StateOffload(optimizer, **self._options)  # refuses what is no optimizer
+                made = StateOffload(optimizer, **self._options)  # raises for any other object
                 self.opened.append(made)
                 _begun_states.add(made)
         except BaseException:
@@ -208,7 +208,7 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
     """Have a model whose layers stream stay where it is, when a training loop moves it, or a module that has it inside.
 
     Trainers move the model that they are given to the device (`model.to("cuda")`), which would bring all that streams there.
-    From now on such calls leave the model alone, until `offload.close()`. The callbacks do it themselves. What casts the model
+    From now on such calls leave the model alone, until `offload.close()`. The callbacks do it themselves. A cast of the model
     raises.
 
     Args:
@@ -238,7 +238,7 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
     place = torch_private.MOVING_ALL
     if not isinstance(vars(offload.model).get(place), Around):
         around = Around(offload.model, place, _stay)
-        offload.until_closed(around)  # ahead: to remove what is not there yet does nothing
+        offload.until_closed(around)  # ahead: removing it before `put` does nothing
         around.put()
     return offload
 

@@ -36,7 +36,7 @@ class LightningFeatures:
     A `StateOffload` is given as the class, or as a `functools.partial` of it with options. It is made over each optimizer when
     the fit begins, ahead of the states of a checkpoint, and closed when the fit ends.
 
-    What was predicted and done is logged as often as the Trainer logs, as `memkit.live_values` returns it:
+    Predicted and measured values are logged as often as the Trainer logs, as `memkit.live_values` returns it:
     "memkit/TAG/peak_gib", "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known.
     Checkpoints are those of the plain model, and resuming works as ever.
 
@@ -75,7 +75,7 @@ class LightningFeatures:
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return the current values of what is logged: see `memkit.live_values`. It is empty before anything has run."""
+        """Return the current logged values, none before anything has run: see `memkit.live_values`."""
         return self._features.figures()
 
     # What Lightning calls

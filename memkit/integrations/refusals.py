@@ -21,7 +21,7 @@ class Loop:
     """The setting by which one process replicates the model on several GPUs, if any."""
     num_processes: int = 1
     shards: str | None = None
-    """What moves or shards the weights."""
+    """The setting that moves or shards the weights."""
     is_fsdp2: bool = False
     """Whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)."""
     flattens: str | None = None
@@ -30,7 +30,7 @@ class Loop:
     scales: str | None = None
     """The setting that scales the loss with torch's own `GradScaler`."""
     takes_gradients: str | None = None
-    """What reads gradients between the backward and the step."""
+    """The setting that reads gradients between the backward and the step."""
     compiles: str | None = None
     checkpoints: str | None = None
     clips: str | None = None

@@ -143,7 +143,7 @@ class _Copy:
                 new = {key: storage for key, storage in unique_storages([tensor]).items() if key not in seen}
                 seen |= new.keys()
                 found.append((name, tensor, sum(storage.nbytes() for storage in new.values())))
-        if isinstance(shell, torch.optim.LBFGS):  # of which a first step makes none: of steps and of changes of the gradient
+        if isinstance(shell, torch.optim.LBFGS):  # a first step makes no history of steps and changes of the gradient
             size = shell.param_groups[0]["history_size"]
             for twin in twins:
                 kept[id(twin)] += [(name, twin, size * twin.nbytes) for name in ("old_dirs", "old_stps")]

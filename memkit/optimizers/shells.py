@@ -119,7 +119,7 @@ def _are_equal(one: Any, other: Any) -> bool:
         return is_alike and one.size() == other.size() and one.device == other.device and torch.equal(one, other)
     try:
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # whatever compares otherwise than to a truth
+    except Exception:  # an `==` without a truth value
         return False
 
 

@@ -222,7 +222,7 @@ class DeviceSteps:
             grad = record.parameter.grad
             record.spoiled = None if grad is None else (weakref.ref(grad), torch_private.version_of(grad))
         piece.entered.clear()
-        piece.let_go()  # the class may have put other tensors into what stands for parameters
+        piece.let_go()  # the class may have put other tensors into the stand-ins
         self._release(piece)
         piece.residency = piece.rest
 

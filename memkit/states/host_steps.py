@@ -102,7 +102,7 @@ class Given:
                 key.data = on_host.parameters[number].to(torch.float32)
                 key.grad = on_host.grads[number]
             elif master is not None and not is_unwritten:
-                follow(key.data, on_host.parameters[number])  # by which no write counts: others tell users' by that
+                follow(key.data, on_host.parameters[number])  # which counts as no write: only the user's change the version
 
     def is_written_in_place(self) -> bool:
         """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""

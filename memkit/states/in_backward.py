@@ -265,7 +265,7 @@ class BackwardSteps:
             backwards.join(self._ends)
         try:
             if self._leaving:
-                self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
+                self._stepping.is_broken = True  # on any error `mend` copies the parameters back
                 self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
                 with self._device.on_stream(self._stream):
                     try:
@@ -419,10 +419,10 @@ class LayeredSteps(BackwardSteps):
 
     def end_backward(self) -> None:
         if self._stepping.is_broken:
-            with suppress(StateOffloadError):  # whoever asks for the next step is told
+            with suppress(StateOffloadError):  # the next step raises it
                 self.mend(self._pieces)
         self.join()
-        self._on_device.wait()  # a loop need not call `step()`, which waits: who reads `optimizer.state` finds what was stepped
+        self._on_device.wait()  # a loop need not call `step()`, which waits: `optimizer.state` is then up to date
         for piece in self._pieces:
             piece.leave_parameters()
         run = self._stepping.unfinished

@@ -89,7 +89,7 @@ class HostStates:
         held = [(storage, byte_view(storage).clone()) for storage in storages if num_users(storage) > 1]
         self.arena.give_all()
         self.arena.close()
-        for storage, copied in held:  # the arena has given the memory back; the addresses still are whose tensors are there
+        for storage, copied in held:  # the arena has given the memory back; the addresses still belong to the tensors there
             byte_view(storage).copy_(copied)
 
 
@@ -168,7 +168,7 @@ class StateSlots:
         return self.slots[piece.slot]
 
     def deal(self, pieces: Iterable[Piece]) -> None:
-        """Assign pieces, in no slot now, round robin to the slots of their size: two in a row never share one without need."""
+        """Assign pieces, in no slot now, round robin to slots of their size, so that none waits for the one before."""
         moving = [piece for piece in pieces if piece.plan.slot >= 0]
         numbers: dict[int, list[int]] = {}
         for number in sorted({piece.plan.slot for piece in moving}):

@@ -133,7 +133,7 @@ class DiskRing:
         assert buffer.copy is not None
         try:
             self.store.wait(buffer.copy)
-        except DiskError:  # it is written again: what fails then is raised
+        except DiskError:  # it is written again, and then its error is raised
             buffer.holds = Holds.DIRTY
             return
         if holds is None:
@@ -142,7 +142,7 @@ class DiskRing:
             buffer.holds = holds
 
     def read(self, buffer: Buffer, layout: Layout) -> None:
-        """Begin to read a part to its buffer. Errors are raised to whoever waits for it."""
+        """Begin to read a part to its buffer. The wait for it raises its errors."""
         assert layout.copy is not None
         buffer.copy = layout.copy
         if buffer.room.num_bytes < layout.copy.num_bytes:
@@ -151,7 +151,7 @@ class DiskRing:
         buffer.holds = Holds.READ
 
     def write(self, buffer: Buffer) -> None:
-        """Begin to write a buffer, once its bytes are there. Errors are raised to whoever waits for it."""
+        """Begin to write a buffer, once its bytes are there. The wait for it raises its errors."""
         assert buffer.part is not None
         assert buffer.copy is not None
         left = buffer.part.left
@@ -175,7 +175,7 @@ class DiskRing:
         for copy in copies:
             if not self.store.has(copy):
                 continue
-            self.store.remove(copy)  # which waits for what is under way
+            self.store.remove(copy)  # which waits for the transfers under way
             for buffer in self.buffers:
                 if buffer.copy is copy:
                     buffer.holds, buffer.copy = Holds.NOTHING, None
@@ -204,7 +204,7 @@ class DiskRing:
                 self.release(buffer.part)
 
     def keep_only(self, copies: Collection[DiskCopy]) -> None:
-        self.store.keep_only(copies)  # which waits for what is under way
+        self.store.keep_only(copies)  # which waits for the transfers under way
         for buffer in self.buffers:
             if buffer.copy is not None and buffer.copy not in copies:
                 buffer.holds, buffer.part = Holds.NOTHING, None

@@ -68,7 +68,7 @@ class OneStep:
         """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
         self._groups: list[Group] = [*self._own]
         self._attributes: dict[str, Any] = {}
-        if copies:  # it goes on with what groups and attributes have now, whatever is set meanwhile
+        if copies:  # it goes on with the present groups and attributes, even if they are set meanwhile
             self._groups = [{**group, **_copied(group)} for group in self._groups]
             self._attributes = _with_copies(vars(optimizer))
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)

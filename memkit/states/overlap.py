@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ForwardOverlap:
     """Runs steps on a stream of their own.
 
-    The step lets gradients go: whoever zeroed them would do so while they are still being read. They are held here until their
-    memory's stream has waited for the step, and so is whatever else a step reads.
+    The step lets gradients go: zeroing them would come while they are still being read. They, and all other tensors that a step
+    reads, are held here until their memory's stream has waited for the step.
 
     Pieces are stepped in the order in which the forward before has come to them: a model with a head waits for the head at
     once, since it might read its parameters.

@@ -327,7 +327,7 @@ class Piece:
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return the tensors that a step on another stream reads, gradients first, but for parameters in slots.
-        Whoever runs the step holds them until it is done: their streams would reuse a replaced one's memory before it is read.
+        The caller holds them until the step is done: if one is replaced, its stream would reuse its memory before it is read.
         """
         gradients = [record.parameter.grad for record in self.records if record.parameter.grad is not None]
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]

@@ -298,7 +298,7 @@ class ShardSteps:
         """Wait for the thread. Its errors are raised where all ranks have come through the backward: behind FSDP2's last
         reductions."""
         self._thread.wait()
-        if has_failed:  # whoever asks for the next step is told
+        if has_failed:  # the next step raises it
             self._again = None
         else:
             backwards.on_end(weakly(self._raise_failed), among=self._ends)

@@ -52,7 +52,7 @@ from memkit.transfer.lanes import lanes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateStats:
-    """What a `StateOffload` has moved since it was made, and what it takes now."""
+    """The bytes that a `StateOffload` has moved since it was made, and its present memory."""
 
     num_pieces: int
     """Pieces that the states are in."""
@@ -73,7 +73,7 @@ class StateStats:
     d2h_bytes: int
     """Bytes that were copied to the host."""
     host_step_s: float = 0.0
-    """Seconds that steps on the host have taken, without what these have waited for gradients."""
+    """Seconds of steps on the host, without their waits for gradients."""
     disk_bytes: int = 0
     """Bytes of states that lie on the disk, as planned."""
     disk_read_bytes: int = 0
@@ -124,16 +124,16 @@ class StateOffload(NotCopied, EnteredOnce):
         master: `torch.float32` has float32 copies of parameters of lower precision stepped in their place, with the gradient
             as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
         when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
-            complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
+            complete, and the gradient is then let go; `optimizer.step()` steps the rest, and ends the step. Gradients can't be
             clipped or scaled, and are accumulated within `accumulate()`. The optimizer of a `LayerOffload(train="fused")` needs
             it: then weights, gradients and states all stream, and each backward is a step. Shards in host memory, by
             `memkit.shard(offload_policy=CPUOffloadPolicy())`, are stepped there beside the backward, and nothing moves.
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
-            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
+            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Any other reader of
             parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
-        disk: where states lie that don't stay on the device, and pass through a few buffers in host memory: all, or with
-            `host_budget` those that host memory has no room for. Only with `update="device"`, and without `overlap_forward`.
-        device: where the parameters are; by default what they say.
+        disk: holds the states that don't stay on the device, or with `host_budget` those that host memory has no room for; they
+            pass through a few buffers in host memory. Only with `update="device"`, and without `overlap_forward`.
+        device: where the parameters are; by default their own device.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -325,7 +325,7 @@ class StateOffload(NotCopied, EnteredOnce):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until stepped states are in host memory, for whoever reads them there."""
+        """Wait until stepped states are in host memory, for readers there."""
         self._join()
         if self._slots is not None:
             self._slots.wait()
@@ -430,7 +430,7 @@ class StateOffload(NotCopied, EnteredOnce):
     # What there is
 
     def stats(self) -> StateStats:
-        """Return what was moved so far, and what is taken now."""
+        """Return the bytes moved so far, and the present memory."""
         plan, slots, disk, shards = self.plan, self._slots, self._disk, self._on_shards
         num_steps, host_step_s = self._stepping.num_steps if self._is_open else 0, 0.0 if slots is None else slots.host_step_s
         if shards is not None:

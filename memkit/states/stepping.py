@@ -223,7 +223,7 @@ class Stepping:
         # a gradient that a step has written to, or unscaled as a fused kernel does, must not step the rest
         rest, run, error = [part for part in piece.parts if not part.is_stepped], self.unfinished, None
         try:
-            has_own = not piece.spoiled_by(self._optimizer) and not _has_let_go(rest)  # as of what was sent to the host
+            has_own = not piece.spoiled_by(self._optimizer) and not _has_let_go(rest)  # as with gradients sent to the host
             if run is not None and not is_torn and has_own:
                 self._run(rest, run)
                 self._device.synchronize()

@@ -386,10 +386,10 @@ def _is_elementwise(
                 seed(step)
                 whole.step_all(leaves_out=False)
                 if seed(step):
-                    return False  # random numbers of windows are others than those of the whole
+                    return False  # windows draw other random numbers than the whole
                 if cut.step_each(leaves_out=False) is not None or not cut.is_like(whole):
                     return False
-    except Exception:  # such as that of a class that steps matrices alone
+    except Exception:  # such as of a class that steps matrices alone
         return False
     return True
 

@@ -205,7 +205,7 @@ class Forwards(NotCopied):
             refuse_replicated(self._streamer.chunks)
             self._gradients.reset_interrupted()
         if not self._streamer.is_continued_by(first):
-            if first is None:  # what stays on the device may run first, and fail by what all were cast to
+            if first is None:  # modules on the device may run first, and fail by the dtype that all were cast to
                 for chunk in self._streamer.chunks:
                     if not chunk.uses and chunk.binding.may_be_cast():
                         self._adopt(chunk)
@@ -270,7 +270,7 @@ class Forwards(NotCopied):
             self._timing.note_ready()
         state = slot.state if chunk.residency is not Residency.DIRTY else chunk.state()  # the slot has it as it is now
         call.end = partial(self._end_layer, layer, call, state)
-        if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
+        if module is chunk.module:  # they would do nothing now, and break compiled code in the layer
             layer.inner_hooks.set_aside()
         slot.lend(chunk, use=call)
         if torch.is_grad_enabled():
@@ -320,7 +320,7 @@ class Forwards(NotCopied):
             self._gradients.note_forward(chunk, is_followed=layer.is_followed and call.module is chunk.module)
         if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:
             self._timing.fail()
-        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what the caller may have written to
+        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the caller may have written to the slot
             chunk.write_back()
             self._streamer.invalidate()
         self._streamer.leave(chunk, use=call)

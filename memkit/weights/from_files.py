@@ -133,7 +133,7 @@ def _is_same(one: object, other: object) -> bool:
         return function is getattr(other, "__func__", None)
     try:
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # what it is compared by is anyone's
+    except Exception:  # a foreign `__eq__` may raise anything
         return False
 
 

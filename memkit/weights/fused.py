@@ -415,7 +415,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._write_back_waiting()
         if self._beside is not None:
             self._beside.end_backward()
-        for event in self._written:  # who reads a host copy then finds what was written
+        for event in self._written:  # so that host copies are up to date
             self.device.synchronize(event)
         self._written.clear()
         self._say_consumed()

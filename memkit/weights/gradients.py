@@ -348,7 +348,7 @@ class HostGradients(Accumulation):
         return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
-        self._targets.clear()  # first: what is given back is not to be sent to
+        self._targets.clear()  # first: no copy may go to memory given back
         for streamed in parameters:
             buffers = self._buffers.get(streamed)
             if buffers is not None:
@@ -570,7 +570,7 @@ class HostGradients(Accumulation):
 
     def _packed(self, streamed: StreamedParameter, made: Tensor) -> torch.UntypedStorage:
         if made.is_conj() or made.is_neg():
-            made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
+            made = made.resolve_conj().resolve_neg()  # else the bytes are not the elements' yet
         storage = made.untyped_storage()
         num_bytes = self._buffers[streamed][0].span.num_bytes
         if storage.nbytes() != num_bytes or made.stride() != streamed.gradient_stride:

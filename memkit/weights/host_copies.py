@@ -261,7 +261,7 @@ class DiskCopies:
     def close(self) -> None:
         """Give the room on the disk back, but for mapped bytes. The host has waited for all copies."""
         if self._opened is not None:
-            with contextlib.suppress(DiskError):  # of what was read ahead
+            with contextlib.suppress(DiskError):  # of reads ahead
                 self._opened.close()
 
 
@@ -326,7 +326,7 @@ class HostCopies:
     def close(self) -> None:
         if self.disk is not None:
             self.disk.close()
-            self._held = []  # whoever holds what was mapped has it there
+            self._held = []  # holders of mapped tensors have their bytes there
             for chunk in self.chunks:
                 chunk.let_go_of_disk()
         self.arena.give_all()

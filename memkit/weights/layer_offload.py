@@ -67,19 +67,19 @@ class LayerOffload(NotCopied, EnteredOnce):
             bytes, or text such as "6GiB".
         num_resident: how many layers stay on the device. Give exactly one of these three.
         num_slots: how many layers of one size can be on the device at once: in use, ready, or being copied.
-        train: "frozen": what streams is not trained; parameters inside streamed layers that require grad (LoRA) stay on the
-            device. "host": gradients of what streams go to host memory as they are made, and an optimizer steps the host copies
-            there. "fused": each parameter is stepped on the device within the backward, once its gradient is complete, and the
-            host copy is updated then; gradients can't be accumulated, nor clipped by their global norm. "auto" is "fused" if
-            there is an `optimizer`, else "host" if most of the layers' bytes require grad, else "frozen";
+        train: "frozen": streamed parameters are not trained; parameters inside streamed layers that require grad (LoRA) stay on
+            the device. "host": gradients of streamed parameters go to host memory as they are made, and an optimizer steps the
+            host copies there. "fused": each parameter is stepped on the device within the backward, once its gradient is
+            complete, and the host copy is updated then; gradients can't be accumulated, nor clipped by their global norm.
+            "auto" is "fused" if there is an `optimizer`, else "host" if most of the layers' bytes require grad, else "frozen";
             `LayerOffload.train` says which.
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
             called with parameters on the meta device first, to see how much state it keeps, and then with all parameters that
-            require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
+            require grad; `LayerOffload.optimizer` is the one returned then, for schedulers and `state_dict`. Its state stays on
             the device, and counts towards `budget`.
         weights: safetensors files with the model's weights, as `load_state_dict` would load them: one, or a directory, with an
-            index if there are several. The model may be built without data, within `with torch.device("meta")`. What streams is
-            read straight into its place in host memory.
+            index if there are several. The model may be built without data, within `with torch.device("meta")`. Streamed
+            weights are read straight into their place in host memory.
         disk: where the layers that stream lie, in place of host memory, which then has a few buffers that they pass through.
             They must be frozen, and "auto" does not go with it.
         host_limit_bytes: the most host memory to use.
@@ -91,7 +91,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         DiskError: the disk has not enough room; nothing was moved.
         HostMemoryError: there is not enough host memory; nothing was moved. If there is, and the system does not pin it, that
             is a warning.
-        torch.OutOfMemoryError: the device has no room for what stays there.
+        torch.OutOfMemoryError: the device has no room for the tensors that stay there.
 
     Example:
         >>> import torch, memkit
@@ -222,7 +222,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         return timing
 
     def _before_pass(self) -> None:
-        """End what an interrupt has left when a forward begins, and plan by the timed step."""
+        """End interrupted calls when a forward begins, and plan by the timed step."""
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
@@ -356,7 +356,7 @@ class LayerOffload(NotCopied, EnteredOnce):
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:
         """Return a context in which the weights of a layer may be read and written in any way, in host memory.
 
-        Slots forget what they hold of it.
+        Slots forget its bytes.
 
         Args:
             layer: its name, or the module.

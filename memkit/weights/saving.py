@@ -141,7 +141,7 @@ class _Saves:
                     view = slot.tensors.get(place)
                     if view is not None or len(slot.tensors) < _MOST_VIEWS:
                         if self._takes_notes and (slot.stepped is None or chunk.residency is _DIRTY):
-                            streamer.device.note_read(slot.storage)  # else no step writes to what is read
+                            streamer.device.note_read(slot.storage)  # else no step writes to these bytes
                         return (slot.view(Geometry(*place)) if view is None else view).data
             return Geometry(*place).over(streamer.use(chunk).storage)
 

@@ -185,7 +185,7 @@ class Slot:
         """Make the host wait for staging threads that copy to the slot or from it."""
         for event in (self.ready, self._left):
             if event is not None:
-                with suppress(Exception):  # who needs the bytes is told
+                with suppress(Exception):  # the use of the bytes raises it
                     event.recorded()
 
     def await_users(self, stream: Stream) -> None:

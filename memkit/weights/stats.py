@@ -1,4 +1,4 @@
-"""What a `LayerOffload` did, and had to wait for."""
+"""The figures of a `LayerOffload`: bytes moved and held, and stalls."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStats:
-    """What a `LayerOffload` has moved since it was made, and what it takes now."""
+    """The bytes that a `LayerOffload` has moved since it was made, and its present memory."""
 
     num_streamed: int
     """Layers that stream."""
     num_resident: int
     """Layers that stay on the device."""
     streamed_bytes: int
-    """Bytes of the layers that stream, as they are packed: what one fetch of each moves."""
+    """Bytes of the layers that stream, as they are packed: one fetch of each moves them."""
     slot_bytes: int
     """Bytes of the device that slots take, those that were taken for a while included."""
     host_bytes: int

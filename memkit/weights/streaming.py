@@ -261,7 +261,7 @@ class Streamer:
             if chunk.uses:  # it runs on
                 return
             device, stream = self.device, self.device.current_stream()
-            for slot in self.ring.slots.values():  # who is given the host copy may write to it: no copy is to read it then
+            for slot in self.ring.slots.values():  # the host copy may be written to from now on: no copy may be reading it
                 if slot.chunk is chunk and not (slot.is_ready or slot.ready is None or slot.ready.is_reached()):
                     device.synchronize(slot.ready)
             binding = chunk.binding
@@ -270,7 +270,7 @@ class Streamer:
             else:
                 deque(binding.set_data(binding.host_copies), maxlen=0)
             for slot in self.ring.slots.values():
-                if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
+                if slot.chunk is chunk:  # a held slot may be used until its holder lets go, which gives no event
                     if slot.stepped is None:
                         device.note_read(slot.storage)
                     is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
@@ -282,7 +282,7 @@ class Streamer:
         start = None if slot.is_ready else self.device.record_event(stream)
         try:
             ready = slot.ready.recorded()
-            if start is not None or torch_private.num_dispatch_modes():  # which may look for what nothing waits for
+            if start is not None or torch_private.num_dispatch_modes():  # a mode may look for missing waits
                 self.device.wait_event(stream, ready)
         except Exception:  # the copy has failed, and is not under way any more
             slot.fail()
@@ -325,7 +325,7 @@ class Streamer:
         most = len(ahead)
         if disk is not None:
             disk.read_ahead(chunk for chunk in map(self.chunks.__getitem__, ahead) if ring.holding(chunk) is None)
-        if until is None:  # as there are slots; unless some were taken for a while, one is that of the current layer
+        if until is None:  # as many as there are slots; without overflow slots, one is the current layer's
             most = ring.num_planned - (current is not None and len(ring.slots) == ring.num_planned)
         for position, place in ahead.items():
             chunk = self.chunks[position]
@@ -368,7 +368,7 @@ class Streamer:
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:
-                    with suppress(Exception):  # a copy that fails: what is in the slot is lost, and the step is told
+                    with suppress(Exception):  # if a copy fails, the slot's bytes are lost, and the step raises it
                         self.write_back(slot.chunk)
                     slot.chunk.become(Residency.DEVICE)
             for chunk in self.chunks:
