@@ -67,8 +67,7 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
 
 
 def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = None) -> Kept:
-    """Return the states that a step keeps for each parameter, as if all had gradients. Of a shard (`DTensor`), this rank's part
-    counts."""
+    """Return the states that a step keeps for each parameter, if all have gradients; of a shard, this rank's part."""
     optimizer, raised = unwrapped(optimizer), list[Exception]()
     places = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     drawn_from = [place for place in places if place.type not in ("cpu", "meta")]

@@ -28,8 +28,7 @@ _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[An
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that an optimizer has a `StateOffload`. If that is dropped without `close()`, the host waits ahead of freeing
-    memory."""
+    """Note that an optimizer has a `StateOffload`. If that is dropped without `close()`, the host waits before freeing."""
     known = _opened.get(optimizer)
     found = None if known is None else known[0]()
     if found is not None:
@@ -216,8 +215,7 @@ def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **as
 
 
 def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
-    """Return the layers with an optimizer's parameters as shards in host memory, by parameter id. Raise if one has no such
-    layer."""
+    """Return the layers of an optimizer's shards in host memory, by parameter id. Raise if a parameter has none."""
     refuse_by_kind(optimizer)
     _refuse_twice(optimizer)
     found = layers_of(optimizer)

@@ -86,8 +86,7 @@ class StatesAtRest:
             self.adopt(piece, warns=True)
 
     def separate(self, pieces: Iterable[Piece]) -> None:
-        """Copy each state that lies where another one is kept (two parameters have exchanged theirs): `adopt` would overwrite
-        it."""
+        """Copy each state that lies in another one's place (two parameters exchanged theirs): `adopt` would overwrite it."""
         pieces = list(pieces)
         kept: dict[int, tuple[int, str]] = {}  # which state of which record begins at an address
         for layout, records in [(piece.layout, piece.records) for piece in pieces]:
@@ -233,8 +232,7 @@ class StatesAtRest:
                 entries[name] = value.to(torch.float32)
 
     def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Bring counts of steps to the optimizer's place for them, and states of parameters without dimensions or elements to
-        the device."""
+        """Bring counts of steps, and states of parameters without dimensions or elements, to where the optimizer needs them."""
         group = self._optimizer.param_groups[record.group]
         step = entries.get("step")
         if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):

@@ -1,5 +1,4 @@
-"""The places of a piece's gradients and parameters on their way to the host and back: in a slot, and likewise in host
-memory."""
+"""The places of a piece's gradients and parameters on their way to the host and back: in a slot, and in host memory."""
 
 from __future__ import annotations
 

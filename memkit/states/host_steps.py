@@ -200,8 +200,7 @@ class HostSteps:
         """On the device, by the id of a piece's plan: the fingerprint of the parameters as last stepped."""
 
     def reserve(self, pieces: list[Piece]) -> None:
-        """Take host memory for gradients and parameters, unless their slots have it already, and 8 device bytes for each
-        fingerprint."""
+        """Take host memory for gradients and parameters, if their slots have none, and 8 device bytes for each fingerprint."""
         parts = [part for piece in pieces for part in piece.plan.parts]
         plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
         if any(record.has_master for piece in pieces for record in piece.records):
@@ -282,14 +281,12 @@ class HostSteps:
         return running.exception() if running is not None and running.done() else None
 
     def _begun_behind(self, piece: Piece) -> Event | None:
-        """Return the event of the thread's next step: a caller who went on at once would want the interpreter just when the
-        thread does."""
+        """Return the event of the thread's next step: a caller woken sooner would want the interpreter when the thread does."""
         first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
         return self._begun[second] if first is piece and second is not None else None
 
     def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
-        """Run the optimizer's step over host copies: see [Note: a steady step on the host]. From its end on the piece is
-        stepped."""
+        """Run the optimizer's step: see [Note: a steady step on the host]. From its end on the piece is stepped."""
         try:
             piece.await_turn()
             if out.done.is_reached():

@@ -108,8 +108,7 @@ class StateSlot:
         self.left: Event | None = None
 
     def users(self) -> list[Event]:
-        """Return the events ahead of a copy to the slot: an earlier copy there too, which from unpinned memory could come
-        behind."""
+        """Return the events ahead of a copy to the slot, also behind the last copy there: if unpinned it is issued late."""
         return [event for event in (self.freed, self.left, self.arrived) if event is not None]
 
 
@@ -129,8 +128,7 @@ class StateSlots:
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
-        """Assign pieces of another plan to these slots, or new ones if none serve their side. Return the plan with these slots'
-        numbers."""
+        """Assign pieces of another plan to these slots, or to new ones if their side has none. Return the plan with them."""
         known = self._plan.pieces
         sides = {
             update: [part.slot for piece in known if piece.update is update for part in piece.parts if part.slot >= 0]
@@ -238,8 +236,7 @@ class StateSlots:
             slot.piece = None
 
     def grow(self, slot: StateSlot, num_bytes: int) -> None:
-        """Give a slot more room, with no copy from or to it under way. It waits for the device, whose streams may use the
-        slot."""
+        """Give a slot more room, with no copy from or to it under way. It waits for the device, which may use the slot."""
         self._device.synchronize()
         slot.storage, slot.num_bytes = self._memory.allocate(self, num_bytes), num_bytes
         slot.freed = self._device.record_event(timed=False)

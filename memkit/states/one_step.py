@@ -40,13 +40,8 @@ Written = tuple[dict[int, Changes], Changes]
 class Prepared:
     """The input of the optimizer's step of some parameters.
 
-    Attributes:
-        shell: the object that the step runs on.
-        attributes: the shell's, ahead of the step.
-        cuts: the groups of the shell, by their numbers.
-        before: the same ahead of the step.
-        watched: tensors in them, and their versions: nobody may write to them in place.
-        local: makes shards of the results; None if there are no shards.
+    `shell` runs the step, with `attributes` and groups (`cuts`, by number; `before` has their former entries). `watched` are
+    tensors in the groups with their versions: nobody may write to them in place. `local` makes shards of the results, if any.
     """
 
     shell: torch.optim.Optimizer

@@ -46,8 +46,7 @@ class PackedTensor:
         yield self.offset
 
     def is_at(self, tensor: Any, address: int) -> bool:
-        """Tell whether a tensor still has these bytes of its piece, which begins at an address: its `data` may have been
-        set."""
+        """Tell whether a tensor still has these bytes of its piece, which begins at `address`: its `data` may have been set."""
         return bool(tensor.data_ptr() == address + self.offset)
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
@@ -160,8 +159,7 @@ def are_same_number(one: Any, other: Any) -> bool:
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
-    """Return layouts of states side by side, and their bytes in all. Float32 copies come first, to be copied alone in one
-    copy."""
+    """Return layouts of states side by side, and their bytes in all. Float32 copies come first, for one copy of all."""
     states, offset = list(states), 0
     rows: list[list[Packed]] = [[] for _ in states]
     for has_copies in (True, False):
@@ -227,8 +225,7 @@ def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
 
 
 def storage_of_part(host: Tensor) -> torch.UntypedStorage:
-    """Return a storage over a part of host memory, which it holds. Without a DLPack capsule pinned memory would claim to be a
-    GPU's."""
+    """Return a storage over host memory, which it holds. By a DLPack capsule: else pinned memory claims to be a GPU's."""
     return torch.utils.dlpack.from_dlpack(host.__dlpack__()).untyped_storage()
 
 
@@ -257,9 +254,8 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Copy the elements of a parameter that differ from its rounded float32 copy to that copy: somebody wrote to them.
-    All are compared bit by bit: a write through `.data` changes no version. The host waits for no device.
-    """
+    """Copy the elements of a parameter that differ from its rounded float32 copy to that copy: somebody wrote to them. All are
+    compared bit by bit: a write through `.data` changes no version. The host waits for no device."""
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()

@@ -216,8 +216,7 @@ class Piece:
         self._bound = storage, layout
 
     def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
-        """Return the first bytes of a slot, split like the pieces of a span; kept for later steps if that is the piece's
-        own."""
+        """Return a slot's first bytes, split like the pieces of a span; kept for later steps if that is the piece's own."""
         known = self._cut_bytes
         if known is not None and known[0] is storage and known[1] is span:
             return known[2]
@@ -258,8 +257,7 @@ class Piece:
 
     @property
     def alternatives(self) -> Sequence[Piece]:
-        """The other units that may step its elements: its windows, or its whole piece. Their data from earlier steps is out of
-        date."""
+        """The other units that may step its elements, whose data from earlier steps is out of date: its windows, or `whole`."""
         return () if self.whole is self else (self.whole,)
 
     @property

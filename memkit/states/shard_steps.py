@@ -295,8 +295,7 @@ class ShardSteps:
         return self._end is None or self._end.is_over
 
     def _end_backward(self, has_failed: bool) -> None:
-        """Wait for the thread. Its errors are raised where all ranks have come through the backward: behind FSDP2's last
-        reductions."""
+        """Wait for the thread. Its errors are raised behind FSDP2's last reductions, where all ranks have come."""
         self._thread.wait()
         if has_failed:  # the next step raises it
             self._again = None

@@ -44,13 +44,10 @@ class Stepping:
         """Step due pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
 
         Args:
-            pieces: with due parameters.
-            run: the step.
             in_order: whether parameters are stepped in the order of the pieces: where somebody waits for the first, or steps
-            draw random numbers. Else pieces that stay on the device come between those that move.
+                draw random numbers. Else pieces that stay on the device come between those that move.
             note_stepped: called behind each piece that was stepped on the device.
-            note_left: called behind each piece whose gradients are on their way to be stepped on the host. If it is given,
-            nobody waits for these: see `join`.
+            note_left: called behind each piece whose gradients are on their way to the host; if given, `join` waits for these.
         """
         untold, self._untold = self._untold, None
         if untold is not None:
@@ -88,8 +85,7 @@ class Stepping:
         self.unfinished = self._untold = None
 
     def _note_drawn(self) -> None:
-        """Keep to the groups' order from now on: a step has drawn random numbers, or another thread has, and the trial's drew
-        none."""
+        """Keep to the groups' order from now on: a step, or another thread, has drawn random numbers, and the trial none."""
         self._has_drawn = True
         warn_user(
             f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at "

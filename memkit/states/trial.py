@@ -1,7 +1,5 @@
-"""Small steps of an optimizer's class, which find out whether parameters, and windows of them, can be stepped apart.
-
-No list of classes decides that: a step of two small tensors per group, made whole, is compared with one of each by itself.
-"""
+"""Small steps of an optimizer's class, which find out whether parameters, and windows of them, can be stepped apart: no list of
+classes tells. A step of two small tensors per group, made whole, is compared with one of each by itself."""
 
 from __future__ import annotations
 
@@ -454,8 +452,7 @@ def _size_like(parameter: Tensor) -> list[int]:
 
 
 def _is_made_of(value: Tensor, parts: Sequence[Tensor], parameter: Tensor) -> bool:
-    """Tell whether a state has an element for each of the parameter's, in the same order, and the windows' states are the
-    same."""
+    """Tell whether a state has an element for each of the parameter's, in order, and the windows' states are the same."""
     if torch_private.is_wrapper(value) or value.size() != parameter.size() or not value.is_contiguous():
         return False
     if not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):

@@ -50,11 +50,8 @@ def tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTen
 
 
 def part_of(layout: Layout, elements: slice) -> Layout:
-    """Return the layout of a window's states within the whole states, each of which has as many elements as the parameter.
-
-    In a slot they are one behind the other. In host memory each is a range of the whole state, so a copy has as many ranges as
-    there are states.
-    """
+    """Return the layout of a window's states within the whole states, each of which has as many elements as the parameter. In a
+    slot they are one behind the other; in host memory a copy has a range for each state."""
     span = layout.span
     assert span is not None
     assert span.whole is not None
@@ -111,8 +108,7 @@ class Window(Piece):
         return self.records[0].parameter
 
     def own(self, name: Any, value: Any) -> Any:
-        """Return its own copy of a state without dimensions (a count of steps), which each window steps; a plain one is
-        reused."""
+        """Return its own copy of a state without dimensions (a count), which this window steps; a plain one is reused."""
         known = self._counts.get(name)
         if known is not None and is_number_on_host(value) and known.dtype == value.dtype:
             return known.copy_(value)

@@ -191,7 +191,7 @@ class Binding:
         self._addresses = tuple(part.address for part in parts)
         self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
         self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
-        """Each compares all tensors with `check_unchanged` in one call, and autocast and inference mode too: so there are two."""
+        """Each compares as `check_unchanged`, in one call, but also autocast and inference mode: so there are two."""
         self.is_frozen = False
         """Whether no tensor required grad when `check_unchanged` last returned True."""
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)

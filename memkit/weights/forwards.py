@@ -30,11 +30,8 @@ from memkit.weights.streaming import Streamer
 
 
 class InnerHooks(HookSet):
-    """Hooks around the forwards of modules that seldom run by themselves.
-
-    Each step takes most of them off and puts them back, without a Python call for each, so that no interrupt comes in between.
-    A hook behind a forward is set only once that has begun.
-    """
+    """Hooks around the forwards of modules that seldom run by themselves. Each step takes most of them off and puts them back,
+    without a Python call for each: no interrupt comes in between. A hook behind a forward is set once that has begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,12 +98,8 @@ class InnerHooks(HookSet):
 
 
 class Forwards(NotCopied):
-    """Has the parameters of each layer lie in a slot while it runs.
-
-    Args:
-        before_pass: called when an outermost forward outside of a backward begins. It may call `watch` anew.
-        note_adopted: called with parameters that the caller has put in the place of others, and that stream from now on.
-    """
+    """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called when an outermost forward outside
+    of a backward begins, and may call `watch` anew; `note_adopted` with parameters that the caller has put in others' place."""
 
     def __init__(
         self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]

@@ -167,12 +167,8 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a safetensors file, or of all files of a model, by name. Their bytes are read when asked for.
-
-    Args:
-        path: a file, or a directory with `model.safetensors.index.json` and the files that it names, `model.safetensors`, or
-        just one file of this kind.
-    """
+    """The tensors of a safetensors file, or of a directory with `model.safetensors.index.json` and its files,
+    `model.safetensors`, or just one file of this kind, by name. Their bytes are read when asked for."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
@@ -276,11 +272,8 @@ _MOST_NAMED = 5
 
 
 class FileWeights:
-    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`.
-
-    Tensors on torch's "meta" device become tensors of the CPU, and stay the same objects. Until they are read, their memory is
-    only addresses.
-    """
+    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`. Tensors
+    on torch's "meta" device become tensors of the CPU, and stay the same objects: only addresses, until they are read."""
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []

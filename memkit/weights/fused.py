@@ -1,8 +1,5 @@
-"""Optimizer steps within the backward (`train="fused"`).
-
-A backward that fails or is interrupted leaves each parameter stepped once with its whole gradient, or not at all, its weights
-and its state alike. See [Note: interrupts of streaming] in `memkit.weights.streaming`.
-"""
+"""Optimizer steps within the backward (`train="fused"`). A failed backward leaves each parameter stepped once with its whole
+gradient, or not at all, weights and state alike: see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
 
 from __future__ import annotations
 
@@ -109,12 +106,8 @@ class _Sum:
 
 
 class FusedSteps(NotCopied, Accumulation):
-    """Steps parameters inside of the backward, streamed or not.
-
-    Args:
-        make: makes an optimizer of parameters. It is called once, with all trained ones: the groups hold for every step, so
-        that schedulers and `state_dict` work on it. Its state is on the device.
-    """
+    """Steps parameters inside of the backward, streamed or not. `make` is called once, with all trained parameters: the groups
+    hold for every step, so that schedulers and `state_dict` work on the optimizer. Its state is on the device."""
 
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__(device)
@@ -193,8 +186,7 @@ class FusedSteps(NotCopied, Accumulation):
                 node.metadata[TOKEN] = token
 
     def _watch_groups(self, *, are_same: bool = False) -> None:
-        """Step parameters that were added to the groups or have come to require grad. With `are_same`, only their number is
-        compared."""
+        """Step parameters that were added to the groups or now require grad. With `are_same`, only their number is compared."""
         groups = self.optimizer.param_groups
         if not are_same or sum(len(group["params"]) for group in groups) != len(self._group_of):
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
@@ -443,8 +435,7 @@ class FusedSteps(NotCopied, Accumulation):
         return named.get(id(parameter), "a parameter")
 
     def _step(self, parameter: nn.Parameter) -> Event | None:
-        """Let the optimizer step one parameter, once in an outermost backward. Return an event behind it; None on the current
-        stream."""
+        """Let the optimizer step one parameter, once in an outermost backward. Return an event, None on the current stream."""
         if not self._stepped:
             self._watch_groups()
         if id(parameter) not in self._group_of:

@@ -215,12 +215,8 @@ _MOST_TARGETS = 8
 
 
 class HostGradients(Accumulation):
-    """Takes the gradients of streamed parameters to the host.
-
-    Args:
-        rest: puts all parameters back to where they are at rest.
-        others: returns the spans that others have taken of the arena.
-    """
+    """Takes the gradients of streamed parameters to the host. `rest` puts all parameters back to where they are at rest;
+    `others` returns the spans that others have taken of the arena."""
 
     def __init__(
         self,

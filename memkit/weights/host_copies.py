@@ -78,8 +78,7 @@ class DevicePlacement:
 
 
 def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
-    """Return storages shared between layers, a layer and the rest, or a parameter and a buffer, by key, with the tensors'
-    names."""
+    """Return storages shared between layers, a layer and the rest, or a parameter and a buffer, by key, with names."""
     layers_of: dict[int, set[int]] = {}
     for number, layer in enumerate(layers.values()):
         for module in layer.modules():
@@ -152,9 +151,8 @@ class _ReadBuffer:
 class DiskCopies:
     """The layers in a scratch file. They are frozen: memkit writes them once.
 
-    Between passes each parameter is a tensor over the file's bytes, mapped into memory: a read or a write of it is the system's
-    read or write of the file. For a pass the bytes are read past the mapping into a few buffers, as far ahead as these reach,
-    and copied from there to slots.
+    Between passes each parameter is a tensor over the file's mapped bytes: the system reads and writes them. For a pass they
+    are read past the mapping into a few buffers, as far ahead as these reach, and copied from there to slots.
     """
 
     def __init__(self, disk: Disk, device: Device) -> None:

@@ -80,12 +80,8 @@ class _HandedOn(tuple[Any, ...]):
 
 
 class _Saves:
-    """Pack and unpack hooks for the forwards of streamed layers.
-
-    Args:
-        outer: the innermost pair of hooks before: of another context of memkit, a user or a checkpoint; None if there is none.
-        hands_on_weights: whether outer hooks are given weights as well. These then keep the slot.
-    """
+    """Pack and unpack hooks for the forwards of streamed layers. `outer` are the innermost hooks before (of another context of
+    memkit, a user or a checkpoint). With `hands_on_weights` they are given weights as well, and then keep the slot."""
 
     def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
         self._streamer = streamer

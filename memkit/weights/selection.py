@@ -102,11 +102,9 @@ class _List:
 
 
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the elements of lists of modules of one class; where these are stages, the blocks in them.
-
-    The class is the one that frees the most device memory if it streams. Other lists of the same kind (ModuleList, or
-    Sequential) are added if they are at least half as long, and free some more.
-    """
+    """Return the elements of lists of modules of one class, the one that frees the most device memory if it streams; where
+    these are stages, the blocks in them. Other lists of the same kind (ModuleList, or Sequential) are added if they are at
+    least half as long, and free some more."""
     lists = [
         _List(isinstance(module, nn.ModuleList), _resolved(name, module))
         for name, module in _lists_in(modules, at_least=2).items()
@@ -185,8 +183,7 @@ def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
 
 
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
-    """Raise if a parameter or buffer has no data (without `reads_weights`), can't be given other data, or is another
-    library's."""
+    """Raise if a tensor has no data (without `reads_weights`), can't be given other data, or another library moves it."""
     for name, module in model.named_modules():
         if is_sharded_by_fsdp(module):
             kind = type(module).__name__

@@ -53,12 +53,8 @@ class _Point:
 
 
 class StepTiming:
-    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
-
-    Args:
-        is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
-        resets_peak: whether the device's peak is to be of the pass alone.
-    """
+    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers. With `is_trained` a
+    few samples ahead of a backward (a check of the validation) are skipped; `resets_peak` makes the peak the pass's own."""
 
     def __init__(self, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
         self._device, self._streamer = streamer.device, streamer
@@ -191,8 +187,7 @@ def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -
 
 
 def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:
-    """Return the parameters of each layer that may stream, of layers that have some: not shared with others, frozen unless
-    `is_trained`."""
+    """Return each layer's parameters that may stream: not shared with others, and frozen unless `is_trained`."""
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
     seen = set[int]()
     for name, module in layers.items():
@@ -222,13 +217,8 @@ def plan_layers(
     num_slots: int,
     state_bytes: int,
 ) -> ResidencyPlan:
-    """Return which layers stream: with "auto", all at first.
-
-    Args:
-        layers: the chunks that may stream, by name, in their order; None for nothing.
-        offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None.
-        state_bytes: of the layers' optimizer states, which stay on the device.
-    """
+    """Return which layers stream: with "auto", all at first. Exactly one of the sizes is not None. `state_bytes` are those of
+    the layers' optimizer states, which stay on the device."""
     sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
     if len(given) != 1:
@@ -291,12 +281,9 @@ def plan_measured(
     num_slots: int,
     capacity_bytes: int | None,
 ) -> ResidencyPlan:
-    """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits.
-
-    Args:
-        train: with "host", a layer that stays has its gradients and optimizer states on the device as well.
-        capacity_bytes: bytes that the process may allocate on the device; None if that is not known.
-    """
+    """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits. With
+    "host", a layer that stays has its gradients and optimizer states on the device as well. `capacity_bytes` are the bytes that
+    the process may allocate there, if known."""
     if times.h2d_bytes_per_s is None:
         return plan_again(plan, costs, None)
     budget_bytes = None

@@ -32,8 +32,7 @@ class Slot:
         self.key = storage_key(storage)
         self.num_bytes = storage.nbytes()
         self.tensors: dict[Geometry, Tensor] = {}
-        """Views of the storage, made once. They are never handed out, so that the storage's use count tells who else holds
-        it."""
+        """Views of the storage, made once and never handed out, so that the storage's use count tells who else holds it."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
         """For each layer that was here, its span, and the parts of the slot that the span is copied to."""
@@ -105,8 +104,7 @@ class Slot:
         return tuple(parts)
 
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
-        """Copy a layer's bytes here from a span, behind all uses of the slot; log the copy, and return an event behind it. The
-        former layer is evicted."""
+        """Copy a layer's bytes here, behind all uses of the slot, log that, and evict the former layer. Return an event."""
         there = self.chunk
         if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
             assert there.residency is not Residency.DIRTY, there.name
@@ -169,8 +167,7 @@ class Slot:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Copy its bytes to the host copy, behind the current stream's work, by `copy` to a lane. Return an event behind the
-        copy."""
+        """Copy its bytes to the host copy by `copy`, behind the current stream's work. Return an event behind the copy."""
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
             self._device.note_written(self.storage, -next(_num_writes))
@@ -202,8 +199,7 @@ class Slot:
 
 
 class SlotRing:
-    """A device's slots, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots when all are
-    in use."""
+    """A device's slots, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots."""
 
     holder = "LayerOffload's slots"
 
@@ -241,11 +237,8 @@ class SlotRing:
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
         """Return an idle slot for a layer, None if there is none: one whose layer is not expected, else the one whose layer is
-        used last; among equals the one filled longest ago, whose work is done soonest.
-
-        Args:
-            ahead: see `LayerOrder.ahead`; layers that are used sooner than `place` stay.
-        """
+        used last (after `place` in `ahead`, see `LayerOrder.ahead`); among equals the one filled longest ago, whose work is
+        done soonest."""
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
             size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)

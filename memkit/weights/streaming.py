@@ -223,11 +223,8 @@ class Streamer:
             return slot
 
     def begin_backward(self, chunk: LayerChunk) -> None:
-        """Begin the backward of a layer: its parameters lie in the slot until another layer's begins.
-
-        Autograd's saved tensors do not need that. Other holders do: a `torch.autograd.Function` with the parameters in its
-        `ctx`, a checkpoint inside of the layer that computes with them.
-        """
+        """Begin the backward of a layer: its parameters lie in the slot until another layer's begins. Saved tensors do not need
+        that, but a `torch.autograd.Function` with the parameters in its `ctx` does, and a checkpoint inside of the layer."""
         with torch_private.without_python_dispatch(), self.lock:
             if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
@@ -319,8 +316,7 @@ class Streamer:
                 self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
-        """Fetch the layers expected next, in order, with `until` those needed sooner than that use. Return whether all had a
-        slot."""
+        """Fetch the layers expected next, with `until` those needed before that use. Return whether all had a slot."""
         current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
         if disk is not None:
