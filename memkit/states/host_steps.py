@@ -50,6 +50,7 @@ class Given:
         self.rows: list[Entries] = [{} for _ in self._due]
         """Each parameter's entries in `optimizer.state`, as last looked up."""
         self._given: list[Entries] = []
+        """The same without float32 copies."""
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
         """The float32 copy of each parameter; of a shard, this rank's part."""

@@ -28,6 +28,7 @@ class Members:
         self._torch_device = torch_device
         self._process = os.getpid()
         self._replaced: Any = None
+        """While states are loaded: the former `optimizer.state`."""
         self.kept: dict[int, list[KeptState]] = {}
         """The states that the optimizer keeps for each parameter, by its id, as the trial found."""
         self.draws = False

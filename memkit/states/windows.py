@@ -163,6 +163,7 @@ class CutPiece(Piece):
         self.windows: list[Window] = []
         self.states: dict[Any, Any] = defaultdict(dict)
         self.coming: Layout | None = None
+        """The states' layout once all windows are stepped."""
         self.seen: Layout | None = None
         """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}

@@ -101,6 +101,7 @@ class StreamedParameter:
         self.gradient_stride = self.stride if is_dense(self.size, self.stride) else contiguous
 
     def bind(self, storage: torch.UntypedStorage) -> None:
+        """Only to be called in `without_modes()`, as is `unbind`."""
         for part in self.parts:
             part.tensor.data = part.over(storage)
         for wrapper in self.wrappers:

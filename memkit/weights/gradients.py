@@ -241,6 +241,7 @@ class HostGradients(Accumulation):
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
         """More than one where the caller keeps gradients of earlier steps."""
         self._before: dict[StreamedParameter, Tensor] = {}
+        """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
         """That, plus all gradients that were sent to the host."""
         self._in_flight: deque[Flight] = deque()
@@ -554,6 +555,7 @@ class HostGradients(Accumulation):
         self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
+        """Runs on a thread of its own, one addition after the other."""
         try:
             self._device.synchronize(landed)
             assert span.whole is not None

@@ -237,7 +237,7 @@ class SlotRing:
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
         """Return an idle slot for a layer, None if there is none: one whose layer is not expected, else the one whose layer is
-        used last (after `place` in `ahead`, see `LayerOrder.ahead`); among equals the one filled longest ago, whose work is
+        used last (from `place` on in `ahead`, see `LayerOrder.ahead`); among equals the one filled longest ago, whose work is
         done soonest."""
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
