@@ -1,4 +1,4 @@
-"""The forwards of a model whose layers stream: hooks around those of the model, of its layers, and of modules in layers."""
+"""Hooks around the forwards of a model whose layers stream, of these layers, and of modules in them."""
 
 from __future__ import annotations
 
