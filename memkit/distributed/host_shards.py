@@ -43,15 +43,12 @@ class _ShardRegion:
 
 
 Layout = tuple[_ShardRegion, ...]
-"""Where all shards of a layer are in its chunk. Layers whose shards lie alike have the same one, and not only an equal one."""
+"""The places of a layer's shards in its chunk. Layers whose shards lie alike have the identical object."""
 
 
 class ShardBuffer:
-    """Device memory for chunks of one layout, one after the other, with views of the shards that are made once.
-
-    It goes back to the stream `home`. The next chunk is copied here behind that stream's work, so behind all reads of the one
-    before.
-    """
+    """Device memory for chunks of one layout, one after the other, with views of the shards that are made once. It goes back to
+    the stream `home`: the next chunk is copied here behind that stream's work, so behind all reads of the one before."""
 
     def __init__(self, storage: torch.UntypedStorage, layout: Layout, home: Stream) -> None:
         self.storage, self.layout, self.home = storage, layout, home
@@ -72,16 +69,15 @@ class HostLayer:
         self.group = group
         self.device = device
         self.brought: ShardBuffer | None = None
-        """Where its chunk is on the device, or comes to, until FSDP2 has read it."""
         self.layout: Layout = ()
         self._arena, self._layouts = arena, layouts
         self._span: Span | None = None
         self.pieces: tuple[Tensor, ...] = ()
         self._memories: list[tuple[Span, weakref.ref[Any]]] = []
-        """Chunks it has had, each with its memory, held until no tensor is in it."""
+        """Its chunks so far, each with its memory, held until no tensor is in it."""
         self.last_read: Event | None = None
         self._addresses: tuple[list[int], list[int]] = [], []
-        """Where each shard was put: the one that is gathered, and this rank's own."""
+        """Of each shard: the one that is gathered, and this rank's own."""
         self.steppers: Collection[ReducedSteps] = ()
 
     @property
@@ -107,8 +103,7 @@ class HostLayer:
     # Its memory
 
     def chunk(self) -> Span:
-        """Return its host memory, with all shards in it: also those without data when they were sharded, and those that were
-        loaded with `assign=True`, moved or cast since."""
+        """Return its host memory with all shards in it, also those that got data, were assigned, moved or cast since."""
         parameters = self.group.fsdp_params
         flat, own = map(Tensor.data_ptr, map(data_of, parameters)), map(Tensor.data_ptr, map(_own_of, parameters))
         if self._addresses != ([*flat], [*own]):
@@ -149,7 +144,7 @@ class HostLayer:
                 flats[number], owns[number] = moved.data_ptr(), moved_own.data_ptr()
 
     def _give_left(self) -> None:
-        """Give back its former chunks in which no tensor is any more, also none that the caller has kept."""
+        """Give back its former chunks in which no tensor is any more, not even one kept by the caller."""
         self._memories, before = [each for each in self._memories if each[1]() is not None], self._memories
         for span in dict.fromkeys(span for span, _ in before):
             if all(span is not held for held, _ in self._memories):
@@ -184,19 +179,19 @@ def _named(owner: object, name: str) -> Any:
 class HostShards:
     """The layers of one model whose shards are on the host, and their copies to the device.
 
-    [Note: ahead of the gather] Where FSDP2 begins to gather a layer, that layer's bytes are on their way already: they were put
-    on the lane where it began to gather the one before, so that two chunks at most are on the device beside what is gathered.
-    The lane starts when the work that FSDP2's stream for packing has then is done, which keeps it one layer ahead of compute.
-    A chunk's memory belongs to the stream that packs. As soon as it is packed, the layer but one behind it has that memory, if
-    its shards lie alike: so a forward makes two buffers, with a view of each shard. They are gone when nothing more is to be
+    [Note: ahead of the gather] When FSDP2 begins to gather a layer, that layer's bytes are on their way already: they were put
+    on the lane when it began to gather the one before, so that two chunks at most are on the device beside the gathered layers.
+    The lane starts when the work so far on FSDP2's stream for packing is done, which keeps it one layer ahead of compute. A
+    chunk's memory belongs to the stream that packs. As soon as it is packed, the layer but one behind it has that memory, if
+    its shards lie alike: so a forward makes two buffers, with a view of each shard. They are freed when nothing more is to be
     brought, before the loss and its gradients take most memory.
 
     [Note: writes to the host's shards] Nothing is brought ahead outside of a forward of the model and of a backward, nor from
-    one into the next: `optimizer.step()`, `load_state_dict` or a write to `data` in between is seen by the next gather. At the
-    end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads what was there before.
-    After a forward with grad it is ahead for the sake of the backward; it waits where states are loaded, or asked for, which
-    `torch.distributed.checkpoint` writes to. A write to `data` has to wait for the backward, or for the device. Whoever steps
-    shards within the backward is asked ahead of each copy, and told of each reduction: see
+    one into the next: the next gather sees an `optimizer.step()`, a `load_state_dict` or a write to `data` in between. At the
+    end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads the former bytes. After
+    a forward with grad the copy is ahead for the sake of the backward; the host waits when states are loaded, or asked for,
+    since `torch.distributed.checkpoint` writes to those. A write to `data` has to wait for the backward, or for the device.
+    Steppers of shards within the backward are asked ahead of each copy, and told of each reduction: see
     `memkit.optimizers.steppers.ReducedSteps`.
     """
 
@@ -209,10 +204,10 @@ class HostShards:
         self._spare: list[ShardBuffer] = []
         """For layers that are yet to be brought in this forward or backward."""
         self._packing: tuple[object, Stream] | None = None
-        """FSDP2's stream for packing, and the device's object for it: to ask for that takes as long as a copy."""
+        """FSDP2's stream for packing, and the device's object for it, whose look-up takes as long as a copy."""
         self._is_in_forward = False
         self._last: Event | None = None
-        """Behind the copy that was put on the lane last, until the host has waited for it."""
+        """Behind the last copy on the lane, until the host has waited for it."""
         self._end: BackwardEnd | None = None
         self._task = -1
         self.layers: list[HostLayer] = []
@@ -264,7 +259,7 @@ class HostShards:
         self._read(layer, functools.partial(unshard, async_op), stream)
 
     def _wait_for_unshard(self, layer: HostLayer, wait: Callable[[], None]) -> None:
-        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards where there is but one rank."""
+        """Wait for that, as `FSDPParamGroup.wait_for_unshard`, which reads the shards if there is but one rank."""
         is_gathering = _gather_of(layer.group) is not None
         if is_gathering and layer.steppers and layer.is_stepped:
             raise StateOffloadError(

@@ -1,4 +1,4 @@
-"""`shard`: FSDP2 with memkit's host copies; what is refused before anything is changed."""
+"""`shard`: FSDP2 with memkit's host copies; its refusals come before any change."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Options:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise where something else has the model's parameters in its hands, or they can't be sharded."""
+    """Raise if another library manages the model's parameters, or they can't be sharded."""
     for name, module in model.named_modules():
         where, kind = quoted(name), type(module).__name__
         if is_sharded_by_fsdp(module):
@@ -123,7 +123,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
-    """Raise where a mesh is not of all ranks of the group, or not of the model's device."""
+    """Raise if a mesh is not of all ranks of the group, or not of the model's device."""
     world_size = dist.get_world_size()
     if mesh.size() != world_size:
         raise ValueError(
@@ -179,8 +179,8 @@ def shard(
     """Split a model between the processes of the default group, layer by layer, with FSDP2.
 
     Each process, a rank, keeps its part of every parameter, and so of gradients and optimizer states. A layer is gathered just
-    before its forward and its backward, and let go of after them. What is in no layer is gathered as one, and stays from its
-    forward on until its backward. Every rank calls it with the same model; a rank that cannot raises on all of them.
+    before its forward and its backward, and let go of after them. Parameters in no layer are gathered as one, and stay from
+    their forward until their backward. Every rank calls it with the same model; a rank that cannot raises on all of them.
 
     The model stays what `torch.distributed.fsdp.fully_shard` makes of it: make the optimizer afterwards, clip by
     `torch.nn.utils.clip_grad_norm_`, save by `torch.distributed.checkpoint`. Freeze before: a parameter that doesn't require
@@ -192,7 +192,7 @@ def shard(
             accelerator if there is one and the group has a backend for it other than gloo, else on the CPU.
         layers: names, modules, or a predicate of name and module. By default the elements of lists (`ModuleList`, `Sequential`)
             whose elements are of one class; if they are stages, the blocks inside them: as `LayerOffload` finds them.
-        frozen_dtype: what frozen floating-point parameters are converted to first. By default they stay as they are.
+        frozen_dtype: the dtype that frozen floating-point parameters are converted to first. By default they stay as they are.
         mp_policy: FSDP2's, for every layer: in which dtypes parameters are gathered and gradients reduced.
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` has parameters, gradients and the optimizer's step be on the
             host. memkit brings each layer's part to the device one layer ahead of where it is gathered, in one copy. With
@@ -209,7 +209,7 @@ def shard(
         ValueError: there is no process group; the mesh is of another size or device; the model is sharded, replicated or
             streamed already, or has parameters that can't be sharded; layers overlap, or are tied.
         HostMemoryError: the host has no room for shards that are to be there.
-        ShardError: something of this was raised on another rank, or ranks were given different models, or one has ended.
+        ShardError: one of these errors was raised on another rank, or ranks were given different models, or one has ended.
 
     Example:
         >>> import torch, memkit
@@ -288,7 +288,7 @@ def _shard(model: nn.Module, layers: Mapping[str, nn.Module], options: _Options)
     policies: dict[str, Any] = {"mp_policy": options.mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy}
     parts: list[FSDPModule] = []
     for module in (*layers.values(), model):
-        # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
+        # parameters in no layer may be needed again at once, last in the forward; None leaves that to FSDP2
         reshards = None if module is model and options.reshard_after_forward else options.reshard_after_forward
         parts.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **policies))
         if host is not None:

@@ -1,6 +1,5 @@
-"""Callbacks for the Hugging Face Trainer and for Lightning, which use memkit's features in their training loops.
-
-Each library is imported when its callback is first used.
+"""Callbacks for the Hugging Face Trainer and for Lightning, which use memkit's features in their training loops. Each library
+is imported when its callback is first used.
 
 - `trainer`: `MemkitCallback` for the Hugging Face Trainer
 - `lightning`: `MemkitLightningCallback`

@@ -1,5 +1,5 @@
-"""The features that a callback was given: attached to a model when its training begins, removed when it ends. A streaming model
-stays where `LayerOffload` has put it, even if the training loop moves it."""
+"""A callback's features, attached when a training begins and removed when it ends. A streaming model stays where `LayerOffload`
+has put it, even if the training loop moves it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
 _begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
-"""Attached and made last by callbacks: a run that ended by an error may have left them there."""
+"""Last attached and made by callbacks: a run that ended by an error may have left them there."""
 
 
 class Features:
     """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
-    stream, and what makes a `StateOffload` of the optimizer. `owner` is the name of the callback, for errors."""
+    stream, and a factory of `StateOffload`s. `owner` is the name of the callback, for errors."""
 
     def __init__(self, owner: str, features: Sequence[object]) -> None:
         self.owner = owner
@@ -77,7 +77,7 @@ class Features:
                     f"{self.owner} needs the LayerOffload of what is trained, a {type(model).__name__}; found that of another "
                     f"{found}. Give both the same model; one that the trainer makes itself (model_init) cannot stream"
                 )
-            # one that was renamed is known by its id, one that was put in the place of another by its name
+            # a renamed one is known by its id, a replacement by its name
             added = [name for name, item in offload.model.named_parameters() if name not in known and id(item) not in known]
             if added:
                 raise ValueError(
@@ -139,8 +139,6 @@ class Features:
 
 
 class OptimizerStates:
-    """A `StateOffload` for each optimizer of a training, made when the training begins."""
-
     def __init__(self, owner: str, asked: object) -> None:
         if not _is_asked_for(asked):
             raise TypeError(
@@ -167,7 +165,6 @@ class OptimizerStates:
         self._figures: list[StateStats] = []
 
     def begin(self, optimizers: Iterable[object]) -> None:
-        """Make a `StateOffload` of each optimizer that has none yet."""
         found = {id(one): one for one in map(inside, optimizers)}
         if not found:
             raise ValueError(f"{self._owner} needs the optimizer of the training for its StateOffload; the trainer has none")
@@ -179,7 +176,7 @@ class OptimizerStates:
             for optimizer in (one for key, one in found.items() if key not in known):
                 for states in [states for states in _begun_states if states.optimizer is optimizer]:
                     states.close()
-                made = StateOffload(optimizer, **self._options)  # refuses what is no optimizer
+                made = StateOffload(optimizer, **self._options)  # raises for any other object
                 self.opened.append(made)
                 _begun_states.add(made)
         except BaseException:
@@ -202,7 +199,6 @@ def _is_asked_for(feature: object) -> bool:
 
 
 def inside(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper, such as Accelerate's or Lightning's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
@@ -212,7 +208,7 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
     """Have a model whose layers stream stay where it is, when a training loop moves it, or a module that has it inside.
 
     Trainers move the model that they are given to the device (`model.to("cuda")`), which would bring all that streams there.
-    From now on such calls leave the model alone, until `offload.close()`. The callbacks do it themselves. What casts the model
+    From now on such calls leave the model alone, until `offload.close()`. The callbacks do it themselves. A cast of the model
     raises.
 
     Args:
@@ -242,13 +238,13 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
     place = torch_private.MOVING_ALL
     if not isinstance(vars(offload.model).get(place), Around):
         around = Around(offload.model, place, _stay)
-        offload.until_closed(around)  # ahead: to remove what is not there yet does nothing
+        offload.until_closed(around)  # ahead: removing it before `put` does nothing
         around.put()
     return offload
 
 
 def _stay(model: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stands for `_apply` of a model: leave its tensors where they are if the call moves them, raise if it casts them."""
+    """Replaces `_apply` of a model: leave its tensors where they are if the call moves them, raise if it casts them."""
     change = args[0] if args else kwargs["fn"]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point() and not tensor.is_complex():

@@ -36,7 +36,7 @@ class LightningFeatures:
     A `StateOffload` is given as the class, or as a `functools.partial` of it with options. It is made over each optimizer when
     the fit begins, ahead of the states of a checkpoint, and closed when the fit ends.
 
-    What was predicted and done is logged as often as the Trainer logs, as `memkit.live_values` returns it:
+    Predicted and measured values are logged as often as the Trainer logs, as `memkit.live_values` returns it:
     "memkit/TAG/peak_gib", "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known.
     Checkpoints are those of the plain model, and resuming works as ever.
 
@@ -66,7 +66,7 @@ class LightningFeatures:
         self._module = module
         self._step: _Step | None = None
         self._optimizer_states: list[dict[str, Any]] = []
-        """Optimizer states from a checkpoint, until the training begins."""
+        """From a checkpoint, until the training begins."""
 
     def close(self) -> None:
         """Remove everything from the model and the optimizers, and put streaming weights and states back where they were; may
@@ -75,7 +75,7 @@ class LightningFeatures:
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return the current values of what is logged: see `memkit.live_values`. It is empty before anything has run."""
+        """Return the current logged values, none before anything has run: see `memkit.live_values`."""
         return self._features.figures()
 
     # What Lightning calls
@@ -212,7 +212,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Make the callback when it is first asked for: of the class of each package that is imported, or else of one that is
+        """Make the callback when it is first asked for: of the class of each imported package, or else of one that is
         installed. Source: PEP 562."""
         if name != "MemkitLightningCallback":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Settings of a training loop that a feature can't be exact under, or that make it useless: refused, or warned of, by name."""
+"""Settings of a training loop under which a feature is not exact, or useless: refused, or warned of, by name."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from memkit.integrations.features import Features, OptimizerStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What is known of a training loop before it begins, in the words of its own settings, for errors."""
+    """The settings of a training loop before it begins, by their own names, for errors."""
 
     device: torch.device
     replicas: str | None = None
     """The setting by which one process replicates the model on several GPUs, if any."""
     num_processes: int = 1
     shards: str | None = None
-    """What moves or shards the weights."""
+    """The setting that moves or shards the weights."""
     is_fsdp2: bool = False
     """Whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)."""
     flattens: str | None = None
-    """What shards the weights by the first version of FSDP, which flattens those of a layer into one parameter."""
+    """The first version of FSDP, which flattens the weights of a layer into one parameter."""
     casts: str | None = None
     scales: str | None = None
     """The setting that scales the loss with torch's own `GradScaler`."""
     takes_gradients: str | None = None
-    """What reads gradients between the backward and the step."""
+    """The setting that reads gradients between the backward and the step."""
     compiles: str | None = None
     checkpoints: str | None = None
     clips: str | None = None
-    """What clips gradients after the backward, or computes their norm: the setting, or the loop itself."""
+    """The setting, or the loop itself, that clips gradients after the backward, or computes their norm."""
     accumulates: str | None = None
 
 
 def refuse(features: Features, loop: Loop) -> None:
-    """Raise a ValueError that names the setting and what to do, where features don't go with those of a training loop."""
+    """Raise a ValueError that names the setting and the remedy, if features don't go with a training loop."""
     owner = features.owner
     if loop.replicas is not None:
         raise ValueError(

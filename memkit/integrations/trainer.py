@@ -1,4 +1,4 @@
-"""`MemkitCallback`: features of memkit in the Hugging Face Trainer, and so in those of TRL that are made of it."""
+"""`MemkitCallback`: features of memkit in the Hugging Face Trainer, and so in TRL's trainers made of it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class TrainerFeatures:
     after the training, for evaluations and saving, until `close()`.
 
     A `StateOffload` is given as the class, or as a `functools.partial` of it with options: it is made over Trainer's optimizer
-    when the training begins, and closed when it ends, which brings the states back. What Trainer loads of a checkpoint comes by
-    the device, before the training begins, unless it was given an optimizer (`optimizers=(optimizer, None)`).
+    when the training begins, and closed when it ends, which brings the states back. States that Trainer loads from a checkpoint
+    come by way of the device, before the training begins, unless it was given an optimizer (`optimizers=(optimizer, None)`).
 
-    What was predicted and done is in the logs, beside the loss, as `memkit.live_values` returns it: "memkit/TAG/peak_gib",
+    Predicted and measured values are in the logs, beside the loss, as `memkit.live_values` returns it: "memkit/TAG/peak_gib",
     "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known. Checkpoints are those of the
     plain model, and resuming works as ever.
 
@@ -75,7 +75,7 @@ class TrainerFeatures:
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return the current values of what is in the logs: see `memkit.live_values`. It is empty before anything has run."""
+        """Return the current values in the logs, none before anything has run: see `memkit.live_values`."""
         return self._features.figures()
 
     # What Trainer calls
@@ -86,7 +86,7 @@ class TrainerFeatures:
         self._refuse(args)
         if self._features.offloads:
             self._features.check(model)
-        # The user's own: what Trainer loads of a checkpoint then goes straight to host memory. FSDP2 is yet to put shards in.
+        # The user's own: states loaded from a checkpoint then go straight to host memory. FSDP2 is yet to put shards in.
         if optimizer is not None and _fsdp_version(args) is None:
             self._features.begin_states([optimizer])
 
@@ -104,7 +104,7 @@ class TrainerFeatures:
         if logs is None or not self._features.is_on or any(name.startswith(("eval_", "test_")) for name in logs):
             return
         figures, last = self._features.figures(), state.log_history[-1] if state.log_history else {}
-        if logs.keys() <= last.keys():  # what is kept, and written with checkpoints
+        if logs.keys() <= last.keys():  # the entry that is kept, and written with checkpoints
             last.update(figures)
         logs.update(figures)
 

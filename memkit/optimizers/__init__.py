@@ -1,9 +1,9 @@
 """A user's optimizer, stepped on other parameters than its own: neither it nor they are touched.
 
 - `kept`: the states that a step keeps for each parameter, in bytes, before there are any
-- `shells`: an object of the optimizer's class over some of its parameters, on which the class's `step` runs; copies of
-  its attributes and groups for a trial
-- `steppers`: the interfaces between those who know when a gradient is complete, and those who step with it
+- `shells`: objects of the optimizer's class over some of its parameters, to run its `step`; copies of its attributes and groups
+  for a trial
+- `steppers`: the interfaces between features that know when a gradient is complete, and `StateOffload`, which steps with it
 - `numbers`: `item()` of tensors without data
 """
 

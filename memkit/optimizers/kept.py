@@ -1,7 +1,7 @@
 """The states that an optimizer keeps for its parameters, found by one step of a copy of it: no list of classes knows them.
 
 The copy shares the class and the attributes of the optimizer, and is never made anew by the class. It steps parameters of the
-same shapes without data. Where the class does not take these, it steps small ones with data, whose states are scaled.
+same shapes without data. If the class does not take these, it steps small ones with data, whose states are scaled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memkit.optimizers.shells import needs_closure, own_attributes, own_group, p
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _LARGEST_SIDES = (None, 256, 24)
-"""The sides of the parameters that are tried, one after the other: those that they have, without data; then smaller ones."""
+"""Longest sides of the parameters to try, in turn: None for the original sizes, without data; then smaller ones."""
 _LARGEST_NUMEL = 2**16
 _LONGER = 16
 """A vector may be longer than a side of a matrix by this factor."""
@@ -34,7 +34,7 @@ class KeptState:
 
     Attributes:
         name: its key in `optimizer.state[parameter]`.
-        num_bytes: its bytes; 0 where it shares those of another one.
+        num_bytes: its bytes; 0 if it shares another one's.
         dtype: of its elements, None if it wraps others.
         is_number: whether it has no dimensions, such as a count of steps.
         is_there: whether it is on the device of the parameter; a count of steps mostly is in host memory.
@@ -49,12 +49,7 @@ class KeptState:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one step of an optimizer has told.
-
-    Attributes:
-        of: the states that it keeps for each parameter, by the parameter's id.
-        draws: whether it has drawn random numbers.
-    """
+    """The result of one step: the states kept for each parameter, by its id, and whether it has drawn random numbers."""
 
     of: dict[int, list[KeptState]]
     draws: bool
@@ -72,9 +67,7 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
 
 
 def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None = None) -> Kept:
-    """Return the states that a step keeps for each parameter of an optimizer, as if all had gradients.
-
-    Of a shard (`DTensor`), this rank's part counts."""
+    """Return the states that a step keeps for each parameter, if all have gradients; of a shard, this rank's part."""
     optimizer, raised = unwrapped(optimizer), list[Exception]()
     places = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     drawn_from = [place for place in places if place.type not in ("cpu", "meta")]
@@ -90,8 +83,6 @@ def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None 
 
 
 class _Copy:
-    """A copy of an optimizer over twins of its parameters, of sides of at most `most`, or as large and without data."""
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, most: int | None, master: torch.dtype | None, *, has_states: bool
     ) -> None:
@@ -128,7 +119,6 @@ class _Copy:
         return list(found.values())
 
     def step(self) -> Kept:
-        """Step once with gradients, and return what is kept then."""
         from memkit.optimizers.numbers import NumbersWithoutData  # its base is a private class of torch
 
         shell, twins = self._shell, list(dict.fromkeys(twin for _, twin, _ in self._twins))
@@ -152,7 +142,7 @@ class _Copy:
                 new = {key: storage for key, storage in unique_storages([tensor]).items() if key not in seen}
                 seen |= new.keys()
                 found.append((name, tensor, sum(storage.nbytes() for storage in new.values())))
-        if isinstance(shell, torch.optim.LBFGS):  # of which a first step makes none: of steps and of changes of the gradient
+        if isinstance(shell, torch.optim.LBFGS):  # a first step makes no history of steps and changes of the gradient
             size = shell.param_groups[0]["history_size"]
             for twin in twins:
                 kept[id(twin)] += [(name, twin, size * twin.nbytes) for name in ("old_dirs", "old_stps")]
@@ -196,7 +186,7 @@ def _state_like(value: Any, parameter: Tensor, twin: Tensor) -> Any:
 
 
 def _as_plain(name: str, value: Any) -> Any:
-    """Return an option by which the plainest step is taken: its states are the same, but for where counts of steps are."""
+    """Return an option for the plainest step: its states are the same, but for the place of counts of steps."""
     if name in ("foreach", "fused", "capturable"):
         return False
     if isinstance(value, Tensor):

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class NumbersWithoutData(Mode):
-    """While active, a number read of a meta tensor is 1 and a truth False.
-
-    Attributes:
-        draws: whether an op has drawn random numbers.
-    """
+    """While active, a number read of a meta tensor is 1 and a truth False. `draws`: whether an op has drawn random numbers."""
 
     draws = False
 

@@ -1,7 +1,7 @@
 """Running the step of a user's optimizer over a part of its parameters, without touching the optimizer.
 
 A shell is an object of the optimizer's class that shares its attributes, with groups and states of its own. The class's own
-`step` runs on it. What that writes to groups or attributes (a counter, a sum of weights) stays in the shell, as `Changes`.
+`step` runs on it. The step's writes to groups or attributes (a counter, a sum of weights) stay in the shell, as `Changes`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _MISSING = object()
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the step that an optimizer's class defines, without the hooks that torch has put around it."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -34,7 +33,6 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a step of the optimizer cannot be made without a closure."""
     parameter = inspect.signature(step_of(optimizer)).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
@@ -49,8 +47,7 @@ def put_in_train_mode(shell: torch.optim.Optimizer) -> None:
 def shell_of(
     optimizer: torch.optim.Optimizer, groups: list[Group], state: StateDict, *, hooks: Iterable[str] | None = None
 ) -> torch.optim.Optimizer:
-    """Return a shell of an optimizer with these groups and states, without its hooks: the attributes named in `hooks`, if
-    looked up before."""
+    """Return a shell with these groups and states, without the hooks, whose attributes `hooks` names if looked up before."""
     shell: torch.optim.Optimizer = object.__new__(type(optimizer))
     known = vars(shell)
     known.update(vars(optimizer))
@@ -61,7 +58,6 @@ def shell_of(
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the attributes that have the hooks of an optimizer's step."""
     return [*filter(_is_of_hooks, vars(optimizer))]
 
 
@@ -70,13 +66,11 @@ def _is_of_hooks(name: str) -> bool:
 
 
 def hollow_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a shell whose groups have no parameters."""
     groups = [cut_group(group, []) for group in optimizer.param_groups]
     return shell_of(optimizer, groups, type(optimizer.state)(dict) if optimizer.state is not None else {})
 
 
 def cut_group(group: Group, positions: list[int]) -> Group:
-    """Return a group with some of its parameters."""
     cut = {**group, "params": [group["params"][position] for position in positions]}
     names = group.get("param_names")
     if names is not None and len(names) == len(group["params"]):
@@ -85,33 +79,28 @@ def cut_group(group: Group, positions: list[int]) -> Group:
 
 
 Changes = dict[str, Any]
-"""What a step on a shell has written to a group, or to the optimizer's attributes. Two parts of one step must write the same:
-an optimizer that does not is not separable."""
+"""A step's writes on a shell to a group or the attributes. Two parts of a separable optimizer's step write the same."""
 
 
 def differing(one: Changes, other: Changes) -> str | None:
-    """Return the name of an entry that two have written otherwise; None if there is none."""
     names = {**one, **other}
     return next((name for name in names if not _are_equal(one.get(name, _MISSING), other.get(name, _MISSING))), None)
 
 
 def versions_in(group: Group) -> list[tuple[str, int]]:
-    """Return how often each tensor in a group was written to in place."""
     return [(name, torch_private.version_of(value)) for name, value in tensors_in(group)]
 
 
 def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
-    """Return the tensors in a group, such as a learning rate, that count how often they were written to."""
+    """Return the tensors in a group, such as a learning rate, that count their writes."""
     return [(name, value) for name, value in group.items() if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def changes_of_group(before: Group, after: Group) -> Changes:
-    """Return what a step has written to a cut of a group, but for its parameters."""
     return _changed(before, after, lambda name: name in ("params", "param_names"))
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
-    """Return what a step has written to a shell's attributes."""
     return _changed(known, vars(shell), lambda name: name in ("param_groups", "state") or _is_of_hooks(name))
 
 
@@ -130,7 +119,7 @@ def _are_equal(one: Any, other: Any) -> bool:
         return is_alike and one.size() == other.size() and one.device == other.device and torch.equal(one, other)
     try:
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # whatever compares otherwise than to a truth
+    except Exception:  # an `==` without a truth value
         return False
 
 
@@ -144,7 +133,7 @@ def may_be_written(name: str, value: object) -> bool:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, memo: dict[int, Any] | None = None) -> dict[str, Any]:
-    """Return copies of an optimizer's attributes. What can't be copied is left out."""
+    """Return copies of an optimizer's attributes, but for those that can't be copied."""
     memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in vars(optimizer).items():
@@ -177,7 +166,7 @@ def _memo(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 
 
 def told_apart(entries: Any, number: int) -> Any:
-    """Return the entries of a list of that many with the first two of them differing; any other value as it is."""
+    """Return a list with this number of entries, with its first two made different; any other value as it is."""
     if type(entries) not in (list, tuple) or len(entries) != number:
         return entries
     made = list(entries)

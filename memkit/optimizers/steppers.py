@@ -1,6 +1,5 @@
-"""The interfaces between those who know when a gradient is complete, and a `StateOffload` that steps with it in the backward:
-a `LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory.
-"""
+"""The interfaces between a `StateOffload` that steps within the backward, and features that know when a gradient is complete: a
+`LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ class ParameterSteps(Protocol):
         """Called before the first step of a backward."""
 
     def step(self, parameter: nn.Parameter) -> Event:
-        """Step a parameter, which is on the device, with its `grad`. Return an event that is reached once that is done."""
+        """Step a parameter, which is on the device, with its `grad`. Return an event behind the step."""
 
     def await_steps(self) -> None:
         """Let the current stream wait for all steps."""
 
     def end_backward(self) -> None:
-        """Called when a backward is over, or has failed: see to it that each parameter is stepped as a whole or not at all, let
-        the current stream wait for that, and make the host wait for states that are being copied."""
+        """Called when a backward is over, or has failed: leave each parameter stepped whole or not at all, let the current
+        stream wait for that, and the host for states that are being copied."""
 
     def leave(self) -> None:
         """Called when the `LayerStepper` is closed."""
@@ -53,15 +52,14 @@ class LayerStepper(Protocol):
         """Return a context in which a parameter is in the slot where a step has begun to write to it."""
 
     def have_stepped_by(self, steps: ParameterSteps | None) -> None:
-        """Set who steps the parameters from now on; None for the optimizer itself."""
+        """Set the stepper of the parameters from now on; None for the optimizer itself."""
 
 
 steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LayerStepper]] = weakref.WeakKeyDictionary()
-"""Optimizers whose parameters are stepped within the backward, each with who streams their layers."""
+"""Optimizers whose parameters are stepped within the backward, each with the stepper that streams their layers."""
 
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> LayerStepper | None:
-    """Return the `LayerStepper` that an optimizer belongs to, None if there is none."""
     ref = steppers.get(optimizer)
     return None if ref is None else ref()
 
@@ -73,20 +71,20 @@ class ReducedSteps(Protocol):
         """Called within a backward, before gradients of a layer, if there are any, are reduced and put to `grad`."""
 
     def after_reduce(self, layer: ReducedLayer) -> None:
-        """Called once that was done. The bytes of the gradients may still be on their way: see `ReducedLayer.landing`."""
+        """Called behind that. The bytes of the gradients may still be on their way: see `ReducedLayer.landing`."""
 
     def is_stepping(self, layer: ReducedLayer) -> bool:
         """Tell whether the running backward has had shards of a layer stepped, or has begun to."""
 
     def stepped(self, layer: ReducedLayer) -> Iterable[Tensor]:
-        """Return which shards of a layer it steps."""
+        """Return the shards of a layer that it steps."""
 
     def before_read(self, layer: ReducedLayer) -> None:
         """Called before a layer's shards are copied to the device: wait until nobody writes to them."""
 
 
 class ReducedLayer(Protocol):
-    """What is gathered and reduced as one, with its shards and their gradients in host memory."""
+    """A layer that is gathered and reduced as one, with its shards and their gradients in host memory."""
 
     @property
     def device(self) -> Device:
@@ -94,31 +92,30 @@ class ReducedLayer(Protocol):
 
     @property
     def last_read(self) -> Event | None:
-        """Reached once the shards were read by the last copy to the device; None if there was none."""
+        """Reached when the last copy to the device has read the shards; None if there was none."""
 
     def shards(self) -> Sequence[Tensor]:
         """Return its parameters: the shards that an optimizer has."""
 
     def landing(self) -> Sequence[Any]:
-        """Return events of torch, which tell by `synchronize()` that gradients that were reduced last are in host memory."""
+        """Return torch's events for `synchronize()`: behind them the last reduced gradients are in host memory."""
 
     @property
     def steppers(self) -> Collection[ReducedSteps]:
-        """Who steps some of the shards: one for each optimizer that has such. It keeps none of them alive."""
+        """The steppers of some of the shards, one for each optimizer that has such. It keeps none of them alive."""
 
     def begin_steps(self, steps: ReducedSteps) -> None:
-        """Have some of the shards stepped by another one as well."""
+        """Have some of the shards stepped by another stepper as well."""
 
     def end_steps(self, steps: ReducedSteps) -> None:
-        """Undo that."""
+        """Undo `begin_steps`."""
 
 
 reduced_layers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Each `ReducedLayer` that there is."""
 
 
 def layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
-    """Return the layers that have an optimizer's parameters as shards in host memory, by the ids of these."""
+    """Return the layers with an optimizer's parameters as shards in host memory, by parameter id."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = [(id(shard), layer) for layer in reduced_layers for shard in layer.shards() if id(shard) in own]
     return dict(found)

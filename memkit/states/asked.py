@@ -1,4 +1,4 @@
-"""What a `StateOffload` is given, what is refused before anything moves, and which optimizers have one."""
+"""The arguments of a `StateOffload`, checked before anything moves, and which optimizers have one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[An
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that an optimizer has a `StateOffload` from now on. If that is dropped without `close()`, the host waits for what is
-    under way on the device, ahead of freeing anything: slots that copies go to, parameters that are being stepped."""
+    """Note that an optimizer has a `StateOffload`. If that is dropped without `close()`, the host waits before freeing."""
     known = _opened.get(optimizer)
     found = None if known is None else known[0]()
     if found is not None:
@@ -59,7 +58,7 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
 
 
 class NotCopied:
-    """What steps one optimizer, and no copy of that: see `copy.deepcopy`, `pickle`."""
+    """Refuses to be copied or pickled: it belongs to one optimizer."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
         raise StateOffloadError(
@@ -72,7 +71,7 @@ class NotCopied:
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a method of an object without keeping the object alive, and `when_gone` once it is dead."""
+    """Return a function that calls a method without keeping its object alive, and `when_gone` once that is dead."""
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -91,7 +90,6 @@ _UPDATES = ("auto", "device", "host")
 def check_options(
     *, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None = None
 ) -> None:
-    """Check what is asked for, and whether it goes together."""
     if update == "both":
         raise ValueError(removed('StateOffload(update="both")', 'use "device", or "host" with a device_budget'))
     if update not in _UPDATES:
@@ -125,7 +123,7 @@ def check_options(
 
 
 def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when: str, overlap_forward: bool) -> None:
-    """Check what is asked for an optimizer that a `LayerOffload` has: what that streams is stepped within the backward."""
+    """Check the options for an optimizer of a `LayerOffload`, whose streamed parameters are stepped within the backward."""
     if stepper_of(optimizer) is None:
         return
     found = None
@@ -143,7 +141,6 @@ def refuse_beside_layers(optimizer: torch.optim.Optimizer, *, update: str, when:
 
 
 def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Device | None) -> Device:
-    """Return the device that all parameters of an optimizer are on when they are stepped."""
     parameters = [parameter for _, parameter in _named(optimizer)]
     layers = stepper_of(optimizer)
     for parameter in parameters:
@@ -180,7 +177,7 @@ def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Devi
 
 
 def _refuse_shard(parameter: Any) -> None:
-    """Raise if the part of a parameter that is here can't be stepped by itself, or is stepped in host memory."""
+    """Raise if this rank's part of a parameter can't be stepped by itself, or is stepped in host memory anyway."""
     kind = parameter.device_mesh.device_type
     if parameter.device.type == "cpu" != kind:
         raise ValueError(
@@ -203,7 +200,7 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **asked: Any) -> Device | None:
-    """Return the device that a model is gathered on whose shards in host memory an optimizer has; None if it has no such."""
+    """Return the device that gathers an optimizer's shards in host memory; None if it has no such shards."""
     if not layers_of(optimizer):
         return None
     found = next((f"{name}={value!r}" for name, value in asked.items() if value not in (None, 0)), None)
@@ -218,7 +215,7 @@ def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **as
 
 
 def host_layers_of(optimizer: torch.optim.Optimizer) -> dict[int, ReducedLayer]:
-    """Return the layers that have all parameters of an optimizer as shards in host memory, by the ids of these."""
+    """Return the layers of an optimizer's shards in host memory, by parameter id. Raise if a parameter has none."""
     refuse_by_kind(optimizer)
     _refuse_twice(optimizer)
     found = layers_of(optimizer)
@@ -238,7 +235,7 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
-    """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it."""
+    """Check that an optimizer has each parameter once, and that nobody else keeps its states or steps it."""
     _refuse_twice(optimizer)
     _refuse_streamed(optimizer)
     if is_beside and any(is_dtensor(parameter) for _, parameter in _named(optimizer)):
@@ -250,8 +247,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> No
 
 
 def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a `LayerOffload` has parameters of an optimizer: it has their states in host memory, or steps them itself, by
-    another optimizer."""
+    """Raise if a `LayerOffload` has parameters of an optimizer: it keeps their states in host memory, or steps them itself."""
     layers = stepper_of(optimizer)
     own = set() if layers is None else set(map(id, layers.streamed()))
     streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters} - own
@@ -282,7 +278,6 @@ def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, is_beside: bool) -> None:
-    """Check the groups that an optimizer has now, as they were checked at first."""
     refuse_by_kind(optimizer)
     check_parameters(optimizer, is_beside=is_beside)
     if any(group["params"] for group in optimizer.param_groups):
@@ -290,14 +285,12 @@ def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, is_beside:
 
 
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
-    """Check that copies of higher precision are of use to some parameters."""
     if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
         found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")
 
 
 def refuse_captured(device: Device) -> None:
-    """Raise if a step is being compiled or captured."""
     if torch.compiler.is_compiling() or device.is_capturing():
         raise StateOffloadError(
             "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
@@ -313,7 +306,7 @@ def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_gradients(records: Sequence[StateRecord]) -> None:
-    """Raise if a gradient is sparse or split otherwise than its parameter, or a parameter needs its float32 copy no more."""
+    """Raise if a gradient is sparse or split otherwise than its parameter, or a parameter no longer needs its float32 copy."""
     for record in records:
         grad = record.parameter.grad
         if record.has_master and record.parameter.dtype.itemsize >= torch.float32.itemsize:

@@ -1,4 +1,4 @@
-"""Where states are between steps, whoever has put them there: adopting them, giving them back, saving and loading."""
+"""States between steps: adopting states that others have put there, giving states back, saving and loading."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ _HOST = torch.device("cpu")
 
 
 class StatesAtRest:
-    """What `optimizer.state` has of pieces between steps."""
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates | None = None
     ) -> None:
@@ -41,12 +39,11 @@ class StatesAtRest:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where parameters are stepped: those that stream are in host memory otherwise."""
+        """The device of the steps. Streaming parameters lie in host memory otherwise."""
         return self._device.torch_device
 
     def is_at_home(self, piece: Piece) -> bool:
-        """Tell whether `optimizer.state` has what was put there, and nothing else that could leave, and a piece on a disk lies
-        there as it moves."""
+        """Tell whether `optimizer.state` has memkit's tensors alone, and a piece on a disk is cut there as it moves."""
         has_own = self._has_own(piece)
         if not has_own or not piece.plan.is_on_disk:
             return has_own
@@ -81,7 +78,7 @@ class StatesAtRest:
         return True
 
     def adopt_due(self, due: Iterable[Piece], pieces: Iterable[Piece]) -> None:
-        """Take over what others have put into `optimizer.state` of due pieces, where nobody should have put anything."""
+        """Adopt foreign states of due pieces, and warn: nobody should have put any there."""
         away = [piece for piece in due if not self.is_at_home(piece)]
         if away:
             self.separate(pieces)
@@ -89,8 +86,7 @@ class StatesAtRest:
             self.adopt(piece, warns=True)
 
     def separate(self, pieces: Iterable[Piece]) -> None:
-        """Have each state that lies where another one is kept, as where two parameters have exchanged theirs, be a copy: what
-        is kept there is written to as that is adopted."""
+        """Copy each state that lies in another one's place (two parameters exchanged theirs): `adopt` would overwrite it."""
         pieces = list(pieces)
         kept: dict[int, tuple[int, str]] = {}  # which state of which record begins at an address
         for layout, records in [(piece.layout, piece.records) for piece in pieces]:
@@ -113,7 +109,6 @@ class StatesAtRest:
             entries[name] = _own_copy(value, _HOST)
 
     def adopt(self, piece: Piece, *, warns: bool = False) -> None:
-        """Copy what others have put into `optimizer.state` to host memory, unless the piece stays on the device."""
         if self.is_at_home(piece):
             return
         if piece.plan.is_resident:
@@ -173,8 +168,7 @@ class StatesAtRest:
                     self._optimizer.state[record.parameter].update(mine)
 
     def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
-        """Return where `optimizer.state` has something that stands for a state on the disk: of which record, in which entries,
-        by which name."""
+        """Return each `OnDisk` in `optimizer.state`: the record's number, its entries, the name."""
         standing = [
             (number, entries, name)
             for number, record in enumerate(piece.records)
@@ -203,7 +197,6 @@ class StatesAtRest:
         self._disk.forget(before, piece)
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
-        """Return the states that are on the disk, by what stands for each, as new tensors in host memory."""
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
         if not stored or self._disk is None:
             return {}
@@ -216,7 +209,6 @@ class StatesAtRest:
         return found
 
     def bring(self, piece: Piece) -> None:
-        """Have states that were loaded, and stay on the device, be there."""
         self._make_masters(piece)
         for record in piece.records:
             entries = self._optimizer.state.get(record.parameter) or {}
@@ -231,7 +223,7 @@ class StatesAtRest:
                 self._make_master(record, entries)
 
     def _make_master(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Give a parameter that was stepped itself so far a float32 copy, and the states of its precision that of the copy."""
+        """Give a parameter a float32 copy, and make its states of the same precision float32."""
         parameter = record.parameter
         if lacks_master(record, entries):
             entries[MASTER] = parameter.detach().to(torch.float32)
@@ -240,8 +232,7 @@ class StatesAtRest:
                 entries[name] = value.to(torch.float32)
 
     def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Have the count of steps be where the optimizer keeps it for a parameter on the device, and the states of a parameter
-        without dimensions, which are numbers as well, or without elements, where that is."""
+        """Bring counts of steps, and states of parameters without dimensions or elements, to where the optimizer needs them."""
         group = self._optimizer.param_groups[record.group]
         step = entries.get("step")
         if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
@@ -251,8 +242,8 @@ class StatesAtRest:
             entries.update({name: value.to(record.parameter.device) for name, value in numbers.items() if name != "step"})
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
-        """Have all states be tensors of their own again, where the parameters are. Where there is no room for some, these are
-        tensors in host memory then, and a warning says so. So does one where a disk can't be read: those states are lost."""
+        """Make all states tensors of their own again, on the parameters' device. Where that has no room they stay in host
+        memory, with a warning; states that can't be read from the disk are lost, with a warning."""
         fit = True
         for piece in pieces:
             rows = piece.layout.host if piece.layout is not None else [{} for _ in piece.records]
@@ -276,7 +267,7 @@ class StatesAtRest:
             )
 
     def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
-        """Return the states of a piece, read from the disk if they are there. What can't be read is let go."""
+        """Return the states of a piece, from the disk if they are there, but for unreadable ones, which are lost."""
         if self._disk is None or not piece.plan.is_on_disk or piece.layout is None:
             return rows
         for is_again in (False, True):  # of the first time the error may be another's
@@ -299,7 +290,6 @@ class StatesAtRest:
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:
-    """Tell whether a parameter has states, and no float32 copy yet."""
     if not entries or MASTER in entries:
         return False
     size = record.parameter.size()
@@ -311,7 +301,7 @@ def _could_leave(value: object) -> bool:
 
 
 def _is_elsewhere(value: object) -> bool:
-    """Tell whether a state is a number, or one without elements, that is not in host memory."""
+    """Tell whether a state without dimensions or elements is outside of host memory."""
     return isinstance(value, Tensor) and value.device.type != "cpu" and (not value.dim() or not local_of(value).numel())
 
 
@@ -323,8 +313,8 @@ def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
 def put_states(
     loaded: Mapping[str, Any], optimizer: torch.optim.Optimizer, members: Members, torch_device: torch.device
 ) -> None:
-    """Put states that are loaded where they belong, without a way over the device, each of its own precision: torch has loaded
-    the groups alone."""
+    """Put loaded states where they belong, each in its own precision and not by way of the device: torch has loaded the groups
+    alone."""
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
     state, masters = optimizer.state, members.masters()
@@ -354,9 +344,8 @@ def _placed(name: object, value: Any, group: Mapping[str, Any], torch_device: to
 
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:
-    """Have what is saved be tensors in host memory, also what stays on the device, and what is on a disk: other code counts on
-    one place for all. It comes in the order of the parameters, whatever was stepped first: ranks gather shards in this order.
-    """
+    """Return a state dict with all tensors in host memory, since other code counts on one place for all, and with states in the
+    order of the parameters, in which ranks gather shards."""
 
     def saved(value: Any) -> Any:
         if isinstance(value, OnDisk):
@@ -371,5 +360,4 @@ def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor
 
 
 def _place_of(item: tuple[Any, Any]) -> float:
-    """Return where a key of a state dict comes: the numbers of parameters, then what is of none."""
     return item[0] if isinstance(item[0], int) else math.inf

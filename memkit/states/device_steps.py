@@ -1,4 +1,4 @@
-"""Stepping pieces on the device: the optimizer's own step over what is in a slot, whole or not at all."""
+"""Stepping pieces on the device: the optimizer's own step over a slot, whole or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memkit.states.on_disk import DiskStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
-"""What was stepped: of which parameter, what stood for it, and its states."""
+"""A stepped parameter's record, the tensor stepped in its place, and its states."""
 
 
 _FIRST = itemgetter(0)
@@ -53,7 +53,7 @@ class Undo:
         return self._storage.nbytes()
 
     def close(self) -> None:
-        """Give the memory back. Nobody has views of it any more."""
+        """Give the memory back. No views of it may be left."""
         self._storage = torch.UntypedStorage(0)
 
     def keep(self, piece: Piece) -> None:
@@ -70,7 +70,7 @@ class Undo:
         copy_each(kept, parameters)
 
     def _is_room(self, undo: Tensor, parameter: Tensor, offset: int) -> bool:
-        """Tell whether a parameter can be kept where it was kept last: in its own place now, or outside of this room."""
+        """Tell whether the last place of a parameter's copy will do: its own place now, or outside of this room."""
         if undo.dtype != parameter.dtype or undo.size() != parameter.size():
             return False
         is_outside = undo.untyped_storage().data_ptr() != self._address
@@ -84,8 +84,6 @@ class Undo:
 
 
 class DeviceSteps:
-    """Steps pieces on the device."""
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -108,17 +106,16 @@ class DeviceSteps:
         return self._disk
 
     def tidy(self, pieces: Sequence[Piece]) -> None:
-        """A step begins, of these pieces or some of them: a disk forgets what none of them has. None is on its way."""
+        """Begin a step of pieces: a disk forgets all else. No piece may be on its way."""
         if self._disk is not None:
             self._disk.tidy(pieces)
 
     def read_ahead(self, parts: Sequence[Piece], start: int = 0) -> None:
-        """Have parts, from one of them on, be read that lie on a disk, as many as there is room for. Nobody waits for them."""
+        """Begin to read parts that lie on a disk, from `start` on, as many as have room."""
         if self._disk is not None:
             self._disk.read_ahead(parts[start:])
 
     def begin(self, piece: Piece) -> None:
-        """Have a piece come to its slot. Waits for the disk, if that is where it comes from."""
         if piece.plan.is_resident:
             return
         if piece.plan.is_on_disk:
@@ -131,12 +128,12 @@ class DeviceSteps:
                 self._slots.fetch(piece, layout.span or self.disk.span_of(piece))
 
     def follow(self, pieces: Iterable[Piece]) -> None:
-        """Have pieces come to their slots by turns, in the order in which they are stepped. None of them is in one now."""
+        """Assign slots to pieces in the order of their steps. None may be in a slot now."""
         parts = [part for piece in pieces for part in piece.parts]
         self._slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether a piece may come to its slot now, and nobody has to wait for the disk."""
+        """Tell whether a piece can be fetched now without a wait for the disk."""
         if piece.plan.is_resident:
             return True
         return self._slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))
@@ -188,7 +185,6 @@ class DeviceSteps:
         self._slots.wait()
 
     def close(self, pieces: Iterable[Piece]) -> None:
-        """Let go of what a step of pieces that failed would have to find again."""
         for record in [record for piece in pieces for record in piece.records]:
             record.undo, record.numbers = None, []
         self._undo.close()
@@ -200,7 +196,6 @@ class DeviceSteps:
             self.disk.release(piece)
 
     def _keep(self, piece: Piece, state: Mapping[Any, Any]) -> None:
-        """Note what a step that fails must find again."""
         self._undo.keep(piece)
         kept, values = [], []
         for record in piece.due:
@@ -216,7 +211,6 @@ class DeviceSteps:
         copy_each(kept, values)
 
     def undo(self, piece: Piece) -> None:
-        """A step of a piece was broken off: have its parameters and states be as they were."""
         with torch.no_grad():
             for record in piece.due:
                 if record.undo is not None:
@@ -228,19 +222,17 @@ class DeviceSteps:
             grad = record.parameter.grad
             record.spoiled = None if grad is None else (weakref.ref(grad), torch_private.version_of(grad))
         piece.entered.clear()
-        piece.let_go()  # the class may have put other tensors into what stands for parameters
+        piece.let_go()  # the class may have put other tensors into the stand-ins
         self._release(piece)
         piece.residency = piece.rest
 
     def drop(self, piece: Piece) -> None:
-        """A piece is not stepped now: a step was broken off, or others come first. A copy to its slot may still be under way,
-        which brings nothing that counts any more: what comes to the slot next does so behind it."""
+        """Give up a fetched piece. A copy to its slot may still be under way, and the next one comes behind it."""
         if piece.slot >= 0:
             self._release(piece)
         piece.residency = piece.rest
 
     def _given(self, piece: Piece, known: Mapping[Any, Any]) -> tuple[list[Tensor], dict[Any, Any]]:
-        """Return what the optimizer's step is given: what stands for each parameter that is due, and their states."""
         state: dict[Any, Any] = defaultdict(dict)
         is_in_slot = not piece.plan.is_resident and piece.layout is not None
         keys = []
@@ -259,7 +251,6 @@ class DeviceSteps:
 
     @staticmethod
     def _stand_in(record: StateRecord, found: nn.Parameter | None, entries: Mapping[Any, Any]) -> nn.Parameter:
-        """Return the float32 copy of a parameter, with the gradient of that."""
         parameter = record.parameter
         if found is None:
             known = entries.get(MASTER)
@@ -280,7 +271,7 @@ class DeviceSteps:
         piece.put_parameters()
 
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
-        """Have all states of a piece lie in its slot. Return how; None if there are none."""
+        """Lay all states of a piece out in its slot. Return the layout; None if there are none."""
         layout = piece.layout
         if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
             return layout
@@ -307,7 +298,7 @@ class DeviceSteps:
         return laid_out
 
     def _is_as_laid_out(self, piece: Piece, layout: Layout, stepped: Iterable[Stepped]) -> bool:
-        """Tell whether the states lie in the slot as before. What was put in the place of one goes there."""
+        """Tell whether the states lie in the slot as before. Replaced states are copied there."""
         new: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[nn.Parameter, Tensor]] = []
         slot = self._slots.of(piece)
@@ -349,7 +340,6 @@ class DeviceSteps:
 
 
 def _stepped(piece: Piece, keys: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Stepped]:
-    """Return what was stepped, by which parameter, and its states on the device."""
     stepped = []
     for record, key in zip(piece.due, keys, strict=True):
         entries = dict(state.get(key, ()))

@@ -1,4 +1,4 @@
-"""Where gradients and parameters of a piece lie on their way to the host and back: in a slot, and likewise in host memory."""
+"""The places of a piece's gradients and parameters on their way to the host and back: in a slot, and in host memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from memkit.states.shards import local_gradient
 from memkit.transfer.host_memory import Span
 
 WORD_BYTES = 8
-"""What is taken together of the parameters' bytes."""
 
 
 def _signed(number: int) -> int:
-    """Return a number below 2**64 as an int64 has its bits."""
+    """Return the int64 with the bits of a number below 2**64."""
     return number - 2**64 if number >= 2**63 else number
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
-"""By how much to shift, and what to multiply by."""
+"""Shifts and factors of SplitMix64's finalizer."""
 
 
 def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tensor) -> None:
-    """Write a fingerprint of some words: it is another one if any bit of them is, but for one case in 2**64.
+    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64.
 
-    Each word is added to its place times an odd number, and mixed with SplitMix64's finalizer, which is one to one; the results
-    are added up modulo 2**64. What is written is told by neither a sum of what is there nor its order, so words that change
-    places, or bits that flip in pairs, count as any other write does. It is no protection from those who mean to deceive.
+    Each word is added to its place times an odd number and mixed with SplitMix64's finalizer, which is one to one; the results
+    are added up modulo 2**64. So swapped words, and bits that flip in pairs, count as well. It does not protect against intent.
 
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing.
     """
@@ -53,14 +51,13 @@ def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tenso
 
 
 Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
-"""What a route depends on of a parameter that is due: which it is, how it lies, and whether a copy is stepped in its place."""
+"""A due parameter's traits that its route depends on: record, dtype, layout, gradient's strides, whether a copy is stepped."""
 
 _BETWEEN_BYTES = 16
-"""Parameters with float32 copies begin at multiples of so much: a kernel reads as many bytes at once."""
+"""Parameters with float32 copies begin at multiples of this: a kernel reads as many bytes at once."""
 
 
 def traits_of(record: StateRecord) -> Traits:
-    """Return what the route of a parameter depends on: if one of it changes, another route is made."""
     parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
     assert grad is not None
     return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
@@ -73,22 +70,22 @@ class Sections:
     1. float32: gradients, cast to float32, to the host; float32 copies of parameters to the device;
     2. fingerprints: two, of the parameters in section 4;
     3. plain: parameters that are stepped themselves, then as many bytes for their gradients;
-    4. rounded: parameters that have float32 copies, which are copied to the host only where somebody may have written to them.
+    4. rounded: parameters with float32 copies, copied to the host only where somebody may have written to them.
 
-    A name with `_at` is where a section begins, in bytes.
+    A name with `_at` is a section's first byte.
     """
 
     float32_bytes: int
     fingerprint_bytes: int
     plain_bytes: int
-    """Of the parameters; their gradients take as much again."""
+    """Bytes of the parameters; their gradients take as much again."""
     rounded_bytes: int
 
     @classmethod
     def of(cls, piece: Piece) -> Sections:
         copied = [local_of(record.parameter) for record in piece.due if record.has_master]
         rounded_bytes = sum(rounded(parameter.nbytes, _BETWEEN_BYTES) for parameter in copied)
-        # the copies of all its parameters come back, also of those that are not due; and fingerprints need some scratch
+        # the copies of all its parameters come back, due or not; and fingerprints need some scratch
         float32_bytes = sum(aligned(4 * local_of(record.parameter).numel()) for record in piece.records if record.has_master)
         return cls(
             float32_bytes=aligned(max(float32_bytes, 2 * rounded_bytes)) if copied else 0,
@@ -111,14 +108,11 @@ class Sections:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all sections, at least 1."""
         return max(1, self.rounded_at + self.rounded_bytes)
 
 
 @dataclass(slots=True)
 class Views:
-    """Parameters and their gradients as tensors over one storage, in the order in which parameters are due."""
-
     parameters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
 
@@ -143,20 +137,13 @@ class Views:
 
 
 def _like(tensor: Tensor, storage: torch.UntypedStorage, start: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a storage that lies as another one, or contiguous if that one is not dense."""
     stride = tensor.stride() if may_leave(tensor) else torch.empty(tensor.size(), device="meta").stride()
     return tensor_over(storage, dtype, offset=start // dtype.itemsize, size=tensor.size(), stride=stride)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """A range of bytes that is copied between a slot and host memory.
-
-    Attributes:
-        span: the host memory.
-        start: where they begin in the slot.
-        parts: the bytes of the slot, cut as the span is.
-    """
+    """Bytes to copy between a host span and a slot, from byte `start`; `parts` are the slot's bytes, cut as the span is."""
 
     span: Span
     start: int
@@ -171,14 +158,14 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """What comes back to the device where states have a layout.
+    """The copies back to the device where states have a layout.
 
     Attributes:
-        masters: of each parameter that is due, the float32 copy in the slot; None where it has none, or one that isn't copied:
-            a tensor without dimensions, or one that has no room.
-        staying: the numbers of parameters with a float32 copy that isn't copied, so that the parameter is rounded on the host;
-            and that copy, where it is among the states in host memory.
-        ranges: what is copied.
+        masters: for each due parameter, the float32 copy in the slot; None where it has none, or one that isn't copied: a
+        tensor without dimensions, or one without room.
+        staying: the numbers of parameters whose float32 copy isn't copied, so that the host rounds the parameter; each with
+        that copy, if it is among the states in host memory.
+        ranges: the copies.
     """
 
     layout: Layout | None
@@ -188,8 +175,6 @@ class WayBack:
 
 
 class Route:
-    """Where gradients and parameters of a piece lie while they are copied to the host, stepped there, and copied back."""
-
     def __init__(
         self,
         piece: Piece,
@@ -203,11 +188,10 @@ class Route:
         self.storage, self.room, self.due, self.sections = storage, room, due, sections
         self._stepped = stepped
         self._known: tuple[Layout, list[int]] | None = None
-        """For which float32 copies that is their parameters' fingerprint, and how often these were written to by others."""
+        """The layout whose parameters the last fingerprint is of, and the versions of its float32 copies then."""
         self.is_known = False
-        """Whether the fingerprints that are copied to the host tell if a parameter was written to."""
         self.has_parameters = True
-        """Whether parameters that have float32 copies are copied to the host as well."""
+        """Whether parameters with float32 copies are copied to the host as well."""
         self.brought_bytes = 0
         """Bytes of those that the thread has copied later, since they were written to."""
         self._records = list(piece.due)
@@ -230,7 +214,6 @@ class Route:
             self._gaps = list(self._gaps_between(storage))
 
     def _gaps_between(self, storage: torch.UntypedStorage) -> Iterator[Tensor]:
-        """Yield the bytes between parameters, which mean nothing: they are zeroed ahead of a fingerprint."""
         end = self.sections.rounded_at
         for record, parameter in zip(self._records, self.on_device.parameters, strict=True):
             if record.has_master:
@@ -241,7 +224,7 @@ class Route:
     # Copies
 
     def to_host(self) -> CopyRange:
-        """Return what is copied to the host: all sections, or without the parameters that have float32 copies."""
+        """Return the copy to the host: all sections, or without the parameters that have float32 copies."""
         copied = self._to_host.get(self.has_parameters)
         if copied is None:
             num_bytes = self.sections.num_bytes if self.has_parameters else self.sections.rounded_at
@@ -249,7 +232,7 @@ class Route:
         return copied
 
     def way_back(self, layout: Layout | None) -> WayBack:
-        """Return what is copied back: float32 copies from where they stay, parameters from where they were sent."""
+        """Return the copies back: float32 copies from their states' place, parameters from where they were sent."""
         found = self._way_back
         if found is None or found.layout is not layout:
             found = self._way_back = self._find_way_back(layout)
@@ -282,14 +265,14 @@ class Route:
     # On the device
 
     def compare(self, layout: Layout | None) -> None:
-        """Take the fingerprint of the parameters in the slot, before gradients are there, to see if anybody wrote to them."""
+        """Take the fingerprint of the parameters in the slot, before gradients are there, to find foreign writes."""
         self.is_known = self._known is not None and layout is self._known[0] and self._versions(layout) == self._known[1]
         if self.is_known and self._stepped is not None:
             self._take(self._fingerprints[:1])
             self._fingerprints[1:].copy_(self._stepped)
 
     def note_stepped(self, layout: Layout | None) -> None:
-        """Take the fingerprint of the parameters in the slot: they are what the user's are after this step."""
+        """Take the fingerprint of the parameters in the slot, which are the user's after this step."""
         if self._stepped is not None and self.has_copies and layout is not None:
             self._take(self._stepped)
             self._known = layout, self._versions(layout)
@@ -300,21 +283,21 @@ class Route:
         take_fingerprint(self._words, self._scratch, found)
 
     def _versions(self, layout: Layout) -> list[int]:
-        """Return how often float32 copies were written to: the optimizer does so by others, whose writes count apart."""
+        """Return the versions of float32 copies. The optimizer writes to other aliases, whose writes count apart."""
         masters = [layout.host[number].get(MASTER) for number in self._numbers]
         return [-1 if master is None else version_of(master) for master in masters]
 
     # On the host
 
     def is_unwritten(self) -> bool:
-        """Tell whether nobody has written to the parameters since they were stepped, by the fingerprints on the host."""
+        """Tell whether nobody has written to the parameters since their step, by the fingerprints on the host."""
         if not self.is_known:
             return not self.has_copies
         now, before = self._host_fingerprints.tolist()
         return bool(now == before)
 
     def forget(self) -> None:
-        """Let go of the fingerprint: the float32 copies are not yet, or not any more, what the parameters were rounded from."""
+        """Forget the fingerprint: the parameters are not rounded from the present float32 copies."""
         self._known = None
 
 

@@ -34,33 +34,29 @@ Entries = dict[Any, Any]
 
 
 class Given:
-    """What the optimizer steps on the host instead of the user's parameters: stand-ins with their states, in host memory.
+    """The input of the optimizer's step on the host: stand-ins for the parameters, with their states in host memory.
 
-    [Note: a steady step on the host] While the thread that steps runs Python, the cores have nothing to do. So whatever a step
-    has in common with the one before is looked up once. That is so where `optimizer.state` has the very tensors that it had,
-    and they lie where the last step has left them: then which of them are numbers, where float32 copies are, and that nothing
-    has to be laid out anew, is known."""
+    [Note: a steady step on the host] While the stepping thread runs Python, the cores are idle. So whatever a step shares with
+    the one before is looked up once: which states are numbers, where float32 copies are, and that nothing has to be laid out
+    anew. That holds while `optimizer.state` has the identical tensors, and they lie where the last step has left them.
+    """
 
     def __init__(self, due: Iterable[StateRecord], route: Route) -> None:
         self._due = list(due)
         self.route = route
         self.keys = route.stand_ins
-        """The stand-ins: float32 copies, or copies of parameters that have none."""
+        """Stand-ins: float32 copies, or copies of parameters that have none."""
         self.state: dict[Any, Entries] = defaultdict(dict)
-        """The `state` of the optimizer during the step."""
         self.rows: list[Entries] = [{} for _ in self._due]
-        """The entries of `optimizer.state` for each parameter, as they were when they were last looked up."""
+        """Each parameter's entries in `optimizer.state`, as last looked up."""
         self._given: list[Entries] = []
         """The same without float32 copies."""
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
         """The float32 copy of each parameter; of a shard, this rank's part."""
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        """States that are not copied (counts of steps), each with its value before the step."""
         self._is_at_home = False
-        """Whether all other states are where the layout says."""
         self.has_copies = False
-        """Whether there is a float32 copy of each parameter that is to have one."""
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
         """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
@@ -100,18 +96,17 @@ class Given:
         self.rows, self._layout = rows, layout
 
     def follow(self, *, is_unwritten: bool) -> None:
-        """Have float32 copies take over what others wrote to the parameters, once these are here if they are needed."""
+        """Copy foreign writes to the parameters into the float32 copies. The parameters must be here if they are needed."""
         on_host = self.route.on_host
         for number, (record, key, master) in enumerate(zip(self._due, self.keys, self._masters, strict=True)):
             if record.has_master and master is None:
                 key.data = on_host.parameters[number].to(torch.float32)
                 key.grad = on_host.grads[number]
             elif master is not None and not is_unwritten:
-                follow(key.data, on_host.parameters[number])  # by which no write counts: others tell users' by that
+                follow(key.data, on_host.parameters[number])  # which counts as no write: only the user's change the version
 
     def is_written_in_place(self) -> bool:
-        """Tell whether a step wrote its results in place, to states that are where the layout says: `rows` are the results
-        then."""
+        """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
         return self._is_at_home and all(map(self._is_in_place, range(len(self.keys))))
 
     def _is_in_place(self, number: int) -> bool:
@@ -120,8 +115,6 @@ class Given:
         return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._given[number])
 
     def made(self) -> list[Entries]:
-        """Return the states after the step, float32 copies among them. A parameter without one is in host memory, to be
-        copied."""
         found = []
         for number, (record, key) in enumerate(zip(self._due, self.keys, strict=True)):
             entries = dict(self.state[key]) if key in self.state else {}
@@ -139,7 +132,6 @@ class Given:
             value.copy_(before)
 
     def let_go(self, *, is_steady: bool) -> None:
-        """Drop references to gradients."""
         for key in self.keys:
             key.grad = None
         self.state = defaultdict(dict)
@@ -167,21 +159,17 @@ _HOST = torch.device("cpu")
 
 
 class HostSteps:
-    """Steps pieces on the host.
+    """Steps pieces on the host, in a thread: Ctrl-C comes before a step or after it, and the caller goes on feeding the device.
 
-    The step itself runs in a thread of its own: Ctrl-C comes before it or after, and the caller can go on giving the device
-    work.
-
-    [Note: casts on the device] The host's memory is what a step there is slow by, so the thread touches nothing but what the
-    optimizer reads and writes. Where float32 copies are stepped, the device casts gradients to float32 before these are copied
-    to the host, and rounds the copies once they are back. Whether the user has written to a parameter is told by fingerprints,
-    which the device takes of it after each step and before the next. Only where these differ, or where there is none yet, the
-    parameter itself is copied to the host, and the thread compares. Where pieces run ahead it always is, since others come to
-    its slot.
+    [Note: casts on the device] The host's memory bounds a step there, so the thread touches nothing but what the optimizer
+    reads and writes. Where float32 copies are stepped, the device casts gradients to float32 before their copy to the host, and
+    rounds the float32 copies once they are back. Fingerprints, which the device takes after each step and before the next, tell
+    whether the user has written to a parameter. Only where they differ, or where there is none yet, is the parameter itself
+    copied to the host, and the thread compares. Where pieces run ahead it always is, since others come to its slot.
 
     Args:
-        runs_ahead: whether gradients of all pieces may be in host memory at once, so that nobody waits for the steps of those
-            before: each piece then has room of its own.
+        runs_ahead: whether gradients of all pieces may be in host memory at once, so that none waits for earlier steps: each
+        piece then has room of its own.
     """
 
     def __init__(
@@ -201,21 +189,19 @@ class HostSteps:
         self._host = host
         self._runs_ahead = runs_ahead
         self._rooms: dict[int, Span] = {}
-        """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
+        """By slot, or by the id of a piece's plan if the piece has room of its own."""
         self._given: dict[Piece, Given] = {}
-        """What the optimizer's step is given of each piece that has a route."""
         self._out: dict[Piece, Transfer] = {}
         self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
         """Steps that the thread is to make, in this order."""
         self._begun = dict[Piece, Event]()
-        """What is set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
+        """Set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
         self._stepped: dict[int, Tensor] = {}
-        """On the device, by the id of a piece's plan: the fingerprint of the parameters as they were stepped last."""
+        """On the device, by the id of a piece's plan: the fingerprint of the parameters as last stepped."""
 
     def reserve(self, pieces: list[Piece]) -> None:
-        """Take host memory for the parameters and gradients of pieces, unless their slots have it already, and 8 bytes of the
-        device for each piece's fingerprint."""
+        """Take host memory for gradients and parameters, if their slots have none, and 8 device bytes for each fingerprint."""
         parts = [part for piece in pieces for part in piece.plan.parts]
         plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
         if any(record.has_master for piece in pieces for record in piece.records):
@@ -235,7 +221,6 @@ class HostSteps:
         return self._slots.is_free_for(piece)
 
     def begin(self, piece: Piece) -> None:
-        """Have the gradients of a piece, and the parameters, come to host memory."""
         slot = self._slots.claim(piece)
         route = self._route(piece, slot)
         for other in piece.alternatives:
@@ -272,7 +257,7 @@ class HostSteps:
         self._running[piece] = self._thread.submit(step)
 
     def join(self, piece: Piece) -> None:
-        """Wait for the step of a piece, and have the parameters come back."""
+        """Wait for the step of a piece, and begin the copy of its parameters back."""
         with label("step on the host", piece):
             running = self._running[piece]
             begun = self._begun_behind(piece)
@@ -285,7 +270,7 @@ class HostSteps:
         self.finish(piece)
 
     def settle(self) -> None:
-        """Wait for all that the thread was given, also for what an interrupt has kept from being noted."""
+        """Wait for all that the thread was given, noted or not (an interrupt)."""
         if self._thread is not None:
             self._thread.submit(int).result()
 
@@ -293,21 +278,16 @@ class HostSteps:
         return self._running[piece].done()
 
     def failure_of(self, piece: Piece) -> BaseException | None:
-        """Return why the step of a piece has failed; None if it hasn't, or was not begun."""
         running = self._running.get(piece)
         return running.exception() if running is not None and running.done() else None
 
     def _begun_behind(self, piece: Piece) -> Event | None:
-        """Return what to wait for rather than for a step: that the thread has begun the next one. A caller that went on as soon
-        as a step is over would want the interpreter just when the thread needs it to give the cores the next."""
+        """Return the event of the thread's next step: a caller woken sooner would want the interpreter when the thread does."""
         first, second = itertools.islice(itertools.chain(self._running, (None, None)), 2)
         return self._begun[second] if first is piece and second is not None else None
 
     def _step(self, piece: Piece, run: OneStep, prepared: Prepared | None, out: Transfer, begun: Event, has_grad: bool) -> None:
-        """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped.
-
-        See [Note: a steady step on the host] in `memkit.states.host_steps`.
-        """
+        """Run the optimizer's step: see [Note: a steady step on the host]. From its end on the piece is stepped."""
         try:
             piece.await_turn()
             if out.done.is_reached():
@@ -362,13 +342,13 @@ class HostSteps:
 
     @staticmethod
     def _put(staying: list[tuple[int, Tensor | None]], made: list[dict[Any, Any]], route: Route) -> None:
-        """Have parameters be what their float32 copies are that don't come up by themselves."""
+        """Round float32 copies that aren't copied to the device to their parameters, on the host."""
         with torch.no_grad():
             for number, master in staying:
                 route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
 
     def _bring_parameters(self, route: Route) -> None:
-        """Have parameters come to the host that somebody has written to. They are in the slot until the piece is stepped."""
+        """Copy parameters written to by others to the host. They are in the slot until the piece is stepped."""
         sections, lanes = route.sections, self._lanes
         span = route.room.part(sections.rounded_at, sections.num_bytes)
         brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=sections.rounded_at)
@@ -376,7 +356,7 @@ class HostSteps:
         route.brought_bytes = sections.rounded_bytes
 
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
-        """Have all states of a piece lie in its host memory. Return how; None if there are none."""
+        """Lay all states of a piece out in its host memory. Return the layout; None if there are none."""
         index_of = {id(record): index for index, record in enumerate(piece.records)}
         layout = piece.layout
         rows: list[dict[str, Tensor]] = (
@@ -432,14 +412,12 @@ class HostSteps:
             self._slots.h2d_bytes += copied.span.num_bytes
 
     def drop(self, piece: Piece) -> None:
-        """A step was broken off before the piece was stepped."""
         self._running.pop(piece, None)
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = piece.rest
 
     def _route(self, piece: Piece, slot: StateSlot) -> Route:
-        """Return the route of a piece, made anew where what is due of it has changed."""
         known = self._given[piece].route if piece in self._given else None
         due = [traits_of(record) for record in piece.due]
         place = id(piece.plan) if self._runs_ahead else piece.slot

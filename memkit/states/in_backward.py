@@ -33,22 +33,23 @@ if TYPE_CHECKING:
 
 _AHEAD = 3
 _HELD_BYTES = 256 * 2**20
-"""So much of gradients may wait for their states: while the link brings these, the backward goes on."""
+"""At most these bytes of gradients wait for their states: while the link brings these, the backward goes on."""
 
 
 class BackwardSteps:
     """Steps pieces of one parameter each, as gradients come.
 
     The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first. Those
-    on a disk are read ahead of that. A hook waits for the disk where the states of its own parameter are not there yet.
+    on a disk are read ahead of that; a hook waits for the disk only for its own parameter's states.
 
-    [Note: held gradients] Steps wait for states, and the backward should not wait for steps: there is a stream for these. A
-    gradient is held until the stream whose memory it is in has waited for its step, since what is allocated next may get that
-    memory. It waits once `_HELD_BYTES` are held, for the oldest ones: then the link has work for longer than the next gradient
-    takes. When the backward is over, it waits for all."""
+    [Note: held gradients] Steps wait for states, and run on a stream of their own so that the backward does not wait for them.
+    A gradient is held until its memory's stream has waited for its step, since the next allocation may get that memory. Once
+    `_HELD_BYTES` are held, the stream waits for the oldest ones: then the link has work for longer than the next gradient
+    takes. When the backward is over, it waits for all.
+    """
 
     is_whole_step = False
-    """Whether a backward is a step, and the optimizer's own steps nothing."""
+    """Whether a backward is a step, and the optimizer's own steps do nothing."""
 
     def __init__(
         self,
@@ -64,13 +65,11 @@ class BackwardSteps:
         self._device = device
         self._stream = device.new_stream("step")
         self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
-        """What steps read, gradients first, with the stream that these come from, and what is reached when they are made."""
+        """The gradients' stream, the event behind the step, and the tensors that it reads, the gradient first."""
         self._held_bytes = 0
         self._end: backwards.BackwardEnd | None = None
         self._ends = set[backwards.BackwardEnd]()
-        """Those that are yet to come."""
         self._behind_failure = HookSet()
-        """Sees that a forward begins behind a backward that has failed."""
         self._has_failed = False
         self._rest = rest
         self._follow_groups = follow_groups
@@ -78,16 +77,13 @@ class BackwardSteps:
         self._on_device = on_device
         self._on_host = on_host
         self._leaving: dict[Piece, None] = {}
-        """What is stepped on the host, and whose parameters are yet to come back."""
         self._pieces: list[Piece] = []
         self._watches_replicas = False
         self._order: list[Piece] = []
         self._places: dict[Piece, int] = {}
-        """Which piece comes when in the backward."""
         self._begun: list[Piece] = []
-        """Which pieces are on their way to their slots."""
         self._met: dict[Piece, None] = {}
-        """Which were stepped since the optimizer's last step, in this order."""
+        """Pieces stepped since the optimizer's last step, in this order."""
         self._num_accumulating = 0
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
@@ -108,7 +104,6 @@ class BackwardSteps:
         self._follow([*reversed(pieces), *self._order])
 
     def _refuse_replica(self, module: nn.Module, _: object) -> None:
-        """A forward begins: raise if gradients of what is stepped here would be reduced afterwards."""
         if not isinstance(module, nn.parallel.DistributedDataParallel):
             return
         reduced = {id(parameter) for parameter in module.parameters()}
@@ -132,7 +127,6 @@ class BackwardSteps:
             record.parameter.grad = None
 
     def _after(self, ref: weakref.ref[Piece], _: Tensor) -> None:
-        """A gradient is complete, unless more are to come."""
         piece = ref()
         assert piece is not None  # it is held here
         (record,) = piece.records
@@ -154,7 +148,7 @@ class BackwardSteps:
             part.let_gradients_go()
 
     def _step_whole(self, piece: Piece) -> Event:
-        """Step a piece whole or not at all, as a part of the optimizer's step. Return what is reached behind that."""
+        """Step a piece whole or not at all, as a part of the optimizer's step. Return an event behind that."""
         stepping = self._stepping
         if stepping.is_broken:
             self.mend(self._pieces)
@@ -176,7 +170,7 @@ class BackwardSteps:
         return stepped
 
     def _step_beside(self, piece: Piece, run: OneStep) -> Event:
-        """Step a piece on the stream for that, and hold its gradient until it is: see [Note: held gradients]."""
+        """Step a piece on the stream for that, and hold its gradient until then: see [Note: held gradients]."""
         (record,) = piece.records
         device, own, gradient = self._device, self._device.current_stream(), record.parameter.grad
         assert gradient is not None
@@ -210,7 +204,7 @@ class BackwardSteps:
         return stepped
 
     def _let_go(self, has_failed: bool = False) -> None:
-        """Let the current stream, and those that gradients come from, wait for all that is stepped."""
+        """Let the current stream, and the gradients' streams, wait for all steps."""
         if has_failed and not self.is_whole_step and not self._has_failed:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
@@ -223,7 +217,6 @@ class BackwardSteps:
                 device.note_read(piece.records[0].parameter.untyped_storage())
 
     def _before_forward(self, *_: object) -> None:
-        """A forward begins: the backward that has failed is a step of its own."""
         if torch_private.backward_task() == -1:
             self._end_step()
 
@@ -240,7 +233,7 @@ class BackwardSteps:
         return not any(type(piece.records[0].parameter.grad) is ConsumedGradient for piece in self._met)
 
     def _let_go_of(self, entry: Any) -> None:
-        """Let a gradient go once its stream waits for the step that reads it, unless another thread has done so."""
+        """Let a gradient go once its stream waits for its step, unless another thread has done so."""
         stream, stepped, held = entry
         self._device.wait_event(stream, stepped)
         with suppress(ValueError):
@@ -267,12 +260,12 @@ class BackwardSteps:
         self._fetch_ahead(coming)
 
     def join(self) -> None:
-        """Wait for what is stepped on the host, and have its parameters come back."""
+        """Wait for steps on the host, and begin the copies of their parameters back."""
         if self._ends and torch_private.backward_task() == -1:  # one that has failed may yet step something
             backwards.join(self._ends)
         try:
             if self._leaving:
-                self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
+                self._stepping.is_broken = True  # on any error `mend` copies the parameters back
                 self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
                 with self._device.on_stream(self._stream):
                     try:
@@ -287,7 +280,7 @@ class BackwardSteps:
         self._on_device.begin(piece)
 
     def _make_room(self, piece: Piece) -> None:
-        """Drop what was fetched to the slot of a piece, and is not needed yet."""
+        """Drop pieces fetched to the slot of a piece that are not needed yet."""
         for other in [other for other in self._begun if not self._on_device.is_free_for(piece)]:
             if other.slot == piece.slot and not other.plan.is_resident:
                 self._drop(other)
@@ -302,7 +295,6 @@ class BackwardSteps:
                 self._drop(piece)
 
     def _coming_after(self, part: Piece) -> list[Piece]:
-        """Return the next parts that may be brought ahead, as the backward before has come to them."""
         piece = part.whole
         order, place = self._order, self._places.get(piece)
         rest = list(piece.parts)
@@ -318,7 +310,7 @@ class BackwardSteps:
                 self._begin(other)
 
     def end(self) -> list[Piece]:
-        """The optimizer's step begins: return which pieces were stepped already. Nothing is on its way any more."""
+        """Begin the optimizer's step: return the pieces that the backward has stepped. Nothing is on its way any more."""
         self.drop_ahead()
         self.join()
         self._behind_failure.remove()
@@ -337,7 +329,7 @@ class BackwardSteps:
             self._stepping.unfinished.check_options()
 
     def close(self) -> None:
-        """Nothing is on its way any more, and what was stepped has no gradient."""
+        """Stop: nothing is on its way any more, and stepped parameters have no gradient."""
         try:
             self.end()
         except StateOffloadError as error:
@@ -353,12 +345,12 @@ class BackwardSteps:
             self._num_accumulating -= 1
 
     def forget_done(self) -> None:
-        """The optimizer's step is over: gradients that are still there count again."""
+        """End the optimizer's step: gradients that are still there count again."""
         for piece in self._pieces:
             piece.records[0].done = None
 
     def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
-        """Have every piece be as before its step, or as after it: see `Stepping.mend`."""
+        """Leave every piece as before its step or as after it: see `Stepping.mend`."""
         self._begun.clear()
         self._leaving.clear()
         with self._in_place():
@@ -372,7 +364,7 @@ class BackwardSteps:
                 self._consume(record)
 
     def _in_place(self) -> AbstractContextManager[object]:
-        """Return a context in which what a step has begun to write to lies where that has done so."""
+        """Return a context in which half-written parameters lie where the step was writing to them."""
         return nullcontext()
 
     def _consume(self, record: StateRecord) -> None:
@@ -380,13 +372,13 @@ class BackwardSteps:
 
 
 class LayeredSteps(BackwardSteps):
-    """Steps the parameters that a `LayerStepper` hands over, in the slots of that.
+    """Steps the parameters that a `LayerStepper` hands over, in its slots.
 
     [Note: who does what] `FusedSteps`, a `LayerStepper`, sees when a gradient is complete, puts the parameter to its slot and
-    the gradient to `grad`, has it be stepped here, lets the gradient go, and has the layer written back once all of it is
-    stepped. Here each is stepped with its states, on the stream for that. The slot is not written back, nor used by anything
-    but the layer's own backward, before that stream has come so far. Each backward that is within no other is a step. It may be
-    ended by `optimizer.step()`; the next backward ends it otherwise.
+    the gradient to `grad`, has it stepped here, lets the gradient go, and writes the layer back once all of it is stepped. This
+    class steps each parameter with its states, on its own stream. Until that stream has come so far, the slot is neither
+    written back nor used by anything but the layer's own backward. Each outermost backward is a step: `optimizer.step()` may
+    end it; otherwise the next backward does.
     """
 
     is_whole_step = True
@@ -394,9 +386,7 @@ class LayeredSteps(BackwardSteps):
     def __init__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
         super().__init__(optimizer, *given)
         self._layers: LayerStepper | None = stepper_of(optimizer)
-        """None once it is closed."""
         self._piece_of: dict[int, Piece] = {}
-        """The pieces, by the ids of their parameters."""
 
     @property
     def stream(self) -> Stream:
@@ -429,10 +419,10 @@ class LayeredSteps(BackwardSteps):
 
     def end_backward(self) -> None:
         if self._stepping.is_broken:
-            with suppress(StateOffloadError):  # whoever asks for the next step is told
+            with suppress(StateOffloadError):  # the next step raises it
                 self.mend(self._pieces)
         self.join()
-        self._on_device.wait()  # a loop need not call `step()`, which waits: who reads `optimizer.state` finds what was stepped
+        self._on_device.wait()  # a loop need not call `step()`, which waits: `optimizer.state` is then up to date
         for piece in self._pieces:
             piece.leave_parameters()
         run = self._stepping.unfinished
@@ -487,4 +477,4 @@ class LayeredSteps(BackwardSteps):
         return stack
 
     def _consume(self, record: StateRecord) -> None:
-        """Who has handed the parameter over lets its gradient go."""
+        """The `LayerStepper` lets the gradient go."""

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, where it has them, and the pieces that they are in."""
+"""The parameters that an optimizer has now, and the pieces that they are in."""
 
 from __future__ import annotations
 
@@ -22,35 +22,32 @@ from memkit.states.windows import piece_of
 
 
 class Members:
-    """The parameters of an optimizer, as they are now."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device) -> None:
         self._optimizer = optimizer
         self._master = master
         self._torch_device = torch_device
         self._process = os.getpid()
         self._replaced: Any = None
-        """While states are loaded: what `optimizer.state` was before."""
+        """While states are loaded: the former `optimizer.state`."""
         self.kept: dict[int, list[KeptState]] = {}
-        """The states that the optimizer keeps for each parameter, by its id, as the trial has found them."""
+        """The states that the optimizer keeps for each parameter, by its id, as the trial found."""
         self.draws = False
         """Whether steps draw random numbers, so that parameters must be stepped in the order of the groups."""
         self._known: list[list[int]] = []
         self.pieces: list[Piece] = []
 
     def try_out(self) -> None:
-        """Find out by a trial which states the optimizer keeps, and that it can be stepped in pieces."""
+        """Find by a trial which states the optimizer keeps, and that it can be stepped in pieces."""
         self.kept, self.draws = try_out(self._optimizer, torch_device=self._torch_device, master=self._master)
         refuse_mixed_shards(self._optimizer, torch_device=self._torch_device, master=self._master)
 
     def costs(self) -> list[ParameterCosts]:
-        """Return bytes and elements of each parameter and its states: of the states that it has, or else as the trial tells."""
+        """Return bytes and elements of each parameter and its states: those that it has, or else as the trial tells."""
         records = list(self.records())
         costs = [self._cost(record) for record in records]
         return list(self._with_elementwise(costs, records))
 
     def _with_elementwise(self, costs: list[ParameterCosts], records: list[StateRecord]) -> Iterator[ParameterCosts]:
-        """Yield the costs, with `is_elementwise` set for those larger than a piece that can be stepped in windows."""
         large: dict[int, list[Tensor]] = {}
         places = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
         for cost, record in zip(costs, records, strict=True):
@@ -81,7 +78,6 @@ class Members:
         )
 
     def records(self) -> Iterator[StateRecord]:
-        """Yield a record of each parameter, in the order of the groups."""
         master = self._master
         for number, group in enumerate(self._optimizer.param_groups):
             names = group.get("param_names") or []
@@ -91,60 +87,53 @@ class Members:
                 yield StateRecord(name, parameter, has_master=master is not None and needs_master(parameter, master))
 
     def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
-        """Make the pieces of a plan, add them to `pieces`, and return them."""
         added = [piece_of(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
         self.pieces = [*self.pieces, *added]
         return added
 
     def refuse_fork(self) -> None:
-        """Raise `ForkedError` in a process that was forked from the one in which states lie."""
+        """Raise `ForkedError` in a process forked from the one that has the states."""
         if os.getpid() != self._process:
             raise forked("StateOffload")
 
     def refuse_use(self) -> None:
-        """Raise where states can't be used."""
         self.refuse_fork()
         if self.is_half_loaded:
             raise StateOffloadError(f"{_HALF}. Load the optimizer and the model again")
         self._replaced = None
 
     def check_before_close(self) -> None:
-        """Warn where the optimizer is about to get back a part of its states."""
         self.refuse_fork()
         if self.is_half_loaded:
             warn_user(f"StateOffload: {_HALF}")
 
     @property
     def is_half_loaded(self) -> bool:
-        """Whether states were begun to be loaded, and some are not there."""
+        """Whether loading was begun, and some states are not there."""
         return self._replaced is not None and self._replaced is not self._optimizer.state
 
     def begin_loading(self) -> None:
-        """From now on, until `end_loading`, the states are no longer the old ones once torch has put others in their place."""
+        """Until `end_loading`, the states are not the old ones once torch has put others in their place."""
         if not self.is_half_loaded:
             self._replaced = self._optimizer.state
 
     def end_loading(self) -> None:
-        """All were loaded."""
         self._replaced = None
 
     def have_changed(self) -> bool:
-        """Tell whether the optimizer's groups have other parameters than when `place` was called last."""
         if os.getpid() != self._process or self._replaced is not None:
             self.refuse_use()
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
 
     def are_as_many(self) -> bool:
-        """Tell whether the optimizer has as many parameters as when `place` was called last: a cheaper question."""
+        """Tell whether their number has not: a cheaper question."""
         return list(map(len, self._known)) == [len(group["params"]) for group in self._optimizer.param_groups]
 
     def new_records(self) -> list[StateRecord]:
-        """Return records of parameters that are in no piece."""
         known = {id(record.parameter) for piece in self.pieces for record in piece.records}
         return [record for record in self.records() if id(record.parameter) not in known]
 
     def place(self) -> None:
-        """Note the group of each parameter, and its position there."""
         groups = self._optimizer.param_groups
         places: dict[int, tuple[int, int]] = {
             id(parameter): (number, position)
@@ -157,7 +146,6 @@ class Members:
         self._known = [[*map(id, group["params"])] for group in groups]
 
     def find_due(self, *, leaves_done: bool) -> list[Piece]:
-        """Set `due` of each piece, and return the pieces in which anything is due."""
         found = []
         for piece in self.pieces:
             piece.due = [record for record in piece.records if record.is_due() and not (leaves_done and record.is_done())]
@@ -173,10 +161,9 @@ _HALF = "optimizer.load_state_dict() was interrupted: some parameters have loade
 
 
 def are_any_done(pieces: list[Piece]) -> bool:
-    """Tell whether any parameter was stepped with the gradient that it has now, in a step that was broken off."""
+    """Tell whether a broken-off step has stepped any parameter with its present gradient."""
     return any(record.is_done() for piece in pieces for record in piece.records)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -25,20 +25,16 @@ from memkit.transfer.lanes import Lanes
 
 
 class HostStates:
-    """The host memory of one `StateOffload`."""
-
     def __init__(self, device: Device, *, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
         self.arena = Arena(device, limit_bytes=limit_bytes, must_pin=False)
         self._has_warned = False
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Set memory aside for pieces, as much as they are planned to take."""
         for piece, span in zip(pieces, self.take_side_by_side([piece.plan.state_bytes for piece in pieces]), strict=True):
             piece.room = span
 
     def take_side_by_side(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Return memory of these sizes, in few large blocks."""
         blocks = side_by_side(sizes_bytes)
         spans = []
         for block, whole in zip(blocks, self.take(list(map(sum, blocks))), strict=True):
@@ -47,7 +43,6 @@ class HostStates:
         return spans
 
     def take(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Return memory of these sizes."""
         if not sizes_bytes:
             return []
         needed_bytes = self.arena.held_bytes + sum(rounded(num_bytes, HOST_PAGE_BYTES) for num_bytes in sizes_bytes)
@@ -65,7 +60,6 @@ class HostStates:
         return spans
 
     def room_for(self, piece: Piece, num_bytes: int) -> Span:
-        """Return memory for the states of a piece: what was set aside, if it is enough, else more."""
         if piece.room is None or piece.room.num_bytes < num_bytes:
             (piece.room,) = self.take([num_bytes])
         return piece.room.part(0, num_bytes)
@@ -73,12 +67,12 @@ class HostStates:
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on: where they have been, if that is enough and not needed yet."""
+        """Return where states of a piece are from now on; with `is_apart`, not where they have been, which is still needed."""
         span = self.take([num_bytes])[0] if is_apart else self.room_for(piece, num_bytes)
         return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
 
     def give(self, span: Span) -> None:
-        """Give memory back that was taken by itself. No copy is under way from or to it."""
+        """Give back memory that was taken by itself. No copy from or to it is under way."""
         self.arena.give(span)
         self.arena.trim_gaps()
 
@@ -95,13 +89,13 @@ class HostStates:
         held = [(storage, byte_view(storage).clone()) for storage in storages if num_users(storage) > 1]
         self.arena.give_all()
         self.arena.close()
-        for storage, copied in held:  # the arena has given the memory back; the addresses still are whose tensors are there
+        for storage, copied in held:  # the arena has given the memory back; the addresses still belong to the tensors there
             byte_view(storage).copy_(copied)
 
 
 class StateSlot:
-    """A storage on the device that has one piece at a time. `piece` is noted before its copy is put on the lane, and forgotten
-    once the copy back is, so that nothing is freed under a copy."""
+    """Device memory for one piece at a time. `piece` is set before its copy is put on the lane and until the copy back is:
+    nothing is freed under a copy."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -112,17 +106,13 @@ class StateSlot:
         self.arrived: Event | None = None
         """Behind the last copy to the slot; None where `left` comes behind that."""
         self.left: Event | None = None
-        """Behind the last copy from it to the host."""
 
     def users(self) -> list[Event]:
-        """Return what a copy to the slot waits for. A copy before it is among that, where its piece was given up: from memory
-        that is not pinned it is put on the lane late, and could come behind."""
+        """Return the events ahead of a copy to the slot, also behind the last copy there: if unpinned it is issued late."""
         return [event for event in (self.freed, self.left, self.arrived) if event is not None]
 
 
 class StateSlots:
-    """The slots of a plan, and which piece is in which."""
-
     holder = "StateOffload's slots"
 
     def __init__(self, device: Device, lanes: Lanes, plan: StatePlan) -> None:
@@ -134,12 +124,11 @@ class StateSlots:
         self._memory.join(self)
         self.h2d_bytes = self.d2h_bytes = 0
         self.host_step_s = 0.0
-        """How long pieces were stepped on the host, without waiting for their gradients."""
+        """Seconds of steps on the host, without their waits for gradients."""
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
-        """Assign pieces of another plan to these slots: those of the device and of the host each share the slots that there
-        are, or get new ones. Return the plan with the numbers of these slots."""
+        """Assign pieces of another plan to these slots, or to new ones if their side has none. Return the plan with them."""
         known = self._plan.pieces
         sides = {
             update: [part.slot for piece in known if piece.update is update for part in piece.parts if part.slot >= 0]
@@ -157,7 +146,6 @@ class StateSlots:
         return added
 
     def _own_slot(self, slot: int, own: dict[int, int], plan: StatePlan) -> int:
-        """Return the number of the slot that stands for one of another plan; make a slot if there is none yet."""
         if slot not in own:
             own[slot] = len(self.slots)
             self.slots.append(self._new(plan.slot_bytes[slot]))
@@ -178,8 +166,7 @@ class StateSlots:
         return self.slots[piece.slot]
 
     def deal(self, pieces: Iterable[Piece]) -> None:
-        """Assign pieces, which are in no slot now, to slots round robin in this order: those whose slots are of one size share
-        these. If two pieces in a row had the same slot, the second would have to wait for the first."""
+        """Assign pieces, in no slot now, round robin to slots of their size, so that none waits for the one before."""
         moving = [piece for piece in pieces if piece.plan.slot >= 0]
         numbers: dict[int, list[int]] = {}
         for number in sorted({piece.plan.slot for piece in moving}):
@@ -189,7 +176,6 @@ class StateSlots:
             piece.slot = next(turns[self._plan.slot_bytes[piece.plan.slot]])
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether the slot of a piece is free."""
         return self.slots[piece.slot].piece is None
 
     def claim(self, piece: Piece) -> StateSlot:
@@ -200,7 +186,7 @@ class StateSlots:
         return slot
 
     def fetch(self, piece: Piece, span: Span) -> None:
-        """Put a copy of a piece from a span to its slot on the lane, after all that uses the slot."""
+        """Put a copy of a piece from a span to its slot on the lane, after all work that uses the slot."""
         slot = self.slots[piece.slot]
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
@@ -214,7 +200,6 @@ class StateSlots:
         self.h2d_bytes += span.num_bytes
 
     def await_arrived(self, piece: Piece) -> StateSlot:
-        """Let the current stream wait until a piece is in its slot."""
         slot = self.slots[piece.slot]
         assert slot.arrived is not None
         self._device.wait_event(self._device.current_stream(), slot.arrived)
@@ -223,7 +208,6 @@ class StateSlots:
         return slot
 
     def write_back(self, piece: Piece, span: Span) -> None:
-        """Put a copy of a piece to a span on the lane, behind what the current stream has done with it."""
         slot = self.slots[piece.slot]
         self.note_written(slot.storage)
         slot.freed = freed = self._device.record_event(timed=False)
@@ -234,44 +218,43 @@ class StateSlots:
         self.d2h_bytes += span.num_bytes
 
     def _copy(self, piece: Piece, slot: StateSlot, span: Span, *, is_out: bool, after: Sequence[Event]) -> Event:
-        """Put a copy of a piece between its slot and a span on the lane. Return what is reached when it is done."""
         lanes, storage = self._lanes, slot.storage
         if span.staging is None:
             return lanes.copy_parts(span, piece.bytes_in(storage, span), after=after, is_out=is_out)
         return lanes.copy(lanes.out if is_out else lanes.back, storage, span, is_out=is_out, after=after).done
 
     def note_written(self, storage: torch.UntypedStorage) -> None:
-        """Work on the current stream has written to the storage of a slot."""
+        """Note that work on the current stream has written to a slot's storage."""
         self._num_writes += 1
         self._device.note_written(storage, -self._num_writes)
 
     def release(self, piece: Piece) -> None:
-        """Free the slot of a piece: what is there is not needed."""
+        """Free the slot of a piece, whose bytes there are not needed."""
         slot = self.slots[piece.slot]
         if slot.piece is piece:
             slot.freed = self._device.record_event(timed=False)
             slot.piece = None
 
     def grow(self, slot: StateSlot, num_bytes: int) -> None:
-        """Give a slot that no copy is under way from or to more room. It waits for the device, whose streams may use it."""
+        """Give a slot more room, with no copy from or to it under way. It waits for the device, which may use the slot."""
         self._device.synchronize()
         slot.storage, slot.num_bytes = self._memory.allocate(self, num_bytes), num_bytes
         slot.freed = self._device.record_event(timed=False)
 
     def await_copies(self, slot: StateSlot) -> None:
-        """Let the current stream wait for the last copies from and to a slot, so that it may write there or let it go."""
+        """Let the current stream wait for the last copies from and to a slot, and so be free to write there or let it go."""
         for copied in (slot.arrived, slot.left):
             if copied is not None:
                 self._device.wait_event(self._device.current_stream(), copied)
 
     def await_copied(self, piece: Piece) -> None:
-        """Have the host wait until the copy of a piece to its slot is done: what it came from may be written to then."""
+        """Have the host wait for the copy of a piece to its slot, and so be free to write to the copy's source."""
         arrived = self.slots[piece.slot].arrived
         if arrived is not None:
             self._device.synchronize(arrived)
 
     def wait(self) -> None:
-        """Wait until what left is in host memory, and nothing is read there any more: the host may write to it."""
+        """Have the host wait for all copies from and to host memory, so that it may write there."""
         for slot in self.slots:
             for copied in (slot.left, slot.arrived):
                 if copied is not None:

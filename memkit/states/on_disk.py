@@ -1,4 +1,4 @@
-"""States that lie on a disk between steps, and the buffers in host memory that they pass through."""
+"""States that lie on a disk between steps, and their buffers in host memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Holds(enum.Enum):
-    """What the bytes in a buffer are.
+    """The meaning of a buffer's bytes.
 
-    NOTHING: they don't count. READ: they are on the disk as well, or on their way from there. DIRTY: they are nowhere else, but
-    for a slot. WRITTEN: they are on their way to the disk, or there.
+    NOTHING: none. READ: they are on the disk as well, or on their way from there. DIRTY: they are nowhere else, but for a slot.
+    WRITTEN: they are on their way to the disk, or there.
     """
 
     NOTHING = enum.auto()
@@ -44,16 +44,15 @@ class Buffer:
     def __init__(self, room: Span) -> None:
         self.room = room
         self.part: Piece | None = None
-        """Whose bytes come to it. None if it is free."""
+        """None if the buffer is free."""
         self.holds = Holds.NOTHING
         self.copy: DiskCopy | None = None
-        """What its bytes are on the disk, or become there."""
+        """The chunk on the disk that its bytes are, or become."""
         self.number = 0
-        """Which write they came in: the first ones are over first."""
+        """The number of its write: lower ones end first."""
 
     @property
     def span(self) -> Span:
-        """The bytes that go to the disk, and come from there."""
         assert self.copy is not None
         return self.room.part(0, self.copy.num_bytes)
 
@@ -62,15 +61,16 @@ class DiskRing:
     """A few buffers, each for one part at a time.
 
     [Note: a part's turn] A part has a buffer from before it is read until its bytes are known to be on the disk again. In
-    between it goes to its slot, is stepped, and comes back to the same buffer: so nothing that was stepped lacks a place to go
-    to. Buffers are given out in the order of the step, so the part whose turn it is has one, or waits for a write of one that
-    came before.
+    between it goes to its slot, is stepped, and comes back to the same buffer: so no stepped part lacks a place to go to.
+    Buffers are given out in the order of the step, so the part whose turn it is has one, or waits for the write of an earlier
+    part.
 
     A write goes on in the background. If it fails, the bytes stay in the buffer, and are written again at the next step, or
-    when somebody needs the buffer. Where that fails as well, the step is broken off, and nothing is lost.
+    when somebody needs the buffer. If that fails as well, the step is broken off, and nothing is lost.
 
-    A part on its way to its slot keeps its buffer. There are no more slots than buffers, and that of the part whose turn it is
-    has none of the others any more: so one buffer is left for it."""
+    A part on its way to its slot keeps its buffer. There are no more slots than buffers, and the slot of the part whose turn it
+    is has no other part any more: so one buffer is left for it.
+    """
 
     def __init__(self, store: DiskStore, device: Device, host: HostStates) -> None:
         self.store = store
@@ -79,7 +79,6 @@ class DiskRing:
         self._writes = itertools.count()
 
     def add(self, num_buffers: int, num_bytes: int) -> None:
-        """Have so many buffers more, each of so many bytes, rounded up to what is taken for them anyway."""
         rooms = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * num_buffers)
         self.buffers += map(Buffer, rooms)
 
@@ -87,7 +86,6 @@ class DiskRing:
         return next((buffer for buffer in self.buffers if buffer.part is part), None)
 
     def give_free(self, part: Piece) -> Buffer | None:
-        """Have a part have a free buffer. Return it; None if there is none."""
         buffer = next((buffer for buffer in self.buffers if buffer.part is None), None)
         if buffer is not None:
             buffer.holds, buffer.copy = Holds.NOTHING, None
@@ -95,13 +93,12 @@ class DiskRing:
         return buffer
 
     def claim(self, part: Piece) -> Buffer:
-        """Return the buffer of a part: see [Note: a part's turn]."""
         while (buffer := self.find(part) or self.give_free(part)) is None:
             self._free_one()
         return buffer
 
     def _free_one(self) -> None:
-        """Wait for a write, or make it again; or else give up what was read ahead."""
+        """Wait for a write, or make it again; else give up a part that was read ahead."""
         resting = [buffer for buffer in self.buffers if buffer.part is not None and buffer.part.residency is buffer.part.rest]
         written = [buffer for buffer in resting if buffer.holds is Holds.WRITTEN]
         for buffer in sorted(written, key=lambda buffer: buffer.number):
@@ -124,7 +121,6 @@ class DiskRing:
         dirty.part = None
 
     def note_written(self) -> None:
-        """Have buffers be free whose bytes are on the disk."""
         for buffer in self.buffers:
             if buffer.part is not None and buffer.holds is Holds.WRITTEN:
                 assert buffer.copy is not None
@@ -133,11 +129,11 @@ class DiskRing:
                     self.end_write(buffer, None)
 
     def end_write(self, buffer: Buffer, holds: Holds | None) -> None:
-        """Wait for a write. Then the buffer is free, or its bytes are as if they were read."""
+        """Wait for a write. Then the buffer is free, or its bytes count as `holds`."""
         assert buffer.copy is not None
         try:
             self.store.wait(buffer.copy)
-        except DiskError:  # it is written again: what fails then is raised
+        except DiskError:  # it is written again, and then its error is raised
             buffer.holds = Holds.DIRTY
             return
         if holds is None:
@@ -146,7 +142,7 @@ class DiskRing:
             buffer.holds = holds
 
     def read(self, buffer: Buffer, layout: Layout) -> None:
-        """Have the bytes of its part be read to a buffer. Who waits for them is told of errors."""
+        """Begin to read a part to its buffer. The wait for it raises its errors."""
         assert layout.copy is not None
         buffer.copy = layout.copy
         if buffer.room.num_bytes < layout.copy.num_bytes:
@@ -155,7 +151,7 @@ class DiskRing:
         buffer.holds = Holds.READ
 
     def write(self, buffer: Buffer) -> None:
-        """Have the bytes in a buffer be written, once they are there. Who waits for that is told of errors."""
+        """Begin to write a buffer, once its bytes are there. The wait for it raises its errors."""
         assert buffer.part is not None
         assert buffer.copy is not None
         left = buffer.part.left
@@ -163,7 +159,7 @@ class DiskRing:
         buffer.number, buffer.holds = next(self._writes), Holds.WRITTEN
 
     def grow(self, buffer: Buffer, num_bytes: int) -> None:
-        """Give a buffer more room. It waits for the device, whose copies may use it."""
+        """Give a buffer more room. It waits for the device, whose copies may use the buffer."""
         if buffer.copy is not None:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
@@ -176,17 +172,16 @@ class DiskRing:
         self._host.give(smaller)
 
     def forget(self, copies: Sequence[DiskCopy]) -> None:
-        """Let go of what was on the disk."""
         for copy in copies:
             if not self.store.has(copy):
                 continue
-            self.store.remove(copy)  # which waits for what is under way
+            self.store.remove(copy)  # which waits for the transfers under way
             for buffer in self.buffers:
                 if buffer.copy is copy:
                     buffer.holds, buffer.copy = Holds.NOTHING, None
 
     def release(self, part: Piece) -> None:
-        """Have the buffer of a part be free, unless it has bytes that are not on the disk."""
+        """Free the buffer of a part, unless it has bytes that are not on the disk."""
         buffer = self.find(part)
         if buffer is None or buffer.holds in (Holds.DIRTY, Holds.WRITTEN):
             return
@@ -196,21 +191,20 @@ class DiskRing:
         buffer.part = None
 
     def end_transfer(self, buffer: Buffer) -> None:
-        """Wait until nothing is read to a buffer any more, nor written from it. Its bytes count for nothing then."""
+        """Wait for reads and writes of a buffer, whose bytes then count for nothing."""
         if buffer.copy is not None:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
         buffer.holds = Holds.NOTHING
 
     def give_up_reads(self) -> None:
-        """Have buffers be free that were read ahead, and whose parts nobody came to. None of these is on its way any more."""
+        """Free the buffers that were read ahead in vain. None of their parts is on its way."""
         for buffer in self.buffers:
             if buffer.part is not None:
                 self.release(buffer.part)
 
     def keep_only(self, copies: Collection[DiskCopy]) -> None:
-        """Let go of all else that was on the disk. No part is under way."""
-        self.store.keep_only(copies)  # which waits for what is under way
+        self.store.keep_only(copies)  # which waits for the transfers under way
         for buffer in self.buffers:
             if buffer.copy is not None and buffer.copy not in copies:
                 buffer.holds, buffer.part = Holds.NOTHING, None
@@ -221,21 +215,16 @@ class DiskRing:
                 self.write(buffer)
 
     def end_writes(self) -> None:
-        """Wait for all writes. The bytes of one that fails stay in their buffer."""
         for buffer in self.buffers:
             if buffer.part is not None and buffer.holds is Holds.WRITTEN:
                 self.end_write(buffer, None)
 
 
 class DiskStates:
-    """The states on a disk of one `StateOffload`: a `Place` for those pieces."""
-
     def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
         self._disk, self._device, self._host = disk, device, host
         self._ring: DiskRing | None = None
-        """Made when the first states are to lie on the disk."""
         self._planned: list[int] = []
-        """Bytes of each part that is to have room."""
 
     @property
     def read_bytes(self) -> int:
@@ -251,7 +240,6 @@ class DiskStates:
         return self._ring
 
     def reserve(self, plans: Sequence[StatePiece]) -> None:
-        """Set room aside on the disk and in host memory, beside what is there."""
         sizes = [part.state_bytes for plan in plans if plan.is_on_disk for part in plan.parts]
         if not sizes:
             return
@@ -272,7 +260,7 @@ class DiskStates:
     # A step
 
     def tidy(self, pieces: Sequence[Piece]) -> None:
-        """A step begins: write again what could not be written, and forget what no piece has any more."""
+        """Begin a step: write failed writes again, and forget chunks that no piece has any more."""
         if self._ring is not None:
             self._ring.note_written()
             self._ring.give_up_reads()
@@ -280,7 +268,7 @@ class DiskStates:
             self._ring.write_again()
 
     def read_ahead(self, parts: Sequence[Piece]) -> None:
-        """Have parts be read that come next, as many as there are buffers for. What fails is raised when its turn comes."""
+        """Begin to read parts, as many as have buffers. Errors are raised at the part's turn."""
         ring = self._ring
         if ring is None:
             return
@@ -295,7 +283,7 @@ class DiskStates:
                 ring.read(buffer, part.layout)
 
     def is_here(self, part: Piece) -> bool:
-        """Tell whether a part may go to its slot without anybody waiting for the disk."""
+        """Tell whether a part may go to its slot without a wait for the disk."""
         buffer = self.ring.find(part)
         if buffer is None:
             return False
@@ -304,7 +292,7 @@ class DiskStates:
         return buffer.holds is not Holds.NOTHING and buffer.copy is not None and buffer.copy.is_at_rest
 
     def bring(self, part: Piece) -> None:
-        """Have the bytes of a part, if there are any yet, be in its buffer: waits for the disk."""
+        """Wait until a part's bytes, if there are any yet, are in its buffer."""
         buffer = self.ring.claim(part)
         if buffer.holds is Holds.WRITTEN:
             self.ring.end_write(buffer, Holds.READ)
@@ -324,7 +312,6 @@ class DiskStates:
             self._device.synchronize(part.left)
 
     def span_of(self, part: Piece) -> Span:
-        """Return the host memory that a part goes from and comes back to."""
         buffer = self.ring.find(part)
         assert buffer is not None
         assert part.layout is not None
@@ -334,7 +321,7 @@ class DiskStates:
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on: what they become on the disk is another chunk than before."""
+        """Return where states of a piece are from now on: on the disk, another chunk than before."""
         buffer = self.ring.claim(piece)
         if buffer.room.num_bytes < num_bytes:
             self.ring.grow(buffer, num_bytes)
@@ -343,24 +330,21 @@ class DiskStates:
         return Layout(None, tensors, stand_ins_for(piece, tensors), self.ring.store.add(piece.names, num_bytes))
 
     def note_coming(self, part: Piece) -> None:
-        """A copy of a part is about to be put on the way from its slot to its buffer."""
+        """Note that a copy of a part from its slot to its buffer is about to be issued."""
         buffer = self.ring.claim(part)
         assert part.layout is not None
         buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
-        """Have the bytes in the buffer of a part be written, once they are there."""
         buffer = self.ring.find(part)
         assert buffer is not None
         with label("write states to the disk", part):
             self.ring.write(buffer)
 
     def forget(self, copies: Sequence[DiskCopy], piece: Piece) -> None:
-        """Let go of what a piece was on the disk, where it is that no more."""
         self.ring.forget([copy for copy in copies if copy not in piece.copies])
 
     def release(self, part: Piece) -> None:
-        """Have the buffer of a part be free, unless it has bytes that are not on the disk."""
         self.ring.release(part)
 
     # At rest
@@ -373,7 +357,6 @@ class DiskStates:
         rows: Rows,
         entries: Mapping[Any, Any],
     ) -> None:
-        """Have states be those of a piece, and be written."""
         before = piece.copies
         parts = piece.cut(tensors, num_bytes, rows, entries)
         for part, own_tensors, own_bytes, own_rows in parts:
@@ -421,8 +404,7 @@ class DiskStates:
                 self.release(part)
 
     def _brought(self, part: Piece) -> Span:
-        """Return the bytes of a part. Where no buffer can be had for it, since others can't be written, they are read to memory
-        of their own."""
+        """Return the bytes of a part, in memory of their own if no buffer can be had, since others can't be written."""
         try:
             self.bring(part)
         except DiskError:
@@ -440,7 +422,7 @@ class DiskStates:
         return span
 
     def close(self) -> None:
-        """Give the room on the disk back, whatever is there. The host has waited for all copies."""
+        """Give the room on the disk back. The host has waited for all copies."""
         if self._ring is not None:
             self._ring.buffers.clear()
             with contextlib.suppress(DiskError):  # of bytes that nobody needs any more

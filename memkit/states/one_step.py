@@ -1,4 +1,4 @@
-"""One step of the user's optimizer, made of steps of parts: what they write to groups and attributes is written once."""
+"""One step of the user's optimizer, made of steps of parts, whose writes to groups and attributes are written once."""
 
 from __future__ import annotations
 
@@ -33,20 +33,15 @@ if TYPE_CHECKING:
 
 
 Written = tuple[dict[int, Changes], Changes]
-"""What a part of a step has written: to groups, by their numbers, and to the optimizer's attributes."""
+"""A part's writes: to groups, by their numbers, and to the optimizer's attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the optimizer's step of some parameters is given.
+    """The input of the optimizer's step of some parameters.
 
-    Attributes:
-        shell: what it runs on.
-        attributes: what the shell has ahead of it.
-        cuts: the groups of the shell, by their numbers.
-        before: the same ahead of the step.
-        watched: tensors in them, and how often each was written to: nobody may do so in place.
-        local: how what is made becomes that of shards; None if there are none.
+    `shell` runs the step, with `attributes` and groups (`cuts`, by number; `before` has their former entries). `watched` are
+    tensors in the groups with their versions: nobody may write to them in place. `local` makes shards of the results, if any.
     """
 
     shell: torch.optim.Optimizer
@@ -58,12 +53,8 @@ class Prepared:
 
 
 class OneStep:
-    """A step under way. Each part of it begins with the groups as they were before the step.
-
-    Args:
-        copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale, betas), since the
-            originals may be written to while the device, or the host, is yet to step.
-    """
+    """A step under way; each part of it begins with the groups as they were. With `copies` it uses copies of tensors in groups
+    and attributes (a learning rate, betas): the originals may be written to before the device, or the host, steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
@@ -71,25 +62,21 @@ class OneStep:
         self._own: list[Group] = [*optimizer.param_groups]
         """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
         self._groups: list[Group] = [*self._own]
-        """What they had ahead of the step."""
         self._attributes: dict[str, Any] = {}
-        if copies:  # it goes on with what groups and attributes have now, whatever is set meanwhile
+        if copies:  # it goes on with the present groups and attributes, even if they are set meanwhile
             self._groups = [{**group, **_copied(group)} for group in self._groups]
             self._attributes = _with_copies(vars(optimizer))
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
-        """Which tensors are in a group, by its number."""
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
         self._is_over = False
-        """Whether what it writes to groups of which nothing was due was written."""
+        """Whether the step's writes to groups without due parameters are written."""
         self._noted: list[_Noted] = []
-        """What groups had when the backward stepped the first parameter."""
         self.awaited: set[int] = set()
-        """Groups of which something is yet to be stepped when the user's `step()` returns."""
+        """Groups with parameters still to be stepped when the user's `step()` returns."""
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
-        """Return what is given to the optimizer's step, to step some parameters."""
         has_shards = False
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
@@ -119,7 +106,6 @@ class OneStep:
         return Prepared(shell, dict(vars(shell)), cuts, before, watched, local)
 
     def step(self, prepared: Prepared) -> Written:
-        """Step some parameters. Return what that has written to groups and attributes."""
         self._step(prepared.shell)
         of_optimizer = changes_of_shell(prepared.attributes, prepared.shell)
         self._check(self._of_optimizer, of_optimizer)
@@ -147,12 +133,11 @@ class OneStep:
         )
 
     def leave(self, written: Written) -> list[partial[None]]:
-        """Return what notes, once called, that a part was stepped, and what that has written."""
+        """Return functions that note a stepped part's writes."""
         of_groups, of_optimizer = written
         return [partial(self._of_groups.update, of_groups), partial(setattr, self, "_of_optimizer", of_optimizer)]
 
     def write_changes(self) -> None:
-        """All parts are done: write what they have written to the groups and the attributes of the user's optimizer."""
         for number, changes in self._of_groups.items():
             if changes:
                 self._now(self._own[number]).update(changes)
@@ -168,8 +153,7 @@ class OneStep:
         return next((group for group in groups if [*map(id, group["params"])] == members), own)
 
     def write_of_others(self, hollow: torch.optim.Optimizer) -> None:
-        """Write what a step has written to groups of which nothing was due, in a shell without parameters. Calling it again
-        does nothing."""
+        """Write a step's writes to groups without due parameters, made in a hollow shell. Calling it again does nothing."""
         if self._is_over:
             return
         due = [*map(self._own.__getitem__, (*self._of_groups, *self.awaited))]
@@ -182,14 +166,14 @@ class OneStep:
         self._is_over = True
 
     def note_options(self) -> None:
-        """The backward has begun to step: parameters, learning rates and other entries of groups stay until it is over."""
+        """Note the groups when the backward begins to step: their entries must stay until it is over."""
         self._noted = _options_of(self._optimizer)
 
     def forget_options(self) -> None:
         self._noted = []
 
     def check_options(self) -> None:
-        """Raise if an entry of a group was set since, and forget what was noted. Other groups may have come."""
+        """Raise if an entry of a group was set since, and forget the noted ones. Other groups may have come."""
         if not self._noted:
             return
         now = _options_of(self._optimizer) + [_Noted({}, [], [])] * len(self._noted)  # a group that has gone has none
@@ -203,7 +187,7 @@ class OneStep:
             )
 
     def write_all(self) -> None:
-        """The step ends without the optimizer's own: write to groups what both write there."""
+        """End the step without the optimizer's own: write all writes to groups."""
         self.write_changes()
         hollow = hollow_shell(self._optimizer)
         self._step(hollow)
@@ -211,14 +195,12 @@ class OneStep:
 
 
 def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's own attributes, as they are now."""
     torchs = ("param_groups", "state", "defaults")
     own = {name: value for name, value in attributes.items() if name not in torchs and not name.endswith("_hooks")}
     return {**own, **_copied(own)}
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the tensors among some entries, and of tuples that have such, as of betas."""
     return {name: _copy_of(value) for name, value in entries.items() if isinstance(value, Tensor | tuple)}
 
 
@@ -229,7 +211,7 @@ def _copy_of(value: Any) -> Any:
 
 
 def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of a step if there is one. Return the arguments with one that knows what it has returned."""
+    """Run the closure of a step if there is one. Return the arguments with one that returns the known result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return tuple(args), kwargs
@@ -242,14 +224,13 @@ def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What a group had: its entries, how often each tensor among these was written to, and its parameters."""
+    """A group's entries, the versions of tensors among these, and its parameters."""
 
     entries: dict[str, Any]
     versions: list[tuple[str, int]]
     members: list[Tensor]
 
     def changed_in(self, now: _Noted) -> str | None:
-        """Return the name of an entry that is another one by now; None if there is none."""
         names = [*changes_of_group(self.entries, now.entries)]
         names += [name for name, _ in {*now.versions} - {*self.versions}]
         names += ["params"] * ([*map(id, self.members)] != [*map(id, now.members)])

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 class ForwardOverlap:
     """Runs steps on a stream of their own.
 
-    Gradients are let go by the step: whoever zeroed them would do so while they are still being read. They are held here until
-    the stream whose memory they are in has waited for the step, and so is whatever else a step reads.
+    The step lets gradients go: zeroing them would come while they are still being read. They, and all other tensors that a step
+    reads, are held here until their memory's stream has waited for the step.
 
-    Pieces are stepped in the order in which the forward before has come to them: a model that has a head waits for that at
-    once, since it might read what is in it.
+    Pieces are stepped in the order in which the forward before has come to them: a model with a head waits for the head at
+    once, since it might read its parameters.
 
-    [Note: all at once] Those stepped on the device are all given out before `step()` returns, though the host launches no
-    forward until then. Given out by the hooks of the forward, a piece would be stepped under what is on around that: autocast,
-    inference mode, a transform of `torch.func`, a graph that is captured. It would need its gradient back in `grad`, where that
-    of another backward may be by then, and draw its random numbers between the forward's. What a class counts in its groups
-    would be written over what a scheduler has set since, and a failure would be raised when nobody can step again. Worst, the
-    link would have nothing to do for as long as the loop does anything else between the step and the forward. A thread beside
-    the forward has most of these in common, and the lanes, the slots and each gradient would be two threads' at once.
+    [Note: all at once] All steps on the device are issued before `step()` returns, though the host launches no forward until
+    then. Issued by the hooks of the forward, a piece would be stepped under the forward's modes: autocast, inference mode, a
+    transform of `torch.func`, a graph that is captured. It would need its gradient back in `grad`, where another backward's may
+    be by then, and draw its random numbers between the forward's. A class's counts in its groups would overwrite what a
+    scheduler has set since, and a failure would be raised when nobody can step again. Worst, the link would idle for as long as
+    the loop does anything else between the step and the forward. A thread beside the forward has most of these problems too,
+    and would share the lanes, the slots and each gradient with it.
 
     Args:
         in_order: whether pieces have to be stepped in the order of the optimizer's groups.
@@ -45,27 +45,22 @@ class ForwardOverlap:
         self._optimizer = optimizer
         self._device = device
         self._leaving: dict[Piece, None] = {}
-        """Pieces that are stepped on the host, and are yet to come back."""
         self._stream = device.new_stream("step")
         self._pending: dict[int, Piece] = {}
-        """Those whose step no other stream has waited for yet, by the id of each parameter."""
+        """Pieces whose step no other stream has waited for yet, by the id of each parameter."""
         self._stepped: dict[Piece, Event] = {}
         self._read: dict[Piece, list[Tensor]] = {}
-        """What steps read that are not noted as given to the stream yet."""
         self._held: dict[Piece, list[Tensor]] = {}
         self._in_order = in_order
         self._places: dict[Piece, int] = {}
-        """Which piece the forward before has come to when."""
         self._met: dict[Piece, int] = {}
-        """The same of the forward that goes on."""
         self._own: Stream | None = None
         """The stream that has begun the step: gradients are in its memory, and it waits for every piece."""
         self._run: OneStep | None = None
-        """What the step reads beside."""
         self._stepping: Stepping | None = None
 
     def __del__(self) -> None:
-        """Dropped with its optimizer: nobody has what was stepped on the host come back any more."""
+        """Warn if dropped with its optimizer: steps on the host no longer come back."""
         if self._leaving and not sys.is_finalizing():
             names = next(iter(self._leaving)).names
             more = f" and {len(self._leaving) - 1} more pieces" if len(self._leaving) > 1 else ""
@@ -75,7 +70,7 @@ class ForwardOverlap:
             )
 
     def run(self, stepping: Stepping, pieces: Sequence[Piece], run: OneStep) -> None:
-        """Step pieces, behind what the current stream has been given so far."""
+        """Step pieces, behind the current stream's work so far."""
         self.join()
         if not self._in_order:
             self._places, self._met = {**self._places, **self._met}, {}
@@ -102,7 +97,6 @@ class ForwardOverlap:
                 record.parameter.grad = None
 
     def _forget(self) -> None:
-        """What was under way was put right, by the host."""
         self._leaving.clear()
         self._stepped.clear()
         self._pending.clear()
@@ -128,7 +122,6 @@ class ForwardOverlap:
         self._note_written(piece)
 
     def _note_written(self, piece: Piece) -> None:
-        """The parameters of a piece are written to by what the stream has been given so far."""
         device = self._device
         if device.takes_notes:
             for record in piece.due:
@@ -155,11 +148,8 @@ class ForwardOverlap:
             raise
 
     def before_forward(self, module: nn.Module, _: object) -> None:
-        """A module's forward begins: let the current stream wait for the parameters that it may read itself.
-
-        That are its own, and those of modules in it that have no others in them: `nn.MultiheadAttention` reads those of its
-        last projection without calling it.
-        """
+        """Let the current stream wait for the parameters that a module's forward may read itself: its own, and those of modules
+        in it that have no others in them, since `nn.MultiheadAttention` reads its last projection's without calling it."""
         if not self._pending:
             return
         if self._leaving:
@@ -171,7 +161,7 @@ class ForwardOverlap:
                     self._await(torch_private.parameters_of(child))
 
     def _join_those_over(self) -> None:
-        """Have parameters be on their way back whose step on the host is over: nobody waits for them yet."""
+        """Begin the copies back of pieces whose step on the host is over; nobody waits for them yet."""
         assert self._stepping is not None
         over = list(itertools.takewhile(self._stepping.is_over, self._leaving))
         if over:
@@ -187,7 +177,7 @@ class ForwardOverlap:
                 self._device.note_read(parameter.untyped_storage())
 
     def _is_own(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter is stepped here: of another optimizer's, that one's hook is still to wait for the step."""
+        """Tell whether this optimizer has a parameter: another optimizer's hook is still to wait for its step."""
         return any(own is parameter for group in self._optimizer.param_groups for own in group["params"])
 
     def _await_piece(self, piece: Piece) -> None:
@@ -205,7 +195,6 @@ class ForwardOverlap:
             self._run = None
 
     def join(self) -> None:
-        """Let the current stream wait for all that is stepped."""
         if self._leaving:
             self._join(list(self._leaving))
         for piece in list(self._stepped):

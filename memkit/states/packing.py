@@ -1,4 +1,4 @@
-"""Offsets of states packed side by side: plain tensors, and those that wrap others, as 8-bit states do."""
+"""States packed side by side: plain tensors, and tensors that wrap others, as 8-bit states do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from memkit.plan import aligned
 from memkit.transfer.host_memory import Span
 
 MASTER = "master"
-"""The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
+"""The key in `optimizer.state[parameter]` of a parameter's float32 copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """Layout of one plain tensor in its piece: offset in bytes, size, stride and dtype."""
+    """Layout of one plain tensor in its piece; `offset` is in bytes."""
 
     name: str
     offset: int
@@ -46,15 +46,14 @@ class PackedTensor:
         yield self.offset
 
     def is_at(self, tensor: Any, address: int) -> bool:
-        """Tell whether a tensor that was put where its piece begins, at an address, still has these bytes: others may have been
-        set as its `data`."""
+        """Tell whether a tensor still has these bytes of its piece, which begins at `address`: its `data` may have been set."""
         return bool(tensor.data_ptr() == address + self.offset)
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         return tensor_over(storage, self.dtype, offset=self.offset // self.dtype.itemsize, size=self.size, stride=self.stride)
 
     def on_host(self, span: Span) -> Tensor:
-        """Return the tensor in host memory, as one with a storage of its own: what is saved of it is no more than that."""
+        """Return the tensor in host memory, over a storage of its own, so that saving it writes no more than its bytes."""
         assert span.whole is not None
         storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
@@ -84,7 +83,6 @@ class PackedWrapper:
             yield from packed.offsets()
 
     def is_at(self, tensor: Any, address: int) -> bool:
-        """Tell whether a tensor that was put where its piece begins, at an address, still has these bytes."""
         for packed in self.inner:
             inner = getattr(tensor, packed.name, None)
             if not isinstance(inner, Tensor):
@@ -100,7 +98,6 @@ class PackedWrapper:
         return self._made({packed.name: packed.over(storage) for packed in self.inner})
 
     def on_host(self, span: Span) -> Tensor:
-        """Return the tensor in host memory, each of its parts with a storage of its own."""
         return self._made({packed.name: packed.on_host(span) for packed in self.inner})
 
     def _made(self, inner: Mapping[str, Tensor]) -> Tensor:
@@ -112,8 +109,7 @@ Packed = PackedTensor | PackedWrapper
 
 
 class OnDisk:
-    """What `optimizer.state` has in the place of a state that lies on a disk. It is no tensor: whatever is done with it, but to
-    look at it, raises an error that says what to do instead."""
+    """Stands in `optimizer.state` for a state on a disk. Any use but its repr raises an error that says what to do."""
 
     __slots__ = ("_name", "_owner", "_parameter")
 
@@ -121,7 +117,6 @@ class OnDisk:
         self._name, self._parameter, self._owner = name, parameter, weakref.ref(owner)
 
     def is_of(self, owner: object, name: object) -> bool:
-        """Tell whether it stands for this state of its owner's."""
         return self._owner() is owner and self._name == name
 
     def __getattr__(self, attribute: str) -> NoReturn:
@@ -141,12 +136,11 @@ _READ = (
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a state is a count, or another one without dimensions."""
+    """Tell whether a state has no dimensions, as a count of steps."""
     return not isinstance(value, OnDisk) and (not isinstance(value, Tensor) or not value.dim())
 
 
 def is_number_on_host(value: object) -> bool:
-    """Tell whether a state is a plain tensor of the host's without dimensions."""
     return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
 
 
@@ -165,10 +159,7 @@ def are_same_number(one: Any, other: Any) -> bool:
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
-    """Return layouts of the states of some parameters, packed side by side, and their bytes in all.
-
-    The float32 copies of all parameters come first, so that they can be copied alone, in one copy.
-    """
+    """Return layouts of states side by side, and their bytes in all. Float32 copies come first, for one copy of all."""
     states, offset = list(states), 0
     rows: list[list[Packed]] = [[] for _ in states]
     for has_copies in (True, False):
@@ -200,7 +191,6 @@ def _inside(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
 
 
 def local_packed(packed: Packed) -> Packed:
-    """Return the layout of a shard's local tensor; of any other state, its own."""
     if isinstance(packed, PackedWrapper) and packed.kind.__name__ == "DTensor":
         return replace(packed.inner[0], name=packed.name)
     return packed
@@ -211,13 +201,12 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def copy_state(target: Tensor, source: Tensor) -> None:
-    """Copy a state to one that is packed like it."""
     for mine, other in zip(parts_of(target), parts_of(source), strict=True):
         mine.copy_(other)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to others of the same sizes and precisions: plain ones in one call."""
+    """Copy tensors to others of the same sizes and precisions, plain ones in one call."""
     if len(targets) > 1 and {*map(type, sources)} <= {*PLAIN_TYPES}:
         torch_private.foreach_copy(targets, sources)
         return
@@ -226,7 +215,6 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
-    """Return a copy of a state on a device, which shares nothing with it and lies as it does."""
     if not torch_private.is_wrapper(source):
         made = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=torch_device)
         return made.copy_(source.detach())
@@ -237,16 +225,12 @@ def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
 
 
 def storage_of_part(host: Tensor) -> torch.UntypedStorage:
-    """Return a storage of just the bytes of a part of host memory, which it holds.
-
-    By a capsule: without one, pinned memory would say that it is a GPU's.
-    """
+    """Return a storage over host memory, which it holds. By a DLPack capsule: else pinned memory claims to be a GPU's."""
     return torch.utils.dlpack.from_dlpack(host.__dlpack__()).untyped_storage()
 
 
 def may_leave(tensor: object) -> bool:
-    """Tell whether a state can be packed: a plain, dense tensor with dimensions, or one that wraps such. What has none is a
-    number, and stays."""
+    """Tell whether a state can be packed: a dense tensor with dimensions, plain or wrapping plain ones."""
     if not isinstance(tensor, Tensor) or tensor.dim() == 0:
         return False
     if type(tensor) in PLAIN_TYPES:
@@ -270,10 +254,8 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Copy those elements of a parameter to its float32 copy that the copy, rounded, is not equal to: somebody wrote to them.
-
-    All elements are compared bit by bit, since a write through `.data` changes no version counter. Nothing here makes the host
-    wait for a device."""
+    """Copy the elements of a parameter that differ from its rounded float32 copy to that copy: somebody wrote to them. All are
+    compared bit by bit: a write through `.data` changes no version. The host waits for no device."""
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()

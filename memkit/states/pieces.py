@@ -1,4 +1,4 @@
-"""`Piece`: parameters whose states are copied and stepped together, where these are, and what is known of each parameter."""
+"""`Piece`: parameters whose states are copied and stepped together, where these are, and a record of each parameter."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from memkit.transfer.host_memory import Span
 
 
 class StateRecord:
-    """What is known of one parameter."""
-
     __slots__ = (
         "__weakref__",
         "done",
@@ -49,24 +47,22 @@ class StateRecord:
         self.is_shard = is_dtensor(parameter)
         """Whether it is a `DTensor`, whose local tensor is stepped: see `memkit.states.shards`."""
         self.index = 0
-        """Its position in its piece."""
         self.group = self.position = -1
         """The number of its group, and its position there; -1 once the optimizer does not have it any more."""
         self.undo: Tensor | None = None
-        """A copy of the parameter from before the step, while it is stepped."""
         self.numbers: list[tuple[Tensor, Tensor]] = []
         """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
-        """The gradient that it was stepped with last, and the version of that: see `mark_of`."""
+        """The gradient of its last step, with its version: see `mark_of`."""
         self.spoiled: tuple[weakref.ref[Tensor], int] | None = None
-        """A gradient that a step has written to that was undone, as a fused one does to unscale it."""
+        """A gradient written to by a step that was undone, as a fused step unscales it."""
 
     def is_due(self) -> bool:
         grad = self.parameter.grad
         return grad is not None and self.group >= 0 and type(grad) is not ConsumedGradient
 
     def is_done(self) -> bool:
-        """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
+        """Tell whether a broken-off step has stepped it with its present gradient."""
         grad = self.parameter.grad
         if self.done is None or grad is None:
             return False
@@ -75,7 +71,7 @@ class StateRecord:
 
 
 def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
-    """Return a weak reference to the gradient of a parameter, and its version; None if there is no gradient."""
+    """Return a weak reference to a parameter's gradient, and its version; None without a gradient."""
     grad = record.parameter.grad
     if grad is None:
         return None
@@ -83,27 +79,24 @@ def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to. A `DTensor` and its local tensor count apart: the sum of both."""
+    """Return a tensor's version. A `DTensor` and its local tensor count apart: the sum of both."""
     version = torch_private.version_of(tensor)
     return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version
 
 
 class ConsumedGradient(GradientStandIn):
-    """The stand-in of `StateOffload`: see `GradientStandIn`."""
-
     error = StateOffloadError
     advice = 'With when="backward" gradients cannot be clipped, scaled or read. Use when="step"'
 
 
 def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
-    """Have parameters that were stepped have no gradient, rather than its stand-in."""
     for record in records:
         if type(record.parameter.grad) is ConsumedGradient:
             record.parameter.grad = None
 
 
 def refuse_another(record: StateRecord) -> NoReturn:
-    """Raise since a parameter was stepped within the backward, and gets another gradient of the same step."""
+    """Raise: a parameter stepped within the backward gets another gradient of the same step."""
     raise StateOffloadError(
         f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
         "accumulate, put `with states.accumulate():` around all backwards but the last one; after one whose gradients you have "
@@ -112,7 +105,6 @@ def refuse_another(record: StateRecord) -> NoReturn:
 
 
 Rows = Sequence[Mapping[str, Tensor]]
-"""The states of a piece, record by record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +113,9 @@ class Layout:
 
     Attributes:
         span: the host memory, of just their bytes; None if they are on a disk.
-        tensors: how they lie in it.
-        host: the tensors there, by name, which is what `optimizer.state` has; if they are on a disk, `OnDisk` for each.
-        copy: what they are on the disk; None in host memory, and for a parameter whose windows are there one by one.
+        tensors: their layout in it.
+        host: the entries of `optimizer.state`: the tensors there, by name; on a disk, `OnDisk` for each.
+        copy: their chunk on the disk; None in host memory, and for a parameter whose windows are there one by one.
     """
 
     span: Span | None
@@ -132,7 +124,7 @@ class Layout:
     copy: DiskCopy | None = None
 
     def is_in_place(self, index: int) -> bool:
-        """Tell whether the states of a record in host memory have their bytes there yet: `data` may have been set."""
+        """Tell whether a record's states in host memory still have their bytes there: their `data` may have been set."""
         if self.span is None or self.span.whole is None:
             return True
         host, address = self.host[index], self.span.whole.data_ptr()
@@ -146,7 +138,7 @@ class Layout:
         return True
 
     def masters(self) -> Span | None:
-        """Return the host memory of all float32 copies, which lie ahead of all else; None if there are none."""
+        """Return the host memory of all float32 copies, which lie first; None if there are none."""
         found = [one for row in self.tensors for one in map(local_packed, row) if one.name == MASTER]
         ends = [one.offset + aligned(one.num_bytes) for one in found if isinstance(one, PackedTensor)]
         if not ends or self.span is None:
@@ -167,11 +159,10 @@ class Place(Protocol):
 
 
 class Piece:
-    """Parameters whose states are copied and stepped together. `CutPiece` and `Window` in `memkit.states.windows` are the
-    others."""
+    """Parameters whose states are copied and stepped together. See also `memkit.states.windows`."""
 
     is_stepped = False
-    """Whether a step has stepped it that has not stepped all of `whole` yet."""
+    """Whether a step has stepped it, and not all of `whole` yet."""
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
@@ -181,15 +172,13 @@ class Piece:
         self._is_cut = False
         """Whether the step under way, or the last one, steps it window by window."""
         self.slot = plan.slot
-        """The number of the slot that it uses on the device; -1 if it needs none."""
+        """The number of its slot on the device; -1 if it needs none."""
         self.residency = self.rest
         self.room: Span | None = None
-        """Host memory that was reserved for it before there were states."""
         self.layout: Layout | None = None
         self.left: Event | None = None
-        """Reached when the last copy to host memory is done, or the last one from there: until then nobody may write to it."""
+        """Reached when the last copy from or to host memory is done: until then nobody may write there."""
         self.views: list[dict[str, Tensor]] = []
-        """The states of each record in the slot."""
         self.stand_ins: list[nn.Parameter | None] = []
         """For each record, the float32 copy in the slot that is stepped instead of the parameter, as a parameter; or None."""
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
@@ -197,17 +186,13 @@ class Piece:
         self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
-        """The records with a gradient, which the step under way steps."""
         self._versions: list[int] = []
-        """How often their gradients were written to when that began."""
         self.lost: str | None = None
-        """Why it can't be stepped or saved any more: a step has left it, or its states, half written. Loading ends that."""
+        """Why it can't be stepped or saved any more: a step left it, or its states, half written. Loading ends that."""
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
-        """Parameters with their new entries, which are still to be put into `optimizer.state`."""
 
     @property
     def rest(self) -> Residency:
-        """Where the states are between steps."""
         if self.plan.is_on_disk:
             return Residency.DISK
         return Residency.DEVICE if self.plan.is_resident else Residency.HOST
@@ -231,8 +216,7 @@ class Piece:
         self._bound = storage, layout
 
     def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
-        """Return the first bytes of a slot, as many as a span has, split like the pieces of the span. They are kept for the
-        next step if the span is the piece's own."""
+        """Return a slot's first bytes, split like the pieces of a span; kept for later steps if that is the piece's own."""
         known = self._cut_bytes
         if known is not None and known[0] is storage and known[1] is span:
             return known[2]
@@ -244,11 +228,10 @@ class Piece:
         return found
 
     def staying(self, record: StateRecord, entries: Mapping[Any, Any]) -> list[Tensor]:
-        """Return those states of a parameter, given its entries in `optimizer.state`, that stay where they are: they are not
-        copied."""
+        """Return a parameter's states that are not copied, given its entries in `optimizer.state`."""
         if self.plan.is_resident:
             return [value for value in entries.values() if isinstance(value, Tensor)]
-        # those that were put there are known: to ask what a tensor that wraps others is made of takes the host long
+        # the piece's own are known: `may_leave` of a tensor that wraps others takes the host long
         host = self.layout.host[record.index] if self.layout is not None else {}
         others = [value for name, value in entries.items() if value is not host.get(name)]
         return [value for value in others if isinstance(value, Tensor) and not may_leave(value)]
@@ -260,7 +243,7 @@ class Piece:
 
     @property
     def stored(self) -> Sequence[Piece]:
-        """The units that have a place on the disk each: its windows, or the piece itself."""
+        """The units with a place on the disk each: its windows, or the piece itself."""
         return (self,)
 
     @property
@@ -274,8 +257,7 @@ class Piece:
 
     @property
     def alternatives(self) -> Sequence[Piece]:
-        """The other units that its elements may be stepped in: its windows, or the piece it is a window of. What was kept for
-        these from an earlier step is out of date."""
+        """The other units that may step its elements, whose data from earlier steps is out of date: its windows, or `whole`."""
         return () if self.whole is self else (self.whole,)
 
     @property
@@ -289,14 +271,10 @@ class Piece:
 
     @property
     def is_half_way(self) -> bool:
-        """Whether a step was broken off between its windows, so that some are stepped and others are not."""
         return any(part.is_stepped for part in self.parts)
 
     def spoiled_by(self, optimizer: torch.optim.Optimizer) -> list[StateRecord]:
-        """Return which are due and have a gradient that the step under way may have written to, or none any more.
-
-        A fused step, which unscales gradients in place, does so without a version that tells.
-        """
+        """Return the due records whose gradient the step may have written to or dropped. Fused unscaling changes no version."""
         unscales = getattr(optimizer, "grad_scale", None) is not None and self.plan.update is Update.DEVICE
         found = []
         for record, version in zip(self.due, self._versions, strict=True):
@@ -306,17 +284,16 @@ class Piece:
         return found
 
     def forget_loss(self) -> None:
-        """Go on with states that were loaded."""
         self.lost = None
 
     def forget_step(self) -> None:
-        """Forget which windows a step that was broken off has stepped."""
+        """Forget which windows a broken-off step has stepped."""
 
     def await_turn(self) -> None:
         """Raise if an earlier window of the same parameter was not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
-        """Begin a step of the parameters in `due`. Nothing was copied yet."""
+        """Begin a step of the due parameters. Nothing was copied yet."""
         if self.lost is not None:
             raise StateOffloadError(self.lost)
         versions = []
@@ -347,11 +324,8 @@ class Piece:
                 )
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the tensors that a step on a stream of its own reads, and whose memory belongs to other streams, gradients
-        first.
-
-        Whoever runs the step holds them until it is done: if the optimizer replaces one, its memory would go back to its stream
-        while the step has yet to read it. Parameters in storages with an owner (slots) are not among them.
+        """Return the tensors that a step on another stream reads, gradients first, but for parameters in slots.
+        The caller holds them until the step is done: if one is replaced, its stream would reuse its memory before it is read.
         """
         gradients = [record.parameter.grad for record in self.records if record.parameter.grad is not None]
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
@@ -363,13 +337,13 @@ class Piece:
         return gradients + found
 
     def let_gradients_go(self) -> None:
-        """Drop references to gradients, once they were read."""
+        """Drop references to gradients that were read."""
 
     def leave_parameters(self) -> None:
-        """Drop views of the storages that the parameters are in now, which will be used for others."""
+        """Drop views of the parameters' present storages, which will be used for others."""
 
     def put_parameters(self) -> None:
-        """Copy what the optimizer has made of stand-ins to the user's parameters, if it has put it elsewhere."""
+        """Copy stand-ins that the optimizer has put elsewhere to the user's parameters."""
 
     def states_in(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
         return optimizer.state
@@ -379,11 +353,11 @@ class Piece:
         return True
 
     def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
-        """Return the layout of states in a place from now on, with the same offsets as in the slot; None if there are none."""
+        """Return the layout of states in a place, with the same offsets as in the slot; None if there are none."""
         return place.layout_of(self, tensors, num_bytes) if num_bytes else None
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
-        """Tell whether its units on the disk are those that it would be stepped in."""
+        """Tell whether its units on the disk are those of its steps."""
         return True
 
     def cut(
@@ -403,16 +377,15 @@ class Piece:
             row.update({name: moved_state(value, torch.device("cpu")) for name, value in values.items()})
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
-        """Return functions that note that the parameters in `due` were stepped, and where their states are. They are called at
-        once."""
+        """Return functions, to be called at once, that note the step of the due parameters and the states' layout."""
         marks = [partial(setattr, record, "done", mark_of(record)) for record in self.due]
         return marks if self.plan.is_resident else [*marks, partial(setattr, self, "layout", layout)]
 
     def new_entries(
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
     ) -> list[tuple[Tensor, dict[Any, Any]]]:
-        """Return new entries for `optimizer.state`, by parameter: what a step has made, with tensors in host memory. If the
-        layout has changed, the parameters that were not stepped are among them."""
+        """Return new entries for `optimizer.state`, by parameter, with tensors in host memory; those of all parameters if the
+        layout changed."""
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:
@@ -436,12 +409,11 @@ class Piece:
         self.entered = []
 
     def let_go(self) -> None:
-        """Drop all references to a slot."""
         self.views, self.stand_ins, self._bound, self._cut_bytes = [], [], None, None
 
 
 def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
-    """Return a parameter over a float32 copy, with the Python attributes of the parameter that it stands for."""
+    """Return a float32 copy as a parameter, with the Python attributes of its original."""
     stand_in = nn.Parameter(master, requires_grad=record.parameter.requires_grad)
     follow_attributes(stand_in, record.parameter)
     return stand_in
@@ -452,6 +424,5 @@ def follow_attributes(stand_in: Tensor, parameter: Tensor) -> None:
 
 
 def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[dict[str, Any], ...]:
-    """Return the `OnDisk` objects that `optimizer.state` has for states on a disk, by name for each record."""
     rows = zip(piece.records, tensors, strict=True)
     return tuple({tensor.name: OnDisk(tensor.name, record.name, record) for tensor in row} for record, row in rows)

@@ -1,11 +1,11 @@
 """Stepping shards in host memory within the backward: each layer's, in a thread, once its reduced gradients are there.
 
-FSDP2 with `CPUOffloadPolicy` has parameters, gradients and states in host memory. Nothing moves here, and nothing is copied.
+FSDP2 with `CPUOffloadPolicy` has parameters, gradients and states in host memory: nothing is moved or copied here.
 
-[Note: who reads shards] A layer is gathered, computed with, reduced, and only then are its gradients copied to the host. So
-behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again. Where it is,
-by prefetch in another order, the copy waits for the step (`before_read`); it is refused where it would be computed with. What
-was copied to the device and not gathered is waited for by the thread (`ReducedLayer.last_read`).
+[Note: who reads shards] FSDP2 copies a layer's gradients to the host only after the layer was gathered, computed with and
+reduced. So behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again.
+The copy for a second gather, by prefetch in another order, waits for the step (`before_read`); computing with it is refused.
+The thread waits for shards that were copied to the device and not gathered (`ReducedLayer.last_read`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ if TYPE_CHECKING:
 
 
 class _Batch:
-    """Shards of one layer whose gradients have come together."""
-
     def __init__(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
         self.layer, self.records, self.run, self.landing = layer, records, run, landing
         self.last_read = layer.last_read
         self.error: BaseException | None = None
-        """Why it was not stepped."""
 
 
 class ShardThread:
@@ -55,18 +52,17 @@ class ShardThread:
         self._device = device
         self._thread: OwnThreads | None = None
         self._batches: list[_Batch] = []
-        """What the thread was given and nobody has waited for."""
+        """Sent to the thread, and not waited for yet."""
         self._failed: list[_Batch] = []
-        """What was not stepped, and of which nobody has heard."""
+        """Not stepped, and not reported yet."""
         self._lost: dict[StateRecord, str] = {}
-        """Which may be stepped in part, and what to say of them."""
+        """Shards that may be stepped in part, with their error messages."""
         self.met: dict[StateRecord, None] = {}
-        """Which were stepped since the optimizer's last step."""
         self.step_s = 0.0
-        """What steps have taken, without what these have waited for gradients."""
+        """Seconds of steps, without their waits for gradients."""
 
     def begin(self) -> None:
-        """Have the thread be there. Within a backward, where a system may refuse one, other ranks would wait for this one."""
+        """Start the thread. If the system refused one only within a backward, other ranks would wait for this rank."""
         thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
@@ -77,7 +73,6 @@ class ShardThread:
         return not (self.met or self._batches)
 
     def has(self, layer: ReducedLayer) -> bool:
-        """Tell whether the thread may be stepping shards of a layer."""
         return any(batch.layer is layer for batch in self._batches)
 
     def send(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
@@ -95,7 +90,6 @@ class ShardThread:
         self._batches.clear()
 
     def raise_failed(self) -> None:
-        """Raise if a step has failed of which nobody has heard."""
         failed = list(self._failed)
         self._failed.clear()
         if not failed:
@@ -110,7 +104,6 @@ class ShardThread:
         ) from error
 
     def refuse_lost(self, records: Iterable[StateRecord]) -> None:
-        """Raise if any of some parameters may be stepped in part."""
         for record in records:
             if record in self._lost:
                 raise StateOffloadError(self._lost[record])
@@ -175,13 +168,11 @@ def _names(batches: Iterable[_Batch]) -> str:
 
 
 def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:
-    """Return how often parameters and their states were written to."""
     tensors = [value for entries in known.values() for value in (entries or {}).values() if isinstance(value, Tensor)]
     return [version_of(tensor) for tensor in (*known, *tensors)]
 
 
 def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
-    """Tell whether states are the tensors that they were, written to in place, so that nothing is to be entered."""
     if entries is None or entries.keys() != made.keys():
         return False
     return all(value is made[name] for name, value in entries.items())
@@ -196,18 +187,14 @@ class ShardSteps:
         self._device = device
         self._layers: dict[ReducedLayer, list[StateRecord]] = {}
         self._known: list[list[int]] = []
-        """The ids of the parameters in each group when they were looked at last."""
         self._thread = ShardThread(optimizer, device)
         self._marks: list[tuple[Any, int] | None] = []
-        """Which gradients the layer had that is being reduced."""
+        """The gradients that a layer had before its reduction."""
         self._again: StateRecord | None = None
-        """What was stepped, and has got another gradient, which is dropped."""
+        """A stepped shard that has got another gradient, which is dropped."""
         self._end: backwards.BackwardEnd | None = None
-        """That of the outermost backward: a checkpoint may run others inside of it."""
         self._ends = set[backwards.BackwardEnd]()
-        """Those that are yet to come."""
         self._in_backward: set[int] = set()
-        """The ids of the layers that this backward has had stepped."""
         self._unfinished: OneStep | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._num_accumulating = 0
@@ -218,7 +205,7 @@ class ShardSteps:
         return self._thread.step_s
 
     def watch(self, hooks: HookSet) -> None:
-        """Have shards be stepped when their gradients were reduced. The optimizer was tried out."""
+        """Step shards once their gradients are reduced. The optimizer was tried out."""
         optimizer = self._optimizer
         self._thread.begin()
         self._follow_groups(is_tried_out=True)
@@ -231,7 +218,6 @@ class ShardSteps:
         hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _follow_groups(self, *, is_tried_out: bool = False) -> None:
-        """Take note of parameters that came to the optimizer or left it."""
         groups = self._optimizer.param_groups
         known = [[*map(id, group["params"])] for group in groups]
         if known == self._known:
@@ -306,14 +292,12 @@ class ShardSteps:
 
     @property
     def _is_over(self) -> bool:
-        """Whether no backward is going on that has gathered or reduced a layer."""
         return self._end is None or self._end.is_over
 
     def _end_backward(self, has_failed: bool) -> None:
-        """Wait for the thread, and raise its errors where all ranks have come through the backward: behind what FSDP2 may yet
-        reduce."""
+        """Wait for the thread. Its errors are raised behind FSDP2's last reductions, where all ranks have come."""
         self._thread.wait()
-        if has_failed:  # whoever asks for the next step is told
+        if has_failed:  # the next step raises it
             self._again = None
         else:
             backwards.on_end(weakly(self._raise_failed), among=self._ends)
@@ -327,7 +311,7 @@ class ShardSteps:
                 refuse_another(again)
 
     def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> tuple[OneStep, bool]:
-        """Have the thread step shards of a layer. Return the step of the optimizer, and whether it begins with that."""
+        """Have the thread step shards of a layer. Return the optimizer's step, and whether it begins with these."""
         run, is_first = self._unfinished, self._thread.is_idle
         if run is None or is_first:
             self._follow_groups()
@@ -340,12 +324,12 @@ class ShardSteps:
     # The optimizer's step
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step what is left behind what other hooks do ahead of a step."""
+        """Step the rest behind other hooks ahead of a step."""
         if optimizer is self._optimizer:
             put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Step what the backward has not. What torch steps then has no parameters."""
+        """Step the rest. The class's own step that follows has no parameters."""
         if optimizer is not self._optimizer:
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self._device)
@@ -374,7 +358,7 @@ class ShardSteps:
         return (self._hollow, *args[1:]), kwargs
 
     def _put_in_order(self) -> None:
-        """Have `optimizer.state` be in the order of the parameters, as without memkit, and not in that of the backward."""
+        """Put `optimizer.state` in the order of the parameters, as without memkit, and not of the backward."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"] if parameter in state]
         if not all(map(operator.is_, parameters, state)):
@@ -388,7 +372,6 @@ class ShardSteps:
             self._unfinished = self._hollow = None
 
     def join(self) -> None:
-        """Wait for what the thread steps."""
         self._wait()
         self._thread.raise_failed()
 
@@ -419,7 +402,7 @@ class ShardSteps:
         self._unfinished = None
 
     def close(self) -> None:
-        """Have the optimizer step by itself. What was stepped has no gradient."""
+        """Let the optimizer step by itself. Stepped parameters have no gradient."""
         try:
             self.join()
         except StateOffloadError as error:

@@ -1,7 +1,5 @@
-"""Parameters that are shards (`DTensor`): their local tensors are stepped, and `optimizer.state` has shards.
-
-Only for elementwise optimizers: stepping the local tensor on each rank is then the same as stepping the shard.
-"""
+"""Parameters that are shards (`DTensor`): their local tensors are stepped, and `optimizer.state` has shards. Only for
+elementwise optimizers, where a step of each rank's local tensor is the same as a step of the shard."""
 
 from __future__ import annotations
 
@@ -53,12 +51,10 @@ def note_written(parameter: Tensor) -> None:
 
 
 def are_one(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors (of shards: the local ones) begin at the same address."""
     return local_of(one).data_ptr() == local_of(other).data_ptr()
 
 
 def lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are `DTensor`s with the same mesh and placements."""
     if not is_dtensor(one) or not is_dtensor(other):
         return False
     first: Any = one
@@ -67,17 +63,14 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class LocalStep:
-    """The local tensors and states that a step of shards is given; afterwards, its results as shards."""
+    """The local tensors and states for a step of shards; afterwards, its results as shards."""
 
     def __init__(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> None:
         self._rows = list(zip(records, keys, strict=True))
         self._state = state
         self.keys: list[Tensor] = []
-        """What is stepped."""
         self.state: StateDict = defaultdict(dict)
-        """Their states, which the step reads and writes."""
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
-        """Local tensors, each with its shard, by their ids."""
         for record, key in self._rows:
             own = _stand_in(key) if is_dtensor(key) else key
             self.keys.append(own)
@@ -101,7 +94,6 @@ class LocalStep:
         return found
 
     def finish(self) -> None:
-        """Put the states that the step has made into the mapping that was given, as shards."""
         for (record, key), own in zip(self._rows, self.keys, strict=True):
             made = self.state.get(own)
             if made is None:
@@ -138,6 +130,5 @@ def _stand_in(key: Tensor) -> nn.Parameter:
 
 
 def described(tensor: Any) -> str:
-    """Return the class of a tensor and its placements, for errors."""
     split = f" with placements {tuple(tensor.placements)}" if is_dtensor(tensor) else ""
     return f"{type(tensor).__name__}{split}"

@@ -52,7 +52,7 @@ from memkit.transfer.lanes import lanes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateStats:
-    """What a `StateOffload` has moved since it was made, and what it takes now."""
+    """The bytes that a `StateOffload` has moved since it was made, and its present memory."""
 
     num_pieces: int
     """Pieces that the states are in."""
@@ -73,7 +73,7 @@ class StateStats:
     d2h_bytes: int
     """Bytes that were copied to the host."""
     host_step_s: float = 0.0
-    """Seconds that steps on the host have taken, without what these have waited for gradients."""
+    """Seconds of steps on the host, without their waits for gradients."""
     disk_bytes: int = 0
     """Bytes of states that lie on the disk, as planned."""
     disk_read_bytes: int = 0
@@ -124,16 +124,16 @@ class StateOffload(NotCopied, EnteredOnce):
         master: `torch.float32` has float32 copies of parameters of lower precision stepped in their place, with the gradient
             as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
         when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
-            complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
+            complete, and the gradient is then let go; `optimizer.step()` steps the rest, and ends the step. Gradients can't be
             clipped or scaled, and are accumulated within `accumulate()`. The optimizer of a `LayerOffload(train="fused")` needs
             it: then weights, gradients and states all stream, and each backward is a step. Shards in host memory, by
             `memkit.shard(offload_policy=CPUOffloadPolicy())`, are stepped there beside the backward, and nothing moves.
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
-            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
+            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Any other reader of
             parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
-        disk: where states lie that don't stay on the device, and pass through a few buffers in host memory: all, or with
-            `host_budget` those that host memory has no room for. Only with `update="device"`, and without `overlap_forward`.
-        device: where the parameters are; by default what they say.
+        disk: holds the states that don't stay on the device, or with `host_budget` those that host memory has no room for; they
+            pass through a few buffers in host memory. Only with `update="device"`, and without `overlap_forward`.
+        device: where the parameters are; by default their own device.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -249,8 +249,7 @@ class StateOffload(NotCopied, EnteredOnce):
     # Steps
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the pieces be stepped behind what other hooks do ahead of a step, such as clipping. Where nothing has left the
-        device so far, look whether something is to leave now."""
+        """Run this step's hook behind other hooks, such as clipping. If nothing has left the device so far, plan again."""
         if optimizer is not self.optimizer:
             return
         if not self._is_open and not self._members.are_as_many():
@@ -264,7 +263,7 @@ class StateOffload(NotCopied, EnteredOnce):
             put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Step all pieces. What torch steps then has no parameters."""
+        """Step all pieces. The class's own step that follows has no parameters."""
         if optimizer is not self.optimizer:
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self.device)
@@ -302,7 +301,7 @@ class StateOffload(NotCopied, EnteredOnce):
             self._stepping.unfinished = None
 
     def _settle(self, *, is_loading: bool = False) -> None:
-        """Put right what a step has left that was broken off, or not waited for. Nothing is on its way then."""
+        """Put right a step that was broken off, or not waited for. Nothing is on its way then."""
         try:
             self._join()
         except StateOffloadError as error:
@@ -321,24 +320,24 @@ class StateOffload(NotCopied, EnteredOnce):
             self._in_backward.drop_ahead()
 
     def wait(self) -> None:
-        """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""
+        """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states."""
         if not self._is_closed:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until what was stepped is in host memory: whoever reads it there finds it."""
+        """Wait until stepped states are in host memory, for readers there."""
         self._join()
         if self._slots is not None:
             self._slots.wait()
 
     def _join(self) -> None:
-        """Let the current stream wait for what is stepped beside it, and the host for what is stepped there."""
+        """Let the current stream wait for steps beside it, and the host for steps on the host."""
         for beside in (self._overlap, self._in_backward, self._on_shards):
             if beside is not None:
                 beside.join()
 
     def _follow_groups(self) -> None:
-        """Take note of parameters that came to the optimizer or left it."""
+        """Follow parameters that came to the optimizer or left it."""
         members = self._members
         if not members.have_changed():
             return
@@ -366,7 +365,7 @@ class StateOffload(NotCopied, EnteredOnce):
         self.plan = replace(self.plan, pieces=(*self.plan.pieces, *plan.pieces), slot_bytes=self._slots.sizes)
 
     def _open(self, pieces: list[Piece]) -> None:
-        """Set host memory aside for pieces, and move the states there that there are."""
+        """Set host memory aside for pieces, and move existing states there."""
         if self._disk is not None:
             self._disk.reserve([piece.plan for piece in pieces])
         self._host.reserve([piece for piece in pieces if not piece.plan.is_resident and not piece.plan.is_on_disk])
@@ -431,7 +430,7 @@ class StateOffload(NotCopied, EnteredOnce):
     # What there is
 
     def stats(self) -> StateStats:
-        """Return what was moved so far, and what is taken now."""
+        """Return the bytes moved so far, and the present memory."""
         plan, slots, disk, shards = self.plan, self._slots, self._disk, self._on_shards
         num_steps, host_step_s = self._stepping.num_steps if self._is_open else 0, 0.0 if slots is None else slots.host_step_s
         if shards is not None:

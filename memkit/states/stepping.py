@@ -1,4 +1,4 @@
-"""One step of an optimizer, piece by piece: what is fetched when, and what becomes of a step that is broken off."""
+"""One step of an optimizer, piece by piece: the order of fetches, and recovery of a broken-off step."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ from memkit.states.trial import are_in_states, generators_of, states_of
 
 
 class Stepping:
-    """Steps all pieces in which something is due."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, on_device: DeviceSteps, on_host: HostSteps) -> None:
         self._optimizer = optimizer
         self._device = device
         self._on_device = on_device
         self._on_host = on_host
         self.unfinished: OneStep | None = None
-        """A step that has begun, and of which torch has not said yet that it is over: it may have been broken off."""
+        """A step that has begun and that torch has not ended yet: it may have been broken off."""
         self.num_steps = 0
         self.is_broken = False
-        """Whether pieces may be half way."""
         self._has_drawn = False
-        """Whether a step has drawn random numbers that was taken for one that doesn't."""
+        """Whether a step has drawn random numbers though the trial's drew none."""
         self._untold: StateOffloadError | None = None
-        """A step on the host that has failed, whose gradient is gone, and of which an interrupt kept everybody from hearing."""
+        """A failed step on the host whose gradient is gone, and that an interrupt kept from being raised."""
 
     def run(
         self,
@@ -44,16 +41,13 @@ class Stepping:
         note_stepped: Callable[[Piece], object] = lambda _: None,
         note_left: Callable[[Piece], object] | None = None,
     ) -> None:
-        """Step pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
+        """Step due pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
 
         Args:
-            pieces: in which something is due.
-            run: the step.
             in_order: whether parameters are stepped in the order of the pieces: where somebody waits for the first, or steps
-                draw random numbers. Else what stays on the device comes between what moves.
+                draw random numbers. Else pieces that stay on the device come between those that move.
             note_stepped: called behind each piece that was stepped on the device.
-            note_left: called behind each piece whose gradients are on their way to be stepped on the host. Where it is given,
-                nobody waits for these: see `join`.
+            note_left: called behind each piece whose gradients are on their way to the host; if given, `join` waits for these.
         """
         untold, self._untold = self._untold, None
         if untold is not None:
@@ -88,11 +82,10 @@ class Stepping:
         self.is_broken = False
 
     def forget_failure(self) -> None:
-        """Go on with states that were loaded."""
         self.unfinished = self._untold = None
 
     def _note_drawn(self) -> None:
-        """A step that was taken for one that draws nothing has drawn, or another thread has: keep to the groups' order."""
+        """Keep to the groups' order from now on: a step, or another thread, has drawn random numbers, and the trial none."""
         self._has_drawn = True
         warn_user(
             f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at "
@@ -109,11 +102,10 @@ class Stepping:
                 note_left(part.whole)
 
     def is_over(self, piece: Piece) -> bool:
-        """Tell whether nobody has to wait for the step of a piece on the host any more."""
         return all(map(self._on_host.is_over, piece.parts))
 
     def join(self, pieces: Sequence[Piece], *, beside: Sequence[Piece] = ()) -> None:
-        """Wait for the steps of pieces on the host, and have the parameters come back."""
+        """Wait for the steps of pieces on the host, and begin the copies of their parameters back."""
         self.is_broken, under_way = True, list(dict.fromkeys((*pieces, *beside)))
         try:
             for piece in pieces:
@@ -162,7 +154,7 @@ class Stepping:
 
     @staticmethod
     def _begin(side: DeviceSteps | HostSteps, pieces: Sequence[Piece], num_begun: int) -> int:
-        """Have pieces be on their way for which there is a slot. Return how many are, or were."""
+        """Fetch pieces as far as slots are free. Return how many pieces are, or were, on their way."""
         while num_begun < len(pieces) and side.is_free_for(pieces[num_begun]):
             side.begin(pieces[num_begun])
             num_begun += 1
@@ -178,7 +170,7 @@ class Stepping:
         )
 
     def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
-        """Have every piece be as before its step, or as after it. One that is stepped in part is lost."""
+        """Leave every piece as before its step or as after it. A piece that is stepped in part is lost."""
         self.is_broken = True
         self._settle(pieces)
         for piece in pieces:
@@ -195,7 +187,6 @@ class Stepping:
         self.is_broken = False
 
     def _settle(self, pieces: Sequence[Piece]) -> None:
-        """Have nothing be under way, and every part be as before its step, or as after it."""
         self._on_host.settle()
         self._device.synchronize()
         failed: list[tuple[Piece, Exception]] = []
@@ -225,11 +216,10 @@ class Stepping:
             ) from why
 
     def _go_on(self, piece: Piece, *, is_torn: bool) -> None:
-        """Step the rest of a piece that is stepped in part."""
-        # a gradient that a step has written to, or unscaled as a fused kernel does, is not the one to step the rest with
+        # a gradient that a step has written to, or unscaled as a fused kernel does, must not step the rest
         rest, run, error = [part for part in piece.parts if not part.is_stepped], self.unfinished, None
         try:
-            has_own = not piece.spoiled_by(self._optimizer) and not _has_let_go(rest)  # as of what was sent to the host
+            has_own = not piece.spoiled_by(self._optimizer) and not _has_let_go(rest)  # as with gradients sent to the host
             if run is not None and not is_torn and has_own:
                 self._run(rest, run)
                 self._device.synchronize()
@@ -244,7 +234,6 @@ class Stepping:
 
 
 def _has_let_go(parts: Sequence[Piece]) -> bool:
-    """Tell whether a gradient is gone that parts were to be stepped with."""
     gradients = [record.parameter.grad for part in parts for record in part.due]
     return any(gradient is None or type(gradient) is ConsumedGradient for gradient in gradients)
 

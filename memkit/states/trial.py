@@ -1,7 +1,5 @@
-"""Small steps of an optimizer's class, which find out whether parameters, and windows of them, can be stepped apart.
-
-No list of classes decides that: a step of two small tensors per group, made whole, is compared with one of each by itself.
-"""
+"""Small steps of an optimizer's class, which find out whether parameters, and windows of them, can be stepped apart: no list of
+classes tells. A step of two small tensors per group, made whole, is compared with one of each by itself."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 @contextmanager
 def _seeding(torch_device: torch.device) -> Iterator[Callable[[int], bool]]:
-    """Within it, yield a function that seeds all generators, and tells whether random numbers were drawn since it did so."""
+    """Yield a function that seeds all generators, and tells whether random numbers were drawn since its last call."""
     generators = generators_of(torch_device)
     before, seeded = states_of(generators), list[Tensor]()
 
@@ -73,7 +71,6 @@ def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor
 
 
 def has_generators(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer has a generator of its own, of torch's, Python's or NumPy's, in an attribute or a group."""
     own = [value for entries in (vars(optimizer), *optimizer.param_groups) for value in entries.values()]
     return any(isinstance(value, torch.Generator | random.Random) or _is_numpys(value) for value in own)
 
@@ -90,7 +87,6 @@ _LARGEST_SIDE = 24
 
 
 def refuse_by_kind(optimizer: object) -> None:
-    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
@@ -113,7 +109,6 @@ def refuse_by_kind(optimizer: object) -> None:
 def try_out(
     optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
-    """Return the states that an optimizer keeps for each parameter, by its id, and whether its steps draw random numbers."""
     groups = groups_to_try(optimizer)
     if not groups:
         return {}, False
@@ -170,7 +165,6 @@ def makes_states_in_steps(
 
 
 def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return some of an optimizer's groups, with parameters of each precision that it has."""
     seen = set[torch.dtype]()
     new: list[Group] = []
     others: list[Group] = []
@@ -236,7 +230,7 @@ class Trial:
         self.attributes.update(changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-        """Return what stands for the largest parameter of a group."""
+        """Return small stand-ins for the largest parameter of a group."""
         size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
         return [values_of(size, dtype, generator) for _ in range(2)]
 
@@ -253,18 +247,16 @@ class Trial:
         return shell
 
     def step_none(self) -> None:
-        """Step no parameter, as behind a step that was made in pieces."""
         step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
-        """Step all at once."""
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
         self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
-        """Step each parameter by itself. Return what two of them have written differently."""
+        """Step each parameter by itself. Return the name of an entry that two of them have written differently."""
         self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
@@ -308,7 +300,7 @@ class Trial:
         return self.differs_in_groups(other)
 
     def differs_in_groups(self, other: Trial) -> str | None:
-        """Return what another one has of other value in its groups, or in attributes."""
+        """Return the entry or attribute in which another trial differs."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
             for name in changes_of_group(group, others_group):
                 return f'entry of its groups ("{name}")'
@@ -324,8 +316,7 @@ def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
 
 
 def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
-    """Return what a small parameter begins with where the parameter that it is like has this state: its elements from the
-    start on, again and again."""
+    """Return the initial state of a small parameter: elements of its original's state from `start` on, repeated."""
     if not isinstance(value, Tensor) or value.size() != parameter.size():
         return value.clone() if isinstance(value, Tensor) else value
     if not value.numel():  # of a shard that is empty here
@@ -359,10 +350,8 @@ _NUM_CUT_STEPS = 6
 def find_elementwise(
     optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
-    """Return of each of some groups whether its parameters can be stepped in windows, bit for bit as whole.
-
-    Of many groups, some are tried: the others can be if all of these can.
-    """
+    """Tell for each group whether its parameters can be stepped in windows, bit for bit as whole. Of many groups some are
+    tried: the others can if all of these can."""
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_CUT_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
 
@@ -395,10 +384,10 @@ def _is_elementwise(
                 seed(step)
                 whole.step_all(leaves_out=False)
                 if seed(step):
-                    return False  # random numbers of windows are others than those of the whole
+                    return False  # windows draw other random numbers than the whole
                 if cut.step_each(leaves_out=False) is not None or not cut.is_like(whole):
                     return False
-    except Exception:  # such as that of a class that steps matrices alone
+    except Exception:  # such as of a class that steps matrices alone
         return False
     return True
 
@@ -463,7 +452,7 @@ def _size_like(parameter: Tensor) -> list[int]:
 
 
 def _is_made_of(value: Tensor, parts: Sequence[Tensor], parameter: Tensor) -> bool:
-    """Tell whether a state has an element for each of the parameter's, in the same order, and those of windows are the same."""
+    """Tell whether a state has an element for each of the parameter's, in order, and the windows' states are the same."""
     if torch_private.is_wrapper(value) or value.size() != parameter.size() or not value.is_contiguous():
         return False
     if not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):

@@ -33,7 +33,6 @@ from memkit.transfer.disk import DiskCopy
 
 
 def lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:
-    """Tell whether the elements of states lie in memory as those of their parameter."""
     size, stride = parameter.size(), parameter.stride()
     return all(isinstance(one, PackedTensor) and (one.size, one.stride) == (size, stride) for one in map(local_packed, tensors))
 
@@ -51,11 +50,8 @@ def tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTen
 
 
 def part_of(layout: Layout, elements: slice) -> Layout:
-    """Return the layout of a window's states within that of all states, each of which has as many elements as the parameter.
-
-    In a slot the states of a window are one behind the other. In host memory each is a range of the whole state, so that a copy
-    has as many ranges as there are states.
-    """
+    """Return the layout of a window's states within the whole states, each of which has as many elements as the parameter. In a
+    slot they are one behind the other; in host memory a copy has a range for each state."""
     span = layout.span
     assert span is not None
     assert span.whole is not None
@@ -70,9 +66,7 @@ def part_of(layout: Layout, elements: slice) -> Layout:
 
 
 class Window(Piece):
-    """Neighboring elements of a large parameter, as a piece of its own within a step.
-
-    Its record has what stands for the parameter: a parameter over these elements, with such a part of the gradient."""
+    """Neighboring elements of a large parameter, as a piece of its own within a step, with the same part of the gradient."""
 
     def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
         self._whole = whole
@@ -114,8 +108,7 @@ class Window(Piece):
         return self.records[0].parameter
 
     def own(self, name: Any, value: Any) -> Any:
-        """Return its own copy of a state without dimensions (a count of steps): each window steps its own, and all come to the
-        same value. A plain tensor on the host is reused in each step."""
+        """Return its own copy of a state without dimensions (a count), which this window steps; a plain one is reused."""
         known = self._counts.get(name)
         if known is not None and is_number_on_host(value) and known.dtype == value.dtype:
             return known.copy_(value)
@@ -125,7 +118,6 @@ class Window(Piece):
         return made
 
     def follow(self, flat: Tensor) -> None:
-        """Point at the same elements of another tensor, which the parameter is now."""
         self.view = self.parameter.data = flat[self.elements]
 
     def leave(self) -> None:
@@ -162,20 +154,20 @@ class Window(Piece):
 class CutPiece(Piece):
     """A large parameter. Its states are in host memory as those of any other piece; in a step, windows of them move.
 
-    Where a step fails between two windows, the others are stepped at once, or the parameter is lost. Where the parameter or its
-    states lie otherwise than side by side, one by one, it is stepped as a whole, in a slot that grows."""
+    If a step fails between two windows, the others are stepped at once, or the parameter is lost. A parameter whose elements,
+    or its states', do not lie side by side in order is stepped as a whole, in a slot that grows.
+    """
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         super().__init__(plan, records)
         self.windows: list[Window] = []
         self.states: dict[Any, Any] = defaultdict(dict)
-        """The states of each window's parameter: views of those in `optimizer.state`."""
         self.coming: Layout | None = None
-        """The layout that the states have once all windows are stepped."""
+        """The states' layout once all windows are stepped."""
         self.seen: Layout | None = None
         """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
-        """The states without dimensions that the first window of a step came to: those of all others must be equal."""
+        """The first window's states without dimensions in a step: all others' must be equal."""
         self._address = _NOWHERE
 
     @property
@@ -228,7 +220,6 @@ class CutPiece(Piece):
         return is_dense and parameter.numel() == self.plan.numel
 
     def _is_in_windows(self, parameter: Tensor, entries: Mapping[Any, Any]) -> bool:
-        """Tell whether elements of the parameter and of its states lie side by side, in the same order."""
         if not self._may_be_cut(parameter):
             return False
         tensors = self.layout.tensors[0] if self.layout is not None else ()
@@ -288,7 +279,7 @@ class CutPiece(Piece):
             local_of(value).view(-1)[part.elements].copy_(found[0][name])
 
     def _follow(self, parameter: Tensor) -> None:
-        """Point the windows at the parameter as it is now, and at its states."""
+        """Point the windows at the present parameter and its states."""
         flat = parameter.detach().view(-1)
         if not self.windows:
             start = 0
@@ -308,7 +299,7 @@ class CutPiece(Piece):
     def lay_out_window(
         self, window: Window, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int
     ) -> Layout | None:
-        """Return where states of a window are: in host memory among those of the others, on a disk by themselves."""
+        """Return where states of a window are: in host memory among the others', on a disk by themselves."""
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:
             dtypes = {one.name: self._dtype(one, window) for one in row}
@@ -335,7 +326,7 @@ class CutPiece(Piece):
         return packed.dtype
 
     def marks_behind(self, window: Window, optimizer: torch.optim.Optimizer) -> list[partial[None]]:
-        """Return functions that note that a window was stepped, and if it is the last one, the whole parameter."""
+        """Return functions that note the step of a window, and behind the last one of the whole parameter."""
         numbers = {name: value for _, made in window.entered for name, value in made.items() if is_number(value)}
         if window is self.windows[0]:
             self._numbers = numbers
@@ -386,10 +377,8 @@ _NOWHERE = -1
 
 
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
-    """Tell whether the states of a parameter are these tensors, and otherwise only states without dimensions."""
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
 
 
 def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:
-    """Return a piece: one that moves in windows, where that was planned."""
     return CutPiece(plan, records) if len(plan.parts) > 1 else Piece(plan, records)

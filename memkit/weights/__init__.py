@@ -2,8 +2,6 @@
 
 A layer's weights are one *chunk*: packed side by side, copied together. A *slot* is device memory for one chunk at a time.
 
-The feature:
-
 - `layer_offload`: `LayerOffload`
 - `selection`: which modules are layers, and which models are refused
 - `shares`: from `offload_ratio`, `budget`, `num_resident` or a measured step to a `ResidencyPlan`; the training mode
@@ -11,9 +9,9 @@ The feature:
 
 Weights in host memory:
 
-- `chunks`: `LayerChunk`: the streamed parameters of a layer, their layout, and what they point at: a slot, or the host copy
-- `host_copies`: the pinned memory or the disk where host copies lie; tensors that do not stream, to the device and back
-- `from_files`: weights of a model on the meta device, read from safetensors files to where they are kept
+- `chunks`: `LayerChunk`: the streamed parameters of a layer, their layout, and their place: a slot, or the host copy
+- `host_copies`: the pinned memory or the disk of host copies; tensors that do not stream, to the device and back
+- `from_files`: weights of a model on the meta device, read from safetensors files to their places
 
 Streaming:
 

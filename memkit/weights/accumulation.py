@@ -1,18 +1,17 @@
-"""Gradients of streamed parameters while a backward runs: hooks that see them, and when one is complete.
+"""Hooks on the gradients of streamed parameters while a backward runs, and when a gradient is complete. For how a backward ends
+see [Note: interrupts of streaming] in `memkit.weights.streaming`.
 
 [Note: when a gradient is complete] A parameter that is bound to a slot and back changes its device, which makes torch give it a
 new `AccumulateGrad` node each time. A layer that is used twice in one graph then has two nodes, and each brings a part of the
-gradient. The engine would have added the parts before it adds their sum to what `grad` had, and floating-point sums depend on
-that. So a part is held, on the device, until all others have come; if some do not (another graph is alive, a branch has no
+gradient. The engine would have added the parts before it adds their sum to `grad`, and floating-point sums depend on that
+order. So a part is held, on the device, until all others have come; if some do not (another graph is alive, a branch has no
 gradient), until the backward is over.
 
-For how a backward ends see [Note: interrupts of streaming] in `memkit.weights.streaming`.
-
-[Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, and so the
-engine adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
-refused in the former, with the latter under way (see [Note: backwards that have failed and are not over] in
-`memkit.core.backwards`): first all hooks refuse to have anything more added; then a backward within this one, of a tensor on
-the device, has the device's thread come to the end of its node; then the backward is ended as a failed one.
+[Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, so the engine
+adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
+refused in the host's thread, with the device's under way (see [Note: backwards that have failed and are not over] in
+`memkit.core.backwards`): first all hooks refuse further gradients; then a backward within this one, of a tensor on the device,
+has the device's thread come to the end of its node; then the backward is ended as a failed one.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class Accumulation(ABC):
         self._tasks: dict[int, BackwardEnd] = {}
         """The backwards under way, each inside of the one before; also those whose end was interrupted."""
         self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if device.torch_device.type != "cpu" else _never
-        """Whether a gradient comes from the host, where a parameter lies while its layer does not run."""
+        """Tells whether a gradient comes from the host, where a parameter lies while its layer does not run."""
         self._refused_task, self._refusal = _NONE, ""
-        """The last backward in which nothing is added any more, and why."""
+        """The last backward that refuses gradients, and why."""
 
     @abstractmethod
     def watch(self, chunk: LayerChunk) -> None:
@@ -57,7 +56,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def _take_left(self, task: int) -> None:
-        """Hand over what an ended backward has not handed over yet."""
+        """Hand over the rest of an ended backward's gradients."""
 
     @abstractmethod
     def _forget_parts(self, task: int) -> None:
@@ -65,11 +64,11 @@ class Accumulation(ABC):
 
     @abstractmethod
     def _finish(self, has_failed: bool) -> None:
-        """No backward is running any more; called again, with `has_failed`, if an interrupt broke it off."""
+        """End: no backward is running any more. Called again, with `has_failed`, if an interrupt broke it off."""
 
     @abstractmethod
     def _reset(self) -> None:
-        """Drop the gradients of a backward that failed earlier, and for which `_finish` was interrupted."""
+        """Drop the gradients of an earlier failed backward whose `_finish` was interrupted."""
 
     def _ask_each(self, task: int) -> None:  # noqa: B027  # some are asked for each gradient anyway
         """From now on call `_refuse_more` ahead of each gradient of a refused backward."""
@@ -80,11 +79,8 @@ class Accumulation(ABC):
 
     @abstractmethod
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Remove all hooks. No backward may be running. Calling it again finishes a call that was interrupted.
-
-        Returns:
-            Pairs of a storage of host memory that the caller still holds, and a copy of it that outlives the host memory.
-        """
+        """Remove all hooks; no backward may be running. Calling it again finishes an interrupted call. Return storages of host
+        memory that the caller still holds, each with a copy that outlives the host memory."""
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
         """Call `note_recompute` for modules that do not stream, too. Calling it again does nothing."""
@@ -93,16 +89,13 @@ class Accumulation(ABC):
         """A forward begins within a backward: a checkpoint may run another backward inside of this one."""
 
     def note_call(self, chunk: LayerChunk) -> object:
-        """A layer's forward has an output. Return an object that the graph behind the output is to keep alive."""
+        """Return an object for the graph behind a layer's output to keep alive."""
         return None
 
     @abstractmethod
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
-        """A layer's forward is over, and its parameters are still in a slot: note the nodes that it made.
-
-        Args:
-            is_followed: whether the output has a graph, which keeps what `note_call` returned and calls `begin_backward`.
-        """
+        """Note the nodes of a layer's forward, while its parameters are still in a slot; `is_followed`: the output has a graph,
+        which keeps the object from `note_call` and calls `begin_backward`."""
 
     def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
         """A backward reaches an output of a layer."""
@@ -117,7 +110,7 @@ class Accumulation(ABC):
             self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
 
     def _refuse_host(self, streamed: StreamedParameter) -> NoReturn:
-        """End the backward that runs, which has brought a gradient from the host: see [Note: gradients from the host]."""
+        """End the running backward, which has brought a gradient from the host: see [Note: gradients from the host]."""
         task = torch_private.backward_task()
         if task != self._refused_task:
             self._refusal = (
@@ -135,11 +128,8 @@ class Accumulation(ABC):
         raise LayerOffloadError(self._refusal)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
-        """Hand over what is left when a backward has ended.
-
-        Where it has failed, gradients are as the engine leaves them: some parameters have theirs, others not. If this raises,
-        the backward fails with that error, and this is called again.
-        """
+        """Hand over the rest when a backward has ended, unless it failed: then some gradients are missing, as the engine leaves
+        them. If this raises, the backward fails with that error, and this is called again."""
         if task not in self._tasks:
             return
         if not has_failed:
@@ -164,7 +154,6 @@ def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
 
 
 def are_modes_on() -> bool:
-    """Tell whether grad mode is off, or a dispatch mode on."""
     return torch_private.num_dispatch_modes() > 0 or not torch.is_grad_enabled()
 
 
@@ -176,12 +165,12 @@ def refuse_graph(streamed: StreamedParameter) -> NoReturn:
 
 
 def sum_of(one: Tensor, other: Tensor) -> Tensor:
-    """Return the sum of two parts of a gradient, as the engine adds them: torch adds no dense one to a sparse one."""
+    """Return the sum of two parts of a gradient, in the engine's order: torch adds no dense one to a sparse one."""
     return other + one if one.layout is not torch.strided and other.layout is torch.strided else one + other
 
 
 _NONE = -2
 _never = ().__contains__
-"""Says no without a frame of its own."""
+"""Returns False without a frame of its own."""
 TOKEN = "memkit"
-"""Under this key, the metadata of a node has an object that lives as long as it."""
+"""A node's metadata keeps an object alive under this key."""

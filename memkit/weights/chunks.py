@@ -1,4 +1,4 @@
-"""The streamed parameters of a layer: their layout in its chunk, their host copies, and what they point at."""
+"""The streamed parameters of a layer: their layout in its chunk, their host copies, and where they point."""
 
 from __future__ import annotations
 
@@ -40,22 +40,18 @@ HOST = torch.device("cpu")
 
 
 class BoundTensor:
-    """A plain tensor that streams: a parameter, or one of those that a parameter wraps.
-
-    While its layer runs, `tensor.data` lies in a slot; at all other times it is `host_copy`, in host memory.
-    """
+    """A plain tensor, of a streamed parameter: `tensor.data` lies in a slot while its layer runs; else it is `host_copy`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.offset = 0
-        """Where its first element lies in the chunk, in bytes."""
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
         self.host_copy: Tensor = tensor.data
         self.address = 0
-        """Where the host copy was made: elsewhere are the bytes of a storage that was moved in place."""
+        """Of the host copy, as it was made: a storage moved in place has another."""
 
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
-        """Return the tensor as it lies in a storage whose first byte is that of the chunk at `start`."""
+        """Return the tensor in a storage whose first byte is the chunk's at `start`."""
         offset = (self.offset - start) // self.dtype.itemsize
         return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
 
@@ -64,7 +60,6 @@ class BoundTensor:
         return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
 
     def adopt_layout(self, source: Tensor) -> None:
-        """Let the elements of the host copy lie in the order of those of another tensor, if they can."""
         is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
         if is_alone and is_dense(self.size, self.stride) and is_dense(source.size(), source.stride()):
             self.stride = source.stride()
@@ -76,7 +71,6 @@ class BoundTensor:
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
 
     def is_host_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in the host copy's storage as that does."""
         return (
             tensor.dtype == self.dtype
             and bool(tensor.storage_offset() == self.host_copy.storage_offset())
@@ -87,7 +81,7 @@ class BoundTensor:
 
 
 class StreamedParameter:
-    """One parameter that streams: its plain tensors, and the wrappers around them, which say where those are."""
+    """One parameter that streams: its plain tensors, and the wrappers around them, which report a device."""
 
     def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
         self.name = name
@@ -107,14 +101,13 @@ class StreamedParameter:
         self.gradient_stride = self.stride if is_dense(self.size, self.stride) else contiguous
 
     def bind(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
+        """Only to be called in `without_modes()`, as is `unbind`."""
         for part in self.parts:
             part.tensor.data = part.over(storage)
         for wrapper in self.wrappers:
             set_reported_device(wrapper, storage.device)
 
     def unbind(self) -> None:
-        """Let the parameter be the host copy. Only to be called in `without_modes()`."""
         for part in self.parts:
             part.tensor.data = part.host_copy
         for wrapper in self.wrappers:
@@ -140,7 +133,7 @@ class StreamedParameter:
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
 
     def is_unchanged(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter, which a module has now, is the one that streams, and each of its parts is its host copy."""
+        """Tell whether a module's present parameter is the one that streams, with each part in its host copy."""
         tensors = parts_of(parameter)
         if parameter is not self.parameter or len(tensors) != len(self.parts):
             return False
@@ -148,7 +141,6 @@ class StreamedParameter:
         return all(part.tensor is tensor and part.is_host_copy(tensor) for part, tensor in pairs)
 
     def is_of_kind(self, parameter: nn.Parameter) -> bool:
-        """Tell whether another parameter could stream in place of this one: its class, dtypes and sizes, on the CPU."""
         tensors = parts_of(parameter)
         return (
             has_plain_parts(parameter)
@@ -161,25 +153,23 @@ class StreamedParameter:
         )
 
     def current_parameters(self) -> list[nn.Parameter]:
-        """Return the parameter, and what the caller has put in its place since."""
         found = (torch_private.parameters_of(module).get(key) for module, key in self.places)
         now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
         return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
 
     def current_tensors(self) -> list[Tensor]:
-        """Return the plain tensors inside `current_parameters()`, and those it was made of."""
         now = (tensor for parameter in self.current_parameters() for tensor in parts_of(parameter))
         return list({id(tensor): tensor for tensor in (*(part.tensor for part in self.parts), *now)}.values())
 
 
 class Binding:
-    """All parameters of a chunk, as arrays that are made once: a step goes through them without a call for each. Where one is
-    replaced, or its host copy comes to lie another way, `renew` is due."""
+    """All parameters of a chunk, as arrays made once: a step goes through them without a call for each. `renew` is due when one
+    is replaced, or its host copy's layout changes."""
 
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.places: tuple[Geometry, ...] = ()
-        """As long as all tensors lie in the chunk as before, this is the same object."""
+        """The same object for as long as all tensors lie in the chunk as before."""
         self.renew()
 
     def renew(self) -> None:
@@ -202,20 +192,15 @@ class Binding:
         self._addresses = tuple(part.address for part in parts)
         self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
         self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
-        """Each tells in one call that the tensors lie, and require grad, as they did when `check_unchanged` looked at each. It
-        compares autocast and inference mode as well: so there are two."""
+        """Each compares as `check_unchanged`, in one call, but also autocast and inference mode: so there are two."""
         self.is_frozen = False
-        """Whether no tensor required grad when `check_unchanged` has last said yes."""
+        """Whether no tensor required grad when `check_unchanged` last returned True."""
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
         self._sample = next(floating, 0)
 
     def check_unchanged(self, *, in_modules: bool = True) -> bool:
-        """Tell whether the modules have the parameters, and each is its host copy, where that was made; False where one wraps
-        others, which are not looked into.
-
-        Args:
-            in_modules: whether it matters what the modules have. It does not to a backward, which has its forward's parameters.
-        """
+        """Tell whether each parameter is its host copy, where that was made, and with `in_modules` the modules have it (a
+        backward has its forward's parameters); False if one wraps others, which are not looked into."""
         tensors = self.tensors
         if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
             return False
@@ -261,7 +246,6 @@ def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor that was expanded, each once."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -270,7 +254,7 @@ def distinct(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Return a context in which `data` is set as it is meant: no mode sees it, and inference mode does not mark it."""
+    """Return a context for setting `data`: no mode sees it, and inference mode does not mark it."""
     with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -283,25 +267,24 @@ class LayerChunk:
         self.module = module
         self.position = position
         self.span: Span | None = None
-        """The host memory for the host copy. None if that is on a disk."""
+        """The memory of the host copy. None if that is on a disk."""
         self.mapped: memoryview | None = None
         self.is_on_host = False
         """Whether the host copies are in the span, and parameters may be those."""
         self.num_changes = 0
         """How often the host copy was written to without a version counter."""
         self.written: Event | None = None
-        """Behind the last write to the host copy."""
         self.use_order = 0
         """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.residency = Residency.HOST
         self.slot: Slot | None = None
-        """Where the bytes are, or will be, if they are in flight, on the device or dirty."""
+        """The slot of the bytes, now or soon, if they are in flight, on the device or dirty."""
         self.uses = set[object]()
-        """The calls and the backward of the layer for which its parameters lie in a slot, or are about to."""
+        """The layer's calls and backward for which its parameters lie in a slot, or are about to."""
         self._restored: dict[int, torch.UntypedStorage] = {}
-        """While the parameters are restored: storages of the host copy, by key, each with one of the same bytes elsewhere."""
+        """During `restore`: storages of the host copy, by key, each with one of the same bytes elsewhere."""
         self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """Since then: storages of the host copy that the caller holds (a `state_dict`), each with one of the same bytes."""
+        """After it: storages of the host copy that the caller holds (a `state_dict`), each with one of the same bytes."""
         wanted = {id(parameter) for parameter in parameters}
         named: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for prefix, inner in module.named_modules(remove_duplicate=True):
@@ -316,7 +299,6 @@ class LayerChunk:
         groups = list(overlapping([same[0].tensor for same in parts.values()]))
         layout = lay_out([[(low, high) for _, low, high in group] for group in groups])
         self._regions: list[tuple[Region, list[BoundTensor]]] = []
-        """The ranges of bytes that belong together, and the tensors that lie in each."""
         for group, region in zip(groups, layout.regions, strict=True):
             self._regions.append((region, [part for tensor, _, _ in group for part in parts[id(tensor)]]))
             for (tensor, _, _), offset in zip(group, region.offsets, strict=True):
@@ -336,11 +318,8 @@ class LayerChunk:
         self.residency = residency
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Copy the parameters to the host copy, in `span` or on a disk, and point them at it.
-
-        Args:
-            read: reads a parameter (its first argument) into its host copy (its second), in place of a copy.
-        """
+        """Copy the parameters to the host copy, in `span` or on a disk, and point them at it; `read` fills a host copy (its
+        second argument) with a parameter (its first) in place of a copy."""
         memory: Any = self.mapped
         if memory is None:
             assert self.span is not None
@@ -366,7 +345,7 @@ class LayerChunk:
                     streamed.parameter.grad = grad.to(HOST)
 
     def let_go_of_disk(self) -> None:
-        """Hold nothing of a disk any more, once the parameters are restored."""
+        """Drop the mapping of a disk, once the parameters are restored."""
         if self.mapped is not None and not self.is_on_host:
             self.mapped, self.held = None, []
             for part in self._parts():
@@ -375,12 +354,12 @@ class LayerChunk:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the parameters are the host copies, in the span, and it was not begun to restore them."""
+        """Whether the parameters are the host copies, in the span, and restoring them has not begun."""
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
-        """Let the parameters be tensors of their own again, where they were found; see also `held`. Those that the caller has
-        put in the place of others since stay as they are. Calling it again after an interrupt does the rest."""
+        """Make the parameters tensors of their own again, where they were found; see also `held`. The caller's replacements
+        stay. Calling it again after an interrupt does the rest."""
         copied = self._restored
         with without_modes():
             for streamed in self.parameters:
@@ -411,7 +390,7 @@ class LayerChunk:
                     distinct(part.host_copy).copy_(distinct(part.tensor.data))
 
     def state(self) -> tuple[int, ...]:
-        """Return numbers that change with every write to the host copy that can be seen: versions, and `num_changes`."""
+        """Return numbers that change with every visible write to the host copy: versions, and `num_changes`."""
         return (self.num_changes, *self.binding.versions())
 
 
@@ -448,7 +427,6 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
 
 
 def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> None:
-    """Raise if an adopted parameter streams at a second place as well."""
     for other in (item for chunk in chunks for item in chunk.parameters):
         if other is not adopted and other.parameter is adopted.parameter:
             raise LayerOffloadError(
@@ -458,8 +436,8 @@ def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> Non
 
 
 def adopt_data(chunk: LayerChunk) -> None:
-    """Take over data that parameters were given (`parameter.data = other`) while a graph is alive that has used them.
-    Parameters that were put in the place of others are left to the next forward: the graph is one of the others."""
+    """Take over data that parameters were given (`parameter.data = other`) while a graph that has used them is alive. Replaced
+    parameters are left to the next forward."""
     if chunk.binding.check_unchanged():
         return
     for streamed in chunk.parameters:
@@ -471,7 +449,7 @@ def adopt_data(chunk: LayerChunk) -> None:
 
 
 def _is_replaced(streamed: StreamedParameter) -> bool:
-    """Tell whether the caller has put another tensor in the place of a parameter; raise where it is of another kind."""
+    """Tell whether the caller has put another tensor in the place of a parameter; raise if it is of another kind."""
     module, key = streamed.places[0]
     found = torch_private.parameters_of(module).get(key)
     if found is None:
@@ -505,7 +483,6 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
 
 
 def _take_over(streamed: StreamedParameter) -> None:
-    """Write the parameter's data to its host copy, and point it there."""
     for part in streamed.parts:
         if part.is_host_copy(part.tensor):
             continue

@@ -1,4 +1,4 @@
-"""The forwards of a model whose layers stream: what comes before and after those of the model, of a layer, of a part of one."""
+"""Hooks around the forwards of a model whose layers stream, of these layers, and of modules in them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,16 @@ from memkit.weights.streaming import Streamer
 
 
 class InnerHooks(HookSet):
-    """Hooks around the forwards of modules that seldom run by themselves.
-
-    At each step most are only taken off and put back: without a call of a Python function for each, so that no interrupt comes
-    in between. A hook behind a forward is there only from when that has begun.
-    """
+    """Hooks around the forwards of modules that seldom run by themselves. Each step takes most of them off and puts them back,
+    without a Python call for each: no interrupt comes in between. A hook behind a forward is set once that has begun."""
 
     def __init__(self) -> None:
         super().__init__()
         self._dicts: list[OrderedDict[int, Any]] = []
-        """torch's dicts with the hooks ahead of forwards."""
         self._numbers: list[int] = []
         self._aside: list[Any] = []
-        """Those that are set aside, in the same order; None for one that was not there."""
+        """The hooks set aside, in the same order; None for a missing one."""
         self._behind: list[tuple[OrderedDict[int, Any], int, Any]] = []
-        """The hooks behind forwards, each with its place."""
         self._due: list[tuple[OrderedDict[int, Any], int]] = []
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -64,7 +59,7 @@ class InnerHooks(HookSet):
         hooks[number] = hook
 
     def note_end(self, place: int) -> None:
-        """Not to be called where the forward has raised: torch goes through its hooks then. They stay until the layer runs."""
+        """Not to be called if the forward has raised: torch goes through its hooks then. They stay until the layer runs."""
         hooks, number, _ = self._behind[place]
         hooks.pop(number, None)
         self._due = [due for due in self._due if due[1] != number]
@@ -82,7 +77,6 @@ class InnerHooks(HookSet):
             self._due.pop()
 
     def put_back(self) -> None:
-        """Put the hooks back, ahead of all others."""
         if not self._aside:
             return
         if None not in self._aside:
@@ -98,19 +92,14 @@ class InnerHooks(HookSet):
         self._aside.clear()
 
     def remove(self) -> None:
-        """Remove every hook, also those that are set aside."""
         self._aside.clear()
         super().remove()
         self._dicts, self._numbers, self._behind, self._due = [], [], [], []
 
 
 class Forwards(NotCopied):
-    """Has the parameters of each layer lie in a slot while it runs.
-
-    Args:
-        before_pass: called when a forward begins that is no part of another, nor of a backward. It may call `watch` anew.
-        note_adopted: called with parameters that the caller has put in the place of others, and that stream from now on.
-    """
+    """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called when an outermost forward outside
+    of a backward begins, and may call `watch` anew; `note_adopted` with parameters that the caller has put in others' place."""
 
     def __init__(
         self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
@@ -125,7 +114,6 @@ class Forwards(NotCopied):
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
-        """See the forwards of the layers that stream from now on, and of no others."""
         self._hooks.remove()
         self._streamer, self._gradients = streamer, gradients
         if gradients is not None:
@@ -152,7 +140,7 @@ class Forwards(NotCopied):
                 self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
 
     def time_with(self, timing: StepTiming | None, resident: dict[str, nn.Module]) -> None:
-        """Have the layers timed from now on, also the resident ones, which do not stream; or none any more."""
+        """Time the layers from now on, also the resident ones; None: no longer."""
         self._timing_hooks.remove()
         self._timing = timing
         if timing is not None:
@@ -162,7 +150,6 @@ class Forwards(NotCopied):
                 self._timing_hooks.around_forward(module, before=before, after=after)
 
     def close(self) -> None:
-        """See no forwards any more."""
         self._calls.end_interrupted()
         if len(self._calls) or torch_private.backward_task() != -1:
             which = "forward of the model" if len(self._calls) else "backward"
@@ -188,7 +175,7 @@ class Forwards(NotCopied):
             self._begin_pass(None)
 
     def _refuse_thread(self, which: str) -> NoReturn:
-        """Recomputations are let through: the engine has threads of its own."""
+        """Raise. Recomputations never come here: the engine has threads of its own."""
         raise LayerOffloadError(
             f"a forward of {type(self._model).__name__} began in one thread while a {which} in another was going on: the "
             "layers stream through slots that they share. Have one thread at a time run the model (a lock), or give each a "
@@ -203,7 +190,6 @@ class Forwards(NotCopied):
         )
 
     def _begin_pass(self, first: LayerChunk | None) -> None:
-        """A forward begins: begin a pass, unless it is a part of one."""
         if len(self._calls) > 1 or torch_private.backward_task() != -1:
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
@@ -212,7 +198,7 @@ class Forwards(NotCopied):
             refuse_replicated(self._streamer.chunks)
             self._gradients.reset_interrupted()
         if not self._streamer.is_continued_by(first):
-            if first is None:  # what stays on the device may run first, and fail by what all were cast to
+            if first is None:  # modules on the device may run first, and fail by the dtype that all were cast to
                 for chunk in self._streamer.chunks:
                     if not chunk.uses and chunk.binding.may_be_cast():
                         self._adopt(chunk)
@@ -240,7 +226,7 @@ class Forwards(NotCopied):
     # Layers
 
     def _enter(self, layer: _LayerForwards, module: nn.Module, _: Any, depth: int = 2) -> None:
-        """A forward begins that uses the weights of a layer, so many frames above this one."""
+        """Begin a forward that uses the weights of a layer; its frame is `depth` above this one."""
         if aside.is_set:
             return
         chunk, gradients, streamer = layer.chunk, self._gradients, self._streamer
@@ -277,7 +263,7 @@ class Forwards(NotCopied):
             self._timing.note_ready()
         state = slot.state if chunk.residency is not Residency.DIRTY else chunk.state()  # the slot has it as it is now
         call.end = partial(self._end_layer, layer, call, state)
-        if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
+        if module is chunk.module:  # they would do nothing now, and break compiled code in the layer
             layer.inner_hooks.set_aside()
         slot.lend(chunk, use=call)
         if torch.is_grad_enabled():
@@ -309,7 +295,7 @@ class Forwards(NotCopied):
             self._timing.note_ready()
 
     def _before_inner(self, layer: _LayerForwards, place: int, module: nn.Module, given: Any) -> None:
-        """A module in a layer is called, by a checkpoint in the layer's forward or by itself."""
+        """A checkpoint in the layer's forward, or the user, calls a module in a layer."""
         if not self._streamer.is_in_forward(layer.chunk):
             layer.inner_hooks.expect_end(place)
             self._enter(layer, module, given, depth=3)
@@ -327,7 +313,7 @@ class Forwards(NotCopied):
             self._gradients.note_forward(chunk, is_followed=layer.is_followed and call.module is chunk.module)
         if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:
             self._timing.fail()
-        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what the caller may have written to
+        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the caller may have written to the slot
             chunk.write_back()
             self._streamer.invalidate()
         self._streamer.leave(chunk, use=call)

@@ -21,11 +21,10 @@ from memkit.core.tensors import Geometry, storage_key
 from memkit.weights.chunks import copy_into
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-"""What every module has."""
 
 
 def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors without data that modules hold and that are not in the `state_dict` (whose ids are `stored`), such as
+    """Return the tensors without data that modules hold and that are not in the `state_dict` (its ids are `stored`), such as
     buffers that are not persistent, each with one that has data.
 
     A module is made anew on the CPU, from its attributes that are named like its constructor's arguments. That counts only if
@@ -134,7 +133,7 @@ def _is_same(one: object, other: object) -> bool:
         return function is getattr(other, "__func__", None)
     try:
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # what it is compared by is anyone's
+    except Exception:  # a foreign `__eq__` may raise anything
         return False
 
 
@@ -148,7 +147,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""As safetensors calls them. Source: https://github.com/huggingface/safetensors#format."""
+"""By safetensors' names. Source: https://github.com/huggingface/safetensors#format."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000
 _PART_BYTES = 16 * 2**20
@@ -168,12 +167,8 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a safetensors file, or of all those that make up a model, by name. Their bytes are read when asked for.
-
-    Args:
-        path: a file, or a directory with `model.safetensors.index.json` and the files that it names, `model.safetensors`, or
-            just one file of this kind.
-    """
+    """The tensors of a safetensors file, or of a directory with `model.safetensors.index.json` and its files,
+    `model.safetensors`, or just one file of this kind, by name. Their bytes are read when asked for."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
@@ -188,7 +183,7 @@ class Checkpoint:
             raise ValueError(f"weights: '{self.path / _INDEX}' names \"{lost[0]}\", which is in none of its files")
 
     def read(self, name: str, into: Tensor) -> None:
-        """Read a tensor into one in host memory, of its size: with no copy between if that is contiguous and of its dtype."""
+        """Read a tensor into one of its size in host memory, directly if that is contiguous and of its dtype."""
         stored = self.tensors[name]
         is_direct = into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype
         target = into if is_direct else torch.empty(stored.size, dtype=stored.dtype, device="cpu")
@@ -218,7 +213,6 @@ def _read_part(handle: int, stored: StoredTensor, memory: memoryview, at: int) -
 
 
 def _index_in(path: Path) -> dict[str, str] | None:
-    """Return the file of each tensor, if there is an index."""
     file = path / _INDEX
     if not file.is_file():
         return None
@@ -278,17 +272,13 @@ _MOST_NAMED = 5
 
 
 class FileWeights:
-    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`.
-
-    Tensors on torch's "meta" device become tensors of the CPU, and stay the same objects. Their memory is only addresses until
-    they are read.
-    """
+    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`. Tensors
+    on torch's "meta" device become tensors of the CPU, and stay the same objects: only addresses, until they are read."""
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
-        """Tensors that were changed, each with one that has its former insides."""
         self._names: dict[int, str] = {}
-        """By tensor id, the names in the files. Of several names of one tensor the last, as `load_state_dict` goes."""
+        """By tensor id, the names in the files. Of several names of one tensor the last, as in `load_state_dict`."""
         self._meta: list[Tensor] = []
         self._remade: list[tuple[Tensor, Tensor]] = []
         if path is not None:
@@ -309,7 +299,6 @@ class FileWeights:
         self._remade = remade(model, {id(tensor) for tensor in tensors.values()})
 
     def _refuse_others(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Raise where names or sizes in the files are not those of the model."""
         stored = self._checkpoint.tensors
         missing = [name for name, tensor in tensors.items() if id(tensor) not in self._names and tensor.is_meta]
         missing += [name for name, item in model.named_parameters() if item.is_meta and name not in tensors]
@@ -348,7 +337,6 @@ class FileWeights:
         torch.utils.swap_tensors(tensor, other)
 
     def read(self, tensor: Tensor, into: Tensor) -> None:
-        """Read a tensor into a host copy; copy one that the files do not have."""
         name = self._names.get(id(tensor))
         if name is None:
             copy_into(tensor, into)
@@ -356,14 +344,13 @@ class FileWeights:
             self._checkpoint.read(name, into)
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
-        """Read tensors where they are."""
         with torch.no_grad():
             for tensor in tensors:
                 if id(tensor) in self._names:
                     self._checkpoint.read(self._names[id(tensor)], tensor.detach())
 
     def undo(self) -> None:
-        """Let what had no data have none again."""
+        """Take the data from tensors that had none."""
         while self._opened:
             tensor, other = self._opened[-1]
             if not tensor.is_meta:  # an interrupt may have come ahead of the change

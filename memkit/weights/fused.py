@@ -1,8 +1,5 @@
-"""Optimizer steps within the backward (`train="fused"`).
-
-A backward that fails, or is interrupted, leaves some parameters stepped and the others not: each once with its whole gradient,
-or not at all, its weights and its state alike. See [Note: interrupts of streaming] in `memkit.weights.streaming`.
-"""
+"""Optimizer steps within the backward (`train="fused"`). A failed backward leaves each parameter stepped once with its whole
+gradient, or not at all, weights and state alike: see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ _MISSING = object()
 
 
 def _entries_of(group: dict[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Return the entries of an optimizer's group, and how often each was written to."""
     return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
 
 
@@ -50,7 +46,6 @@ def _version(value: object) -> int:
 
 
 def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
-    """Return how many bytes of state an optimizer keeps for some parameters."""
     if not trained:
         return 0
     twins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in trained]
@@ -72,7 +67,7 @@ def state_bytes_of(make: MakeOptimizer, trained: Sequence[Tensor]) -> int:
 
 
 def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Bring an optimizer's states of some parameters to where these are, as `torch.optim.Optimizer.load_state_dict` does."""
+    """Bring an optimizer's states of some parameters to these, as `torch.optim.Optimizer.load_state_dict` does."""
     wanted = set(map(id, parameters))
     for group in optimizer.param_groups:
         for parameter in (item for item in group["params"] if id(item) in wanted):
@@ -87,8 +82,6 @@ _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, 
 
 
 class _Token:
-    """Lives as long as one node that brings gradients, and is called when that is about to bring some."""
-
     task = -1
 
     def __call__(self, _: Any) -> None:
@@ -96,20 +89,16 @@ class _Token:
 
 
 class _Sum:
-    """The parts of one parameter's gradient that have come."""
-
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
         self.hooks = HookSet()
         self.is_watched = False
-        """Whether all hooks are set."""
         self.due = -1
         """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
 
     def is_complete(self, task: int) -> bool:
-        """See [Note: when a gradient is complete]."""
         for token in self.tokens:  # noqa: SIM110  # a generator would be one more frame, for each gradient
             if token.task != task:
                 return False
@@ -117,12 +106,8 @@ class _Sum:
 
 
 class FusedSteps(NotCopied, Accumulation):
-    """Steps parameters inside of the backward: those that stream, and the others as well.
-
-    Args:
-        make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
-            schedulers and `state_dict` work on it. Its state is on the device.
-    """
+    """Steps parameters inside of the backward, streamed or not. `make` is called once, with all trained parameters: the groups
+    hold for every step, so that schedulers and `state_dict` work on the optimizer. Its state is on the device."""
 
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__(device)
@@ -136,23 +121,21 @@ class FusedSteps(NotCopied, Accumulation):
         self.streamer = streamer
         self._layers = {item: chunk for chunk in streamer.chunks for item in chunk.parameters}
         self._waiting: dict[LayerChunk, set[StreamedParameter]] = {}
-        """Layers with parameters that were stepped, and which of them are still to be."""
+        """Layers with stepped parameters, each with those still to be stepped."""
         self._written: list[Event] = []
         """Behind the copies to host copies of the backward that runs."""
         self._consumed: list[nn.Parameter] = []
-        """Parameters whose `grad` is a stand-in: a step has consumed it."""
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         self._stepped: dict[int, nn.Parameter] = {}
-        """By id, the parameters that were stepped since the outermost backward began."""
+        """By id, the parameters stepped since the outermost backward began."""
         self._whole = set[int]()
         """The backwards that have stepped something since the user's own step, and have not failed."""
         self._due: dict[int, nn.Parameter] = {}
         """By id, the parameters whose `grad` holds, or is about to hold, the gradient of their step."""
         self._outermost = 0
         self._group_of: dict[int, int] = {}
-        """The number of each parameter's group."""
         self._alone: dict[int, nn.Parameter] = {}
-        """By id, the parameters that are stepped by hooks of their own."""
+        """By id, the parameters stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
         """Parameters of the groups that do not stream, and do not require grad yet."""
         self._groups: list[dict[str, Any]] | None = None
@@ -203,11 +186,7 @@ class FusedSteps(NotCopied, Accumulation):
                 node.metadata[TOKEN] = token
 
     def _watch_groups(self, *, are_same: bool = False) -> None:
-        """Step parameters that were added to the optimizer's groups since, or have come to require grad.
-
-        Args:
-            are_same: whether it is enough to look at how many parameters they have: to ask for each is slow.
-        """
+        """Step parameters that were added to the groups or now require grad. With `are_same`, only their number is compared."""
         groups = self.optimizer.param_groups
         if not are_same or sum(len(group["params"]) for group in groups) != len(self._group_of):
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
@@ -275,7 +254,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._hooks.around_accumulation(parameter, before=before, after=after, steps=True)
 
     def _before_users_step(self) -> None:
-        """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
+        """Raise after two backwards, which would have been meant as one step; the user's own `step()` does nothing."""
         if self._groups is None:
             self._forget_consumed()
             num_backwards = len(self._whole)
@@ -301,7 +280,7 @@ class FusedSteps(NotCopied, Accumulation):
                 self._hooks.after_forward(module, self._after_forward)
 
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        """A module's forward is over. Dynamo, which compiles it as well, is told that there is nothing to do."""
+        """Follow a module's forward. Dynamo, which compiles this as well, is told that there is nothing to do."""
         if torch.compiler.is_compiling():
             return
         self._watch_groups(are_same=id(module) != self._outermost)
@@ -428,7 +407,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._write_back_waiting()
         if self._beside is not None:
             self._beside.end_backward()
-        for event in self._written:  # who reads a host copy then finds what was written
+        for event in self._written:  # so that host copies are up to date
             self.device.synchronize(event)
         self._written.clear()
         self._say_consumed()
@@ -438,7 +417,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._due.clear()
 
     def _reset(self) -> None:
-        """A backward has failed: have each parameter be stepped whole or not at all."""
+        """Leave each parameter of a failed backward stepped whole or not at all."""
         self._regroup()
         if self._beside is not None:
             self._beside.end_backward()
@@ -456,8 +435,7 @@ class FusedSteps(NotCopied, Accumulation):
         return named.get(id(parameter), "a parameter")
 
     def _step(self, parameter: nn.Parameter) -> Event | None:
-        """Let the optimizer step one parameter: once in a backward, those within it included. Return an event that is reached
-        then; None if it is done on the current stream."""
+        """Let the optimizer step one parameter, once in an outermost backward. Return an event, None on the current stream."""
         if not self._stepped:
             self._watch_groups()
         if id(parameter) not in self._group_of:
@@ -488,7 +466,6 @@ class FusedSteps(NotCopied, Accumulation):
 
     @contextmanager
     def _only(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Return a context in which the optimizer has one group, with one parameter in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
         entries = _entries_of(group)
@@ -509,7 +486,7 @@ class FusedSteps(NotCopied, Accumulation):
                 )
 
     def _regroup(self) -> None:
-        """Give the optimizer its groups back. An interrupt ahead of that leaves it to the end of the backward."""
+        """Give the optimizer its groups back. If an interrupt comes first, the end of the backward does it."""
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None

@@ -1,7 +1,7 @@
 """Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
-taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then. Gradients of a
+taken away, and only behind the backward `grad` becomes their sum, on the host as the parameter itself then. Gradients of a
 layer are sent together.
 
 [Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
@@ -10,14 +10,13 @@ device as usual; and when the layer is closed, all its gradients are taken at on
 runs the nodes of a later forward first, and nodes that accumulate a gradient as soon as they can run. There are exceptions:
 branches, a checkpoint inside of a layer that runs a backward of its own, an output that does not lead to the loss. Then a
 gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
-the layer. What was taken of the layer before is then added to.
+the layer. The gradient is then added to the layer's earlier ones.
 
 Whether a gradient is complete is a question only where several graphs over the layer are alive: it is complete once it has come
 from each of them. A call of the layer whose outputs have a graph counts for as long as that graph is alive; any other call (of
 a module inside of the layer, or with outputs that are not tensors) for as long as each of its nodes. A graph may outlive the
-nodes of all outputs, if the outputs are dropped, or are views and written to, while something that was computed inside leads to
-the loss. So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls
-count.
+nodes of all outputs, if the outputs are dropped, or are views and written to, while a tensor computed inside leads to the loss.
+So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls count.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class GradientBuffer:
         self.span, self.taken = span, taken
         self.storage = self._over_span()
         self._view: Tensor | None = None
-        """What lies here, of which `lend` gives an alias. Nobody is given this one."""
+        """The gradient here, of which `lend` gives an alias. Nobody is given this one."""
 
     def _over_span(self) -> torch.UntypedStorage:
         assert self.span.whole is not None
@@ -92,8 +91,7 @@ class GradientBuffer:
 
 
 class LayerBuffers:
-    """Buffers to which gradients of a layer are sent together, each of which was lent once: `lend` asks of all at once what
-    `GradientBuffer.lend` asks of each."""
+    """Buffers to which gradients of a layer are sent together, lent before: `lend` is `GradientBuffer.lend` of all at once."""
 
     def __init__(
         self, parameters: Sequence[StreamedParameter], buffers: Sequence[GradientBuffer], copies: CopyBatch | None
@@ -107,10 +105,8 @@ class LayerBuffers:
         self._sizes_bytes = [buffer.span.num_bytes for buffer in buffers]
         self.num_bytes = sum(self._sizes_bytes)
         self._is_as_before: Callable[..., bool] | None = None
-        """One call that compares gradients with the last ones' layout; None: look at each."""
 
     def lend(self) -> list[Tensor] | None:
-        """Return the gradients as they lie here; None where each has to be asked."""
         if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
             return None
         if [*map(_stride_of, self._parameters)] != self._strides:
@@ -122,7 +118,7 @@ class LayerBuffers:
         return [*map(_data_of, self._views)]
 
     def packed(self, gradients: Sequence[Tensor]) -> list[torch.UntypedStorage] | None:
-        """Return the storages of gradients, if each fills its own as it is to lie here."""
+        """Return the storages of gradients, if each fills its own with the layout that it is to have here."""
         if any(map(Tensor.is_neg, gradients)) or any(map(Tensor.is_conj, gradients)):
             return None
         if [*map(Tensor.stride, gradients)] != self._strides:
@@ -135,7 +131,7 @@ class LayerBuffers:
         return storages
 
     def packed_as_before(self, gradients: Sequence[Tensor | None]) -> list[torch.UntypedStorage] | None:
-        """Return the same if each parameter has a gradient with the dtype and strides of the last time, and no graph."""
+        """The same for gradients with the last ones' dtypes and strides, and no graph."""
         if self._is_as_before is None or not self._is_as_before(*gradients):
             return None
         storages = [*map(Tensor.untyped_storage, gradients)]  # type: ignore[arg-type]  # each is a tensor, as those before
@@ -154,8 +150,6 @@ class Flight:
 
 
 class Made(NamedTuple):
-    """A gradient of a parameter, or a part of one, that a backward has computed."""
-
     streamed: StreamedParameter
     gradient: Tensor
 
@@ -170,7 +164,6 @@ class _LayerGradients:
     def __init__(self, chunk: LayerChunk) -> None:
         self.chunk = chunk
         self.streamed: tuple[StreamedParameter, ...] = ()
-        """Those that are watched."""
         self.parameters: tuple[Tensor, ...] = ()
         self.tensors: Sequence[Tensor] | None = None
         """The binding's tensors when the hooks were set; None until all are."""
@@ -179,24 +172,22 @@ class _LayerGradients:
         self.task = -1
         """The backward that `grad` belongs to, or is about to; -1 while the layer is not open."""
         self.stream_number = 0
-        """The stream on which these are made."""
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
-        """Those of which a part was made on another stream."""
+        """Parameters with a part made on another stream."""
         self.calls = _Alive()
-        """What the graph behind each of the layer's calls has a weak reference of its own to, for as long as it is alive."""
+        """The graph behind each call has a weak reference of its own to this, for as long as the graph is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
-        """Of other calls, the nodes."""
         self.waits_in = _NOT_WAITING
-        """The backward, -1 outside of one, in which the layer's last call was that none has come to yet."""
+        """The backward, -1 outside of one, that ran at the layer's last call, if no backward has come to that call yet."""
         self.has_nodes_counted = False
         """Whether the nodes of all its calls are counted, since several come before a backward does."""
         self.is_shared = False
-        """Whether several graphs may bring gradients in the backward that is under way."""
+        """Whether several graphs may bring gradients in the running backward."""
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
-        """How many nodes have brought some in each backward, where several may."""
+        """How many nodes have brought gradients in each backward, where several may."""
         self.parts: dict[int, dict[StreamedParameter, Tensor]] = {}
-        """On the device: what each backward has made so far, if more may come."""
+        """On the device: each backward's sum so far, if more may come."""
 
     def has_several_graphs(self) -> bool:
         if weakref.getweakrefcount(self.calls) > 1:
@@ -216,7 +207,7 @@ _IDLE = {2}
 _data_of = attrgetter("data")
 _stride_of = attrgetter("gradient_stride")
 _nothing = callable
-"""Is called for nothing, without a frame of its own."""
+"""Does nothing, without a frame of its own."""
 _grad_of = attrgetter("grad")
 _NOT_WAITING = -2
 _MOST_TARGETS = 8
@@ -224,12 +215,8 @@ _MOST_TARGETS = 8
 
 
 class HostGradients(Accumulation):
-    """Takes the gradients of streamed parameters to the host.
-
-    Args:
-        rest: has all parameters be where they are at rest.
-        others: returns what others have taken of the arena.
-    """
+    """Takes the gradients of streamed parameters to the host. `rest` puts all parameters back to where they are at rest;
+    `others` returns the spans that others have taken of the arena."""
 
     def __init__(
         self,
@@ -256,7 +243,7 @@ class HostGradients(Accumulation):
         self._before: dict[StreamedParameter, Tensor] = {}
         """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
-        """That, and all gradients that were brought to the host, or are on their way."""
+        """That, plus all gradients that were sent to the host."""
         self._in_flight: deque[Flight] = deque()
         """Oldest first. The memory goes back to the stream when that has waited for the copies."""
         self._in_flight_bytes = 0
@@ -267,9 +254,8 @@ class HostGradients(Accumulation):
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
         self._spans: list[Span] = []
-        """Taken of the arena, and given back in the end."""
         self._kept: list[GradientBuffer] = []
-        """With gradients that the caller holds, of layers that do not stream any more."""
+        """With gradients that the caller holds, of layers that no longer stream."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
 
@@ -306,7 +292,6 @@ class HostGradients(Accumulation):
         layer.tensors, layer.requires_grad = binding.tensors, requires_grad
 
     def _arrives(self, layer: _LayerGradients, streamed: StreamedParameter) -> Callable[[Tensor], None]:
-        """Return the hook that the engine calls before it adds to a parameter's gradient."""
         stream_number, is_on_host = self._device.stream_number, self._is_on_host
 
         def arrives(grad: Tensor) -> None:
@@ -360,7 +345,7 @@ class HostGradients(Accumulation):
         return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
-        self._targets.clear()  # first: what is given back is not to be sent to
+        self._targets.clear()  # first: no copy may go to memory given back
         for streamed in parameters:
             buffers = self._buffers.get(streamed)
             if buffers is not None:
@@ -496,7 +481,7 @@ class HostGradients(Accumulation):
         self._arena.give_all(but_for=[*self._spans, *self._others()])
 
     def _lose(self) -> None:
-        """A copy has failed, or may have: what came of this backward is not to be used."""
+        """Drop this backward's gradients: a copy has failed, or may have."""
         self._arena.drain()
         self._device.synchronize()
         self._last = None
@@ -555,11 +540,10 @@ class HostGradients(Accumulation):
         return True
 
     def _take_more(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Add a gradient to an earlier one, or take a sparse one."""
         total = self._totals.get(streamed)
         if total is None or made.layout is not torch.strided or total.layout is not torch.strided:
             self._await()
-            # Added where it is made, as in the plain run: the host's kernels add entries in another order.
+            # Added on its own device, as in the plain run: the host's kernels add entries in another order.
             self._totals[streamed] = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
             return
         span = self._arena.take(_gradient_bytes(streamed))
@@ -571,7 +555,7 @@ class HostGradients(Accumulation):
         self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
-        """Add a gradient that has come to host memory; runs on a thread of its own, one after the other."""
+        """Runs on a thread of its own, one addition after the other."""
         try:
             self._device.synchronize(landed)
             assert span.whole is not None
@@ -584,7 +568,7 @@ class HostGradients(Accumulation):
 
     def _packed(self, streamed: StreamedParameter, made: Tensor) -> torch.UntypedStorage:
         if made.is_conj() or made.is_neg():
-            made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
+            made = made.resolve_conj().resolve_neg()  # else the bytes are not the elements' yet
         storage = made.untyped_storage()
         num_bytes = self._buffers[streamed][0].span.num_bytes
         if storage.nbytes() != num_bytes or made.stride() != streamed.gradient_stride:
@@ -615,7 +599,6 @@ class HostGradients(Accumulation):
         storages: Sequence[torch.UntypedStorage],
         totals: Sequence[Tensor],
     ) -> None:
-        """Put copies of gradients on the lane, from their storages to where the totals lie."""
         if self._device.takes_notes:
             self._note_made(gradients, storages)
         if target.copies is not None:
@@ -626,7 +609,6 @@ class HostGradients(Accumulation):
         self._totals.update(zip(parameters, totals, strict=True))
 
     def _claim(self, parameters: tuple[StreamedParameter, ...]) -> tuple[LayerBuffers, list[Tensor]]:
-        """Return free buffers, and the tensors over them that become the gradients."""
         totals, buffers = list[Tensor](), list[GradientBuffer]()
         for streamed in parameters:
             known = self._buffers[streamed]
@@ -648,7 +630,6 @@ class HostGradients(Accumulation):
         return target, totals
 
     def _fly(self, storages: Sequence[torch.UntypedStorage], num_bytes: int, copy: Callable[[], Event]) -> Event:
-        """Put copies of storages on the lane, which are held until the event that is returned."""
         flight = Flight(self._device.current_stream(), storages, num_bytes)
         self._make_room(num_bytes)
         self._in_flight.append(flight)
@@ -682,7 +663,6 @@ class HostGradients(Accumulation):
         self._in_flight_bytes -= oldest.num_bytes
 
     def _await(self) -> None:
-        """Make the host wait until all that was made has come."""
         if self._last is not None:
             self._device.synchronize(self._last)
         while self._in_flight:

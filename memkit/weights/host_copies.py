@@ -1,4 +1,4 @@
-"""Where the host copies of layers lie: pinned memory or a disk; which parameters those are; and what does not stream."""
+"""The pinned memory or the disk of layers' host copies, and tensors that do not stream."""
 
 from __future__ import annotations
 
@@ -59,8 +59,6 @@ def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
 
 
 class DevicePlacement:
-    """Moves tensors to the device, and back to where they were found."""
-
     def __init__(self) -> None:
         self._found: dict[torch.device, list[Tensor]] = {}
 
@@ -80,8 +78,7 @@ class DevicePlacement:
 
 
 def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
-    """Return the storages that parameters of several layers share, or of a layer and the rest, or a parameter and a buffer: by
-    key, with the names of all that lies there."""
+    """Return storages shared between layers, a layer and the rest, or a parameter and a buffer, by key, with names."""
     layers_of: dict[int, set[int]] = {}
     for number, layer in enumerate(layers.values()):
         for module in layer.modules():
@@ -99,16 +96,14 @@ def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[in
 
 
 _streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueDictionary()
-"""Where the bytes of a parameter are, by its id: who streams it keeps both alive."""
+"""The host copies of each streamed parameter, by its id: its `LayerOffload` keeps both alive."""
 
 
 def claim(streamed: StreamedParameter, host: HostCopies) -> None:
-    """Note that a parameter streams, with its host copy in these."""
     _streaming_by[id(streamed.parameter)] = host
 
 
 def release(chunk: LayerChunk) -> None:
-    """Note that the parameters of a layer stream no more."""
     for streamed in chunk.parameters:
         _streaming_by.pop(id(streamed.parameter), None)
 
@@ -143,23 +138,21 @@ class _ReadBuffer:
 
     room: Span
     chunk: LayerChunk | None = None
-    """The layer that was read here last, or is being read."""
     state: tuple[int, ...] | None = None
     """The chunk's `state()` when it was read; None: the bytes are stale."""
     sent: Event | None = None
     has_unknown: bool = False
-    """Whether a copy to a slot may be under way of which no event is known: an interrupt came in between."""
+    """Whether a copy to a slot may be under way whose event is unknown: an interrupt came in between."""
 
     def holds(self, chunk: LayerChunk) -> bool:
         return self.chunk is chunk and self.state is not None and self.state == chunk.state()
 
 
 class DiskCopies:
-    """The layers that lie in a scratch file.
+    """The layers in a scratch file. They are frozen: memkit writes them once.
 
-    Between passes each parameter is a tensor over the file's bytes, mapped into memory: whoever reads it has the system read
-    those, and whoever writes to it has them written. For a pass they are read past that into a few buffers, as far ahead as
-    these reach, and from there they are copied to slots. They are frozen: memkit writes them once.
+    Between passes each parameter is a tensor over the file's mapped bytes: the system reads and writes them. For a pass they
+    are read past the mapping into a few buffers, as far ahead as these reach, and copied from there to slots.
     """
 
     def __init__(self, disk: Disk, device: Device) -> None:
@@ -169,7 +162,6 @@ class DiskCopies:
         self._buffers: list[_ReadBuffer] = []
 
     def take(self, chunks: list[LayerChunk], arena: Arena) -> None:
-        """Take room on the disk for layers, and buffers in host memory."""
         sizes = [chunk.num_bytes for chunk in chunks]
         if not sizes:
             return
@@ -188,7 +180,7 @@ class DiskCopies:
         return self._opened
 
     def settle(self, chunk: LayerChunk) -> None:
-        """The host copy of a layer is written: have it be on the disk, and take no memory."""
+        """Have a layer's written host copy be on the disk, and take no memory."""
         if chunk.mapped is not None:
             self._store.settle_map(self._copies[chunk], chunk.mapped)
 
@@ -217,12 +209,12 @@ class DiskCopies:
                 self._read(chunk, free)
 
     def is_here(self, chunk: LayerChunk) -> bool:
-        """Tell whether a layer can be copied to a slot without anybody waiting for the disk."""
+        """Tell whether a layer can be copied to a slot without a wait for the disk."""
         transfer = self._copies[chunk].transfer
         return self._find(chunk) is not None and (transfer is None or transfer.is_over)
 
     def bring(self, chunk: LayerChunk) -> Span:
-        """Wait for the disk, and return where the bytes of a layer are in host memory. `note_sent` is due then."""
+        """Wait for the disk, and return a layer's place in host memory. `note_sent` is due then."""
         buffer = self._find(chunk)
         if buffer is None:
             buffer = self._buffers[0]
@@ -238,7 +230,6 @@ class DiskCopies:
         return buffer.room.part(0, chunk.num_bytes)
 
     def note_sent(self, sent: Event) -> None:
-        """The layer that was brought last is in a slot once an event is reached."""
         buffer = self._buffers[-1]
         buffer.sent, buffer.has_unknown = sent, False
 
@@ -246,7 +237,6 @@ class DiskCopies:
         return next((buffer for buffer in self._buffers if buffer.holds(chunk)), None)
 
     def _read(self, chunk: LayerChunk, buffer: _ReadBuffer) -> None:
-        """Read a layer to a buffer, behind all that uses it."""
         buffer.state = None
         if buffer.chunk is not None:
             with contextlib.suppress(DiskError):
@@ -267,9 +257,9 @@ class DiskCopies:
                 buffer.room.staging.drain()
 
     def close(self) -> None:
-        """Give the room on the disk back, but for what is mapped. The host has waited for all copies."""
+        """Give the room on the disk back, but for mapped bytes. The host has waited for all copies."""
         if self._opened is not None:
-            with contextlib.suppress(DiskError):  # of what was read ahead
+            with contextlib.suppress(DiskError):  # of reads ahead
                 self._opened.close()
 
 
@@ -285,10 +275,8 @@ class HostCopies:
         self.disk = None if disk is None else DiskCopies(disk, device)
         self._has_warned = False
         self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
-        """Once all is restored: storages of host memory that the caller holds, each with one of the same bytes."""
 
     def take(self, chunks: Sequence[LayerChunk]) -> None:
-        """Take memory for layers, or room on the disk."""
         if self.disk is not None:
             self.disk.take(list(chunks), self.arena)
             return
@@ -298,7 +286,6 @@ class HostCopies:
             chunk.span = span
 
     def move_in(self, chunk: LayerChunk, read: Callable[[Tensor, Tensor], None]) -> None:
-        """Turn a layer's parameters into host copies, which a function fills."""
         chunk.move_to_host(read)
         if self.disk is not None:
             self.disk.settle(chunk)
@@ -309,7 +296,6 @@ class HostCopies:
         return [chunk.span for chunk in self.chunks if chunk.span is not None]
 
     def warn_of_refusal(self) -> None:
-        """Say once that host memory could not be pinned."""
         if self.arena.refusal is not None and not self._has_warned:
             self._has_warned = True
             warn_user(f"LayerOffload: {self.arena.refusal}")
@@ -324,8 +310,7 @@ class HostCopies:
         self.arena.trim_gaps()
 
     def restore(self, gradients: Accumulation | None) -> None:
-        """Make all parameters, and their gradients, tensors of their own again; calling it again finishes an interrupted
-        call."""
+        """Make all parameters and gradients tensors of their own again. Calling it again finishes an interrupted call."""
         if self._held is not None:
             return
         held = [] if gradients is None else gradients.close()
@@ -337,14 +322,13 @@ class HostCopies:
         self._held = held
 
     def close(self) -> None:
-        """Give all memory back, once all is restored."""
         if self.disk is not None:
             self.disk.close()
-            self._held = []  # whoever holds what was mapped has it there
+            self._held = []  # holders of mapped tensors have their bytes there
             for chunk in self.chunks:
                 chunk.let_go_of_disk()
         self.arena.give_all()
         self.arena.close()
-        # The arena has given the memory back; the addresses still are whose tensors are there.
+        # The arena has given the memory back; the addresses still belong to the tensors there.
         for storage, copied in self._held or ():
             byte_view(storage).copy_(byte_view(copied))

@@ -67,19 +67,19 @@ class LayerOffload(NotCopied, EnteredOnce):
             bytes, or text such as "6GiB".
         num_resident: how many layers stay on the device. Give exactly one of these three.
         num_slots: how many layers of one size can be on the device at once: in use, ready, or being copied.
-        train: "frozen": what streams is not trained; parameters inside streamed layers that require grad (LoRA) stay on the
-            device. "host": gradients of what streams go to host memory as they are made, and an optimizer steps the host copies
-            there. "fused": each parameter is stepped on the device within the backward, once its gradient is complete, and the
-            host copy is updated then; gradients can't be accumulated, nor clipped by their global norm. "auto" is "fused" if
-            there is an `optimizer`, else "host" if most of the layers' bytes require grad, else "frozen";
+        train: "frozen": streamed parameters are not trained; parameters inside streamed layers that require grad (LoRA) stay on
+            the device. "host": gradients of streamed parameters go to host memory as they are made, and an optimizer steps the
+            host copies there. "fused": each parameter is stepped on the device within the backward, once its gradient is
+            complete, and the host copy is updated then; gradients can't be accumulated, nor clipped by their global norm.
+            "auto" is "fused" if there is an `optimizer`, else "host" if most of the layers' bytes require grad, else "frozen";
             `LayerOffload.train` says which.
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
             called with parameters on the meta device first, to see how much state it keeps, and then with all parameters that
-            require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
+            require grad; `LayerOffload.optimizer` is the one returned then, for schedulers and `state_dict`. Its state stays on
             the device, and counts towards `budget`.
         weights: safetensors files with the model's weights, as `load_state_dict` would load them: one, or a directory, with an
-            index if there are several. The model may be built without data, within `with torch.device("meta")`. What streams is
-            read straight into its place in host memory.
+            index if there are several. The model may be built without data, within `with torch.device("meta")`. Streamed
+            weights are read straight into their place in host memory.
         disk: where the layers that stream lie, in place of host memory, which then has a few buffers that they pass through.
             They must be frozen, and "auto" does not go with it.
         host_limit_bytes: the most host memory to use.
@@ -91,7 +91,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         DiskError: the disk has not enough room; nothing was moved.
         HostMemoryError: there is not enough host memory; nothing was moved. If there is, and the system does not pin it, that
             is a warning.
-        torch.OutOfMemoryError: the device has no room for what stays there.
+        torch.OutOfMemoryError: the device has no room for the tensors that stay there.
 
     Example:
         >>> import torch, memkit
@@ -150,9 +150,9 @@ class LayerOffload(NotCopied, EnteredOnce):
         if message is not None:
             warn_user(message)
         self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)
-        """`_is_open`: whether the share that streams is to be found out."""
+        """`_is_open`: whether the streaming share is still to be found."""
         self._timing: StepTiming | None = None
-        """Of a step in which all layers stream, if that is so, and then of one with the plan that holds for good."""
+        """Of a step in which all layers stream, if the share is open, and then of one with the final plan."""
         self._times: StepTimes | None = None
         self._predicted_peak_bytes: int | None = None
         self._chunks = self._streaming()
@@ -222,7 +222,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         return timing
 
     def _before_pass(self) -> None:
-        """A forward begins: end what an interrupt has left, and plan by the step that was timed."""
+        """End interrupted calls when a forward begins, and plan by the timed step."""
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
@@ -287,7 +287,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._streamer = streamer  # last: as long as it is the closed one, the next forward does this again
 
     def _release_leaving(self) -> None:
-        """Give back what layers had that stay on the device from now on, but for host copies that are held."""
+        """Give back the host memory of layers that stay on the device from now on, but for host copies that are held."""
         if not self._leaving:
             return
         if self._gradients is not None:
@@ -301,8 +301,8 @@ class LayerOffload(NotCopied, EnteredOnce):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps the parameters with `train="fused"`, None otherwise. It need not be called; schedulers may change its
-        groups, `state_dict` works, and a `StateOffload` with `when="backward"` has its states stream as well."""
+        """The optimizer that steps the parameters with `train="fused"`, None otherwise. It need not be called; schedulers may
+        change its groups, `state_dict` works, and a `StateOffload` with `when="backward"` has its states stream as well."""
         return self._gradients.optimizer if isinstance(self._gradients, FusedSteps) else None
 
     def __repr__(self) -> str:
@@ -326,14 +326,14 @@ class LayerOffload(NotCopied, EnteredOnce):
     # At rest
 
     def until_closed(self, handle: RemovableHandle) -> None:
-        """Have `close()` remove something as well, such as a hook on the model: at once if it is closed already."""
+        """Have `close()` also remove a handle, such as a hook on the model: at once if this is closed already."""
         self._hooks.add(handle)
         if self._is_closed:
             self._hooks.remove()
 
     def close(self) -> None:
-        """Stop streaming, and put every tensor back to where it was found. Graphs that are alive cannot be run backward any
-        more. Calling it again does nothing, or the rest of a call that was interrupted."""
+        """Stop streaming, and put every tensor back to where it was found. Backwards of live graphs fail from then on. Calling
+        it again does nothing, or the rest of an interrupted call."""
         if self._is_closed:
             return
         if os.getpid() != self._process:
@@ -356,7 +356,7 @@ class LayerOffload(NotCopied, EnteredOnce):
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:
         """Return a context in which the weights of a layer may be read and written in any way, in host memory.
 
-        Slots forget what they hold of it.
+        Slots forget its bytes.
 
         Args:
             layer: its name, or the module.
@@ -381,7 +381,7 @@ class LayerOffload(NotCopied, EnteredOnce):
                 chunk.num_changes += 1
 
     def stats(self) -> LayerStats:
-        """Return what was moved so far, and what had to be waited for."""
+        """Return the bytes moved so far, and the waits for them."""
         times, disk = self._times, self._host.disk
         with self._streams.lock:
             return LayerStats(

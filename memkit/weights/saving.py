@@ -57,25 +57,20 @@ _MOST_VIEWS = 1024
 
 
 class SavedWeight(tuple[Any, ...]):
-    """A weight in a slot, or a view of one, as autograd saves it: (layer, parameter, version, geometry in the slot), where the
-    version is the parameter's plus the layer's `num_changes`. It does not keep the slot.
-
-    It is a plain tuple, so that no Python function is called to make one or take it apart.
-    """
+    """A weight in a slot, or a view, as autograd saves it: (layer, parameter, parameter's version plus `num_changes`, geometry
+    in the slot). It does not keep the slot. Making or taking apart a plain tuple calls no Python function."""
 
     __slots__ = ()
 
 
 class Lying(NamedTuple):
-    """The slot of the layer whose backward is under way."""
-
     chunk: LayerChunk
     slot: Slot
     stream_number: int
     """Of the stream that has waited for the slot."""
     state: object
     """The slot's `state` when this was made. While the slot has the identical object, it was not filled again, and the
-    parameters point at it: only a parameter's version counter has to be compared."""
+    parameters point at it: only a parameter's version has to be compared."""
 
 
 class _HandedOn(tuple[Any, ...]):
@@ -85,12 +80,8 @@ class _HandedOn(tuple[Any, ...]):
 
 
 class _Saves:
-    """Pack and unpack hooks for the forwards of streamed layers.
-
-    Args:
-        outer: the innermost pair of hooks before: of another context of memkit, a user or a checkpoint; None if there is none.
-        hands_on_weights: whether outer hooks are given weights as well. These then keep the slot.
-    """
+    """Pack and unpack hooks for the forwards of streamed layers. `outer` are the innermost hooks before (of another context of
+    memkit, a user or a checkpoint). With `hands_on_weights` they are given weights as well, and then keep the slot."""
 
     def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
         self._streamer = streamer
@@ -121,7 +112,6 @@ class _Saves:
         return SavedWeight((chunk, parameter, version, place))
 
     def unpack(self, packed: Any) -> Any:
-        """Return a tensor that was saved."""
         kind = type(packed)
         if kind is tuple:
             alias, version = packed
@@ -147,7 +137,7 @@ class _Saves:
                     view = slot.tensors.get(place)
                     if view is not None or len(slot.tensors) < _MOST_VIEWS:
                         if self._takes_notes and (slot.stepped is None or chunk.residency is _DIRTY):
-                            streamer.device.note_read(slot.storage)  # else no step writes to what is read
+                            streamer.device.note_read(slot.storage)  # else no step writes to these bytes
                         return (slot.view(Geometry(*place)) if view is None else view).data
             return Geometry(*place).over(streamer.use(chunk).storage)
 
@@ -170,8 +160,7 @@ class _Saves:
 
 
 class WeightHooks(SavedTensorHooks):
-    """The saved-tensor hooks of a forward of a streamed layer, over those that are on top: see `_Saves`, whose arguments these
-    are."""
+    """The saved-tensor hooks of a streamed layer's forward, over the top ones. For the arguments see `_Saves`."""
 
     def __init__(self, streamer: Streamer, outer: HookPair | None = None, *, hands_on_weights: bool = False) -> None:
         saves = _Saves(streamer, outer, hands_on_weights=hands_on_weights)

@@ -16,11 +16,11 @@ _FUSED = torch_private.SCALES_IN_STEP_MARK
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that waits for what it sends to gradients in host memory.
+    """`torch.amp.GradScaler` that waits for the scale's copy before it scales gradients in host memory.
 
-    With `LayerOffload(train="host")` gradients of what streams are in host memory, those of the rest on the device. torch's own
-    scaler, and its fused optimizers, copy the scale to the host without waiting for it, so that these gradients are multiplied
-    by whatever was in that memory before. This one brings it there first: the host waits for the device once in each step.
+    With `LayerOffload(train="host")` gradients of streamed weights are in host memory, those of the rest on the device. torch's
+    own scaler, and its fused optimizers, copy the scale to the host without waiting for it, so that these gradients are
+    multiplied by the former bytes of that memory. This one copies it first: the host waits for the device once in each step.
     Arguments and methods are those of `torch.amp.GradScaler`.
 
     Example:
@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.optim.Optimizer) -> None:
-    """Raise where torch's own scaler, whose scale is on a device, steps an optimizer of parameters that stream."""
+    """Raise if torch's own scaler, whose scale is on a device, steps an optimizer of streamed parameters."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code is not _STEP:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Which modules of a model are the layers that may stream."""
+"""The modules of a model that are layers, and may stream."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from memkit.weights.chunks import LayerChunk
 _Module = TypeVar("_Module", bound=nn.Module)
 
 LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None
-"""Names or modules, or what tells by name and module whether it is a layer; None for the lists of equal modules that matter."""
+"""Names or modules, or a predicate of name and module; None for the lists of equal modules that matter."""
 
 _SHARE_OF_LONGEST = 0.5
-"""Lists that have at least this share of the elements of the longest count as well: a model may have two kinds of layers."""
+"""Lists with at least this share of the longest one's elements count as well: a model may have two kinds of layers."""
 _MAX_SLOTS = 3
-"""As many as `LayerOffload` has by default. Which layers are found does not depend on how many it is given."""
+"""The default of `LayerOffload`. The layers found do not depend on the number it is given."""
 _MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2
-"""Blocks stand for the stages that have them if these are mostly blocks, by bytes; if they free this share of all bytes more
-than the stages would; and so many times as much with all slots."""
+"""Blocks are the layers in place of their stages if they are most of these by bytes; if they free this share of all bytes more
+than the stages would; and this many times as much with all slots."""
 
 
 def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
-    """Return the layers of a model by name, in the order in which they are registered."""
     modules = dict(model.named_modules(remove_duplicate=False))
     is_one = isinstance(choice, str | nn.Module)
     if is_one or not (choice is None or callable(choice) or isinstance(choice, Iterable)):
@@ -92,25 +91,20 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
-    """Layers that were found in one list, by name."""
-
     is_module_list: bool
-    """It is a ModuleList, not a Sequential."""
     layers: Mapping[str, nn.Module]
 
     @property
     def role(self) -> Hashable:
-        """Equal for lists that belong together, whose layers are of one class that is not torch's."""
+        """Equal for lists that belong together: their layers are of one class that is not torch's."""
         kinds = frozenset(map(type_before_parametrizations, self.layers.values()))
         return id(self) if any(kind.__module__.startswith("torch.nn") for kind in kinds) else kinds
 
 
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the elements of lists of modules of one class; where these are stages, the blocks in them.
-
-    Of all classes of elements it is the one that frees the most device memory if it streams. To these come the other lists of
-    the same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
-    """
+    """Return the elements of lists of modules of one class, the one that frees the most device memory if it streams; where
+    these are stages, the blocks in them. Other lists of the same kind (ModuleList, or Sequential) are added if they are at
+    least half as long, and free some more."""
     lists = [
         _List(isinstance(module, nn.ModuleList), _resolved(name, module))
         for name, module in _lists_in(modules, at_least=2).items()
@@ -135,7 +129,6 @@ def _joined(lists: Iterable[_List]) -> dict[str, nn.Module]:
 
 
 def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, nn.ModuleList | nn.Sequential]:
-    """Return the outermost lists of modules of one class that have parameters, by name."""
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
     found = {name: module for name, module in lists.items() if len({*map(type_before_parametrizations, module)}) == 1}
     return _outermost(
@@ -148,11 +141,8 @@ def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, n
 
 
 def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
-    """Return the elements of a list, or the blocks in them where these are stages.
-
-    Stages have their blocks in lists of their own. They are few, and mostly of different sizes, so that slots for them take
-    about as much as they have. Their blocks are taken if they make up most of them and free far more.
-    """
+    """Return the elements of a list, or the blocks in them if they are stages: few, and mostly of different sizes, so that
+    slots for them take about as much as they have. Blocks are taken if they make up most of the stages and free far more."""
     elements = {f"{name}.{key}" if name else key: item for key, item in module.named_children()}
     if all(isinstance(item, nn.ModuleList) for item in elements.values()):  # no forward calls these
         lists = {prefix: item for prefix, item in elements.items() if isinstance(item, nn.ModuleList)}
@@ -166,7 +156,6 @@ def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.
 
 
 def _blocks_of(name: str, stage: nn.Module) -> dict[str, nn.Module]:
-    """Return the elements of a stage's lists that hold modules, or the stage itself."""
     lists = _lists_in(dict(stage.named_modules(prefix=name, remove_duplicate=False)), at_least=1)
     blocks = {f"{path}.{key}": block for path, found in lists.items() for key, block in found.named_children()}
     have_modules = all(any(name != "parametrizations" for name, _ in block.named_children()) for block in blocks.values())
@@ -194,12 +183,7 @@ def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
 
 
 def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
-    """Raise where a parameter or a buffer has no data that could be moved, cannot be given other data, or another library
-    decides where it is.
-
-    Args:
-        reads_weights: whether those on torch's "meta" device are given data.
-    """
+    """Raise if a tensor has no data (without `reads_weights`), can't be given other data, or another library moves it."""
     for name, module in model.named_modules():
         if is_sharded_by_fsdp(module):
             kind = type(module).__name__
@@ -223,8 +207,7 @@ def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
 
 
 def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_all: bool) -> None:
-    """Raise where TorchScript has compiled a module whose forward must be seen, on which torch then refuses hooks: those of
-    layers, and with `steps_all` those of all that is trained."""
+    """Raise if TorchScript, which allows no hooks, has compiled a layer, or with `steps_all` any trained module."""
     advice = "Leave it as it is (torch.compile works)"
     scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
     within = {id(inner): name for name, module in reversed(scripted.items()) for inner in module.modules()}
@@ -246,7 +229,7 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
 
 
 def quoted(name: str) -> str:
-    """Return a module's name in quotes, as errors have it; "the model" for the empty name of the outermost module."""
+    """Return a module's name in quotes for errors; "the model" for the outermost module's empty name."""
     return f'"{name}"' if name else "the model"
 
 
@@ -260,7 +243,7 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
 
 
 def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
-    """Raise where the forward that is going on is one within DistributedDataParallel."""
+    """Raise if the present forward is one within DistributedDataParallel."""
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # without a group of processes there is no such module

@@ -1,4 +1,4 @@
-"""How much streams: from the arguments, or from a measured step, to a `ResidencyPlan`; and the training mode."""
+"""Which share streams: from the arguments, or from a measured step, to a `ResidencyPlan`; and the training mode."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
-"""After so many forwards in grad mode without a backward there is not going to be one."""
+"""After this many forwards in grad mode without a backward none is expected."""
 _MOST_SAMPLES = 32
-"""After so many forwards without grad mode, a model that could be trained is not going to be."""
+"""After this many forwards without grad mode, no training of a trainable model is expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,6 @@ class StepTimes:
     backward_s: Mapping[str, float]
     taken_s: float
     h2d_bytes_per_s: float | None
-    """None if nothing was copied."""
     peak_bytes: int | None
 
 
@@ -54,18 +53,13 @@ class _Point:
 
 
 class StepTiming:
-    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
-
-    Args:
-        is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
-        resets_peak: whether the device's peak is that of the pass alone.
-    """
+    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers. With `is_trained` a
+    few samples ahead of a backward (a check of the validation) are skipped; `resets_peak` makes the peak the pass's own."""
 
     def __init__(self, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
         self._device, self._streamer = streamer.device, streamer
         self._resets_peak = resets_peak
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
-        """By grad mode, how many more passes without a backward are skipped."""
         self._points: list[_Point] = []
         self._transfers: list[Transfer] = []
         self._seen = set[bool]()
@@ -73,7 +67,6 @@ class StepTiming:
         self._backward = -1
 
     def begin_pass(self) -> bool:
-        """A pass begins. Return whether one was timed whole before."""
         if self._is_timed:
             return True
         is_timed = any(not point.is_backward and point.name for point in self._points)
@@ -97,7 +90,7 @@ class StepTiming:
         return False
 
     def begin_layer(self, name: str) -> None:
-        """The current stream has come to a layer, and is about to wait for its weights, if there are any to wait for."""
+        """Note that the current stream has come to a layer, and may be about to wait for its weights."""
         if not self._is_timing or self._is_timed:
             return
         task = torch_private.backward_task()
@@ -127,7 +120,7 @@ class StepTiming:
             self._points.clear()
 
     def result(self) -> StepTimes:
-        """Return the times of the pass, once it was timed whole; the host waits for it."""
+        """Return the times of the timed pass; the host waits for it."""
         self._device.synchronize(self._points[-1].before)
         forward_s, backward_s = Counter[str](), Counter[str]()
         taken_s = 0.0
@@ -150,9 +143,9 @@ class StepTiming:
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
-"""Layers are trained whose parameters require grad by more than this share of their bytes."""
+"""Layers are trained if more than this share of their bytes requires grad."""
 _USABLE = 0.95
-"""Of what the process may allocate: the rest is lost between blocks."""
+"""Of the bytes that the process may allocate: the rest is lost between blocks."""
 _BYTES_PER_TRAINED_BYTE = 4
 """A weight, its gradient, and two values of the optimizer."""
 
@@ -194,12 +187,7 @@ def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -
 
 
 def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:
-    """Return the parameters of each layer that may stream, without layers that have none. Those that are shared between layers,
-    or with the rest of the model, may not.
-
-    Args:
-        is_trained: whether parameters that require grad may stream.
-    """
+    """Return each layer's parameters that may stream: not shared with others, and frozen unless `is_trained`."""
     tied, found = shared_between(model, layers), dict[str, LayerChunk]()
     seen = set[int]()
     for name, module in layers.items():
@@ -229,13 +217,8 @@ def plan_layers(
     num_slots: int,
     state_bytes: int,
 ) -> ResidencyPlan:
-    """Return which layers stream: with "auto", all at first.
-
-    Args:
-        layers: what may stream of each, by name, in their order; None for nothing.
-        offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None.
-        state_bytes: of the layers' optimizer states, which stay on the device.
-    """
+    """Return which layers stream: with "auto", all at first. Exactly one of the sizes is not None. `state_bytes` are those of
+    the layers' optimizer states, which stay on the device."""
     sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
     if len(given) != 1:
@@ -264,8 +247,7 @@ def plan_layers(
 def why_layers_free_nothing(
     layers: Mapping[str, LayerChunk | None], plan: ResidencyPlan, device: Device, *, train: str, num_slots: int
 ) -> str | None:
-    """Return a message if layers stream and the device has no byte more for it; with train="host", their gradients are not on
-    the device either."""
+    """Return a message if streaming frees no byte of the device; with train="host", gradients count as well."""
     if why := why_nothing_is_freed(device):
         return f"LayerOffload: {why}"
     costs = costs_of(layers)
@@ -299,12 +281,9 @@ def plan_measured(
     num_slots: int,
     capacity_bytes: int | None,
 ) -> ResidencyPlan:
-    """Return the plan that streams the most that hides; where the device has no room for what stays then, the least that fits.
-
-    Args:
-        train: with "host", a layer that stays has its gradients and optimizer states on the device as well.
-        capacity_bytes: what the process may allocate on the device; None if that is not known.
-    """
+    """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits. With
+    "host", a layer that stays has its gradients and optimizer states on the device as well. `capacity_bytes` are the bytes that
+    the process may allocate there, if known."""
     if times.h2d_bytes_per_s is None:
         return plan_again(plan, costs, None)
     budget_bytes = None

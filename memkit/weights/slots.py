@@ -1,7 +1,5 @@
-"""Device memory that layers use in turn: which layer is in which slot, and when the slot may be written to again.
-
-For the order of notes and copies see [Note: interrupts of streaming] in `memkit.weights.streaming`.
-"""
+"""Device memory that layers use in turn: which layer is in which slot, and when the slot may be written to again. For the order
+of notes and copies see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
 
 from __future__ import annotations
 
@@ -26,41 +24,36 @@ from memkit.weights.chunks import LayerChunk, without_modes
 
 
 class Slot:
-    """A storage of its own, with the bytes of one layer at a time.
-
-    It is in use while the layer runs, and while anyone else holds its storage: a graph that saved a tensor of it, or the caller
-    a view. `users` are the streams that read it.
-    """
+    """A storage of its own, with the bytes of one layer at a time. It is in use while the layer runs, and while a graph or the
+    caller holds its storage."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage, *, is_overflow: bool = False) -> None:
         self.storage = storage
         self.key = storage_key(storage)
         self.num_bytes = storage.nbytes()
         self.tensors: dict[Geometry, Tensor] = {}
-        """Views of the storage, made once. They are never handed out, so that its use count tells who else holds it."""
+        """Views of the storage, made once and never handed out, so that the storage's use count tells who else holds it."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
-        """For each layer that was here, the places of its tensors, and the views of the slot there."""
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
-        """For each layer that was here, the span that it is copied from, and the parts of the slot that it is copied to."""
+        """For each layer that was here, its span, and the parts of the slot that the span is copied to."""
         self.filled = next(_num_filled)
         self.is_overflow = is_overflow
         """Whether it was made because all others were in use: it is released as soon as it is idle."""
         self.chunk: LayerChunk | None = None
-        """The layer whose bytes it has, or will have once `ready` is reached."""
+        """The layer of its bytes, which are here once `ready` is reached."""
         self.state: object = None
         self.ready: Event | None = None
         self.is_ready = False
         self.stepped: Event | None = None
-        """Reached when the last step of a parameter here is done, of those that run beside the backward; None if there was none
-        since it was filled. Streams wait for it, except for the rest of the layer's own backward."""
+        """Reached when the last step of a parameter here beside the backward is done; None if there was none since it was
+        filled. Streams wait for it, except for the rest of the layer's own backward."""
         self._left: Event | None = None
         self._has_unknown = False
         """Whether a copy from or to it may be under way whose event an interrupt kept from being recorded."""
         self._device = device
         stream = device.current_stream()
         self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
-        """The streams that have used it since it was filled, each with the event after which it no longer does; None: it may
-        still."""
+        """The streams that have used it since it was filled, each with the event behind its use; None: not over."""
 
     @property
     def is_idle(self) -> bool:
@@ -68,7 +61,7 @@ class Slot:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it has, or is about to have, newer weights than the host copy: until they are copied back, these count."""
+        """Whether it has, or is about to have, newer weights than the host copy, not copied back yet."""
         chunk = self.chunk
         return chunk is not None and chunk.slot is self and chunk.residency is Residency.DIRTY
 
@@ -111,8 +104,7 @@ class Slot:
         return tuple(parts)
 
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
-        """Copy the bytes of a layer here from a span, once all work that uses the slot is done; log the copy. Return an event
-        that is reached when they are here. The layer that was here before is evicted."""
+        """Copy a layer's bytes here, behind all uses of the slot, log that, and evict the former layer. Return an event."""
         there = self.chunk
         if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
             assert there.residency is not Residency.DIRTY, there.name
@@ -145,28 +137,25 @@ class Slot:
         return self.ready
 
     def fail(self) -> None:
-        """Note that the copy that was to fill it has failed: it holds nothing."""
         if self.chunk is not None and self.chunk.slot is self:
             self.chunk.become(Residency.HOST)
             self.chunk.slot = None
         self.chunk = self.state = self.ready = None
 
     def leave(self) -> None:
-        """Drop references from the layer that is here, before the slot is released."""
         for chunk in self._parts:
             if chunk.slot is self:
                 chunk.slot, chunk.residency = None, Residency.HOST
 
     def claim(self, stream: Stream) -> None:
-        """Let a stream write to the slot, once the last copy from it is done. From now on its bytes are what counts (DIRTY)."""
+        """Let a stream write to the slot, once the last copy from it is done. From now on its bytes count (DIRTY)."""
         if self._left is not None:
             self._device.wait_event(stream, self._left)
         assert self.chunk is not None
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """Note that the weights here were written to: by the work before the event `stepped`, or of the current stream so
-        far."""
+        """Note that the work before the event `stepped`, or the current stream's so far, has written to the weights here."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -178,8 +167,7 @@ class Slot:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Copy its bytes to the host copy, after the work of the current stream, by a function that puts a copy on a lane that
-        waits for an event. Return an event that is reached then."""
+        """Copy its bytes to the host copy by `copy`, behind the current stream's work. Return an event behind the copy."""
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
             self._device.note_written(self.storage, -next(_num_writes))
@@ -194,11 +182,11 @@ class Slot:
         """Make the host wait for staging threads that copy to the slot or from it."""
         for event in (self.ready, self._left):
             if event is not None:
-                with suppress(Exception):  # who needs the bytes is told
+                with suppress(Exception):  # the use of the bytes raises it
                     event.recorded()
 
     def await_users(self, stream: Stream) -> None:
-        """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
+        """Let a stream wait for all uses of the slot, so that its memory can go back to the stream."""
         if self._has_unknown:
             self._device.synchronize()
         if self.ready is not None:
@@ -211,8 +199,7 @@ class Slot:
 
 
 class SlotRing:
-    """All slots of a device, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots while
-    all of a size are in use."""
+    """A device's slots, whose storages have an owner (`memkit.core.owners`): some of each size, and overflow slots."""
 
     holder = "LayerOffload's slots"
 
@@ -223,7 +210,6 @@ class SlotRing:
         self._memory = device_memory_of(device)
         self.slots: dict[int, Slot] = {}
         self.bounds: list[int] = []
-        """The first address of each, and the first behind it, in ascending order."""
         self._sizes: dict[int, int] = {}
         self.num_planned = len(self._slot_bytes)
         self.num_overflows = 0
@@ -243,7 +229,6 @@ class SlotRing:
         return sum(slot.num_bytes for slot in tuple(self.slots.values()))  # a backward's thread may add one meanwhile
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
-        """Return the slot that has the current bytes of a layer, or will have them; None if there is none."""
         slot = chunk.slot
         return slot if slot is not None and slot.holds(chunk) else None
 
@@ -251,12 +236,9 @@ class SlotRing:
         return self.slots.get(storage_key(storage))
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
-        """Return an idle slot for a layer, None if there is none. It is one whose layer is not expected to be used, or else the
-        one whose layer is used last; among equals the one filled longest ago, whose work is done soonest.
-
-        Args:
-            ahead: see `LayerOrder.ahead`; layers that are used sooner than `place` stay.
-        """
+        """Return an idle slot for a layer, None if there is none: one whose layer is not expected, else the one whose layer is
+        used last (from `place` on in `ahead`, see `LayerOrder.ahead`); among equals the one filled longest ago, whose work is
+        done soonest."""
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
             size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
@@ -297,7 +279,7 @@ class SlotRing:
                 self._release(slot)
 
     def invalidate(self) -> None:
-        """Forget what the slots hold: the caller may have written to the host copies unseen."""
+        """Forget the slots' contents: the caller may have written to the host copies unseen."""
         for slot in self.slots.values():
             slot.state = None
 
@@ -335,4 +317,4 @@ class SlotRing:
 _num_filled = count()
 _num_writes = count(1)
 _FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)
-"""Where bytes may be that are fetched: on the device too, where the caller has written to host memory since."""
+"""States of bytes that may be fetched: DEVICE too, if the caller has written to host memory since."""

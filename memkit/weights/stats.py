@@ -1,4 +1,4 @@
-"""What a `LayerOffload` did, and had to wait for."""
+"""The figures of a `LayerOffload`: bytes moved and held, and stalls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memkit.device.base import Event
 
 
 class Stalls:
-    """How long the device has waited for each layer: read from events, as far as they are reached."""
+    """Seconds that the device has waited for each layer, read from events, as far as they are reached."""
 
     def __init__(self, seconds: Iterable[float]) -> None:
         self._seconds = list(seconds)
@@ -31,14 +31,14 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStats:
-    """What a `LayerOffload` has moved since it was made, and what it takes now."""
+    """The bytes that a `LayerOffload` has moved since it was made, and its present memory."""
 
     num_streamed: int
     """Layers that stream."""
     num_resident: int
     """Layers that stay on the device."""
     streamed_bytes: int
-    """Bytes of the layers that stream, as they are packed: what one fetch of each moves."""
+    """Bytes of the layers that stream, as they are packed: one fetch of each moves them."""
     slot_bytes: int
     """Bytes of the device that slots take, those that were taken for a while included."""
     host_bytes: int
@@ -52,16 +52,16 @@ class LayerStats:
     num_demand_fetches: int
     """Those among them that began no sooner than the layer was needed."""
     predicted_s: float | None
-    """What a forward and a backward of the layers were to take by the plan, once a step was timed: the second, or with
+    """The planned seconds of a forward and a backward of the layers, once a step was timed: the second, or with
     `offload_ratio="auto"` one in which all streamed."""
     actual_s: float | None
-    """What they took in the step that was timed, from the first layer to the last one; with "auto" the second since the share
-    was chosen."""
+    """The seconds that they took in the timed step, from the first layer to the last one; with "auto" the second since the
+    share was chosen."""
     predicted_peak_bytes: int | None
-    """With "auto", the most bytes that were to be allocated on the device with the share that was chosen; without gradients and
-    optimizer state that have come to stay on the device."""
+    """With "auto", the predicted most bytes allocated on the device with the chosen share; without gradients and optimizer
+    state that have come to stay on the device."""
     actual_peak_bytes: int | None
-    """The most bytes that were allocated by the end of the step that was timed, since the device's peak was reset last."""
+    """The most bytes that were allocated by the end of the timed step, since the device's peak was reset last."""
     num_overflows: int
     """How often all slots were in use, so that one more was taken for a while."""
     stall_s: dict[str, float]

@@ -1,14 +1,14 @@
 """Brings the weights of layers to the device, when they are used and ahead of that.
 
-[Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, what it computes is exact.
+[Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, its results are exact.
 
-- *What is open is noted before it begins, and forgotten last*: a call of a layer (`memkit.core.calls`), a backward
-  (`memkit.core.backwards`), the users of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends
-  what an interrupt has left open. Gradients of a backward that has not ended are never added to later ones.
-- *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
-  event was noted behind it, the host waits for the whole device before the memory goes.
-- *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter
-  that was stepped has its new weights in host memory, and one that was not has the old ones.
+- *Open before begun, forgotten last*: a call of a layer (`memkit.core.calls`), a backward (`memkit.core.backwards`), the users
+  of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends all that an interrupt has left open.
+  Gradients of a backward that has not ended are never added to later ones.
+- *Held before issued.* The memory that a copy reads or writes is held, and marked as in flight, before the copy is put on a
+  lane. If no event was noted behind it, the host waits for the whole device before the memory goes.
+- *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a stepped
+  parameter has its new weights in host memory, and any other has the old ones.
 - *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` undoes all of it.
 """
 
@@ -43,7 +43,7 @@ _MOST_KNOWN_AHEAD = 512
 
 
 class UsePhase(Enum):
-    """When a layer is used. Each phase has an order of its own."""
+    """The kind of a layer's use. Each has an order of its own."""
 
     FORWARD = "forward"
     """In a forward that a backward may follow."""
@@ -68,7 +68,6 @@ class LayerOrder:
         self.noted, self._place = [], -1
 
     def expect(self, order: list[int]) -> None:
-        """Expect this order, unless the known one is of the same layers."""
         if sorted(self._known) != sorted(order):
             self._know(order)
 
@@ -89,8 +88,7 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers that are expected next but for the current one (-1: none), each with how many others come
-        before."""
+        """Return the layers expected next but the current one (-1: none), each with its number of predecessors."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -108,14 +106,14 @@ class LayerOrder:
 
 
 class Streamer:
-    """Brings layers into slots. It is the owner of the slots' storages. See [Note: interrupts of streaming].
+    """Brings layers into slots, and owns the slots' storages. See [Note: interrupts of streaming].
 
-    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers that are expected next are fetched
-    ahead, as far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before
-    each new pass the slots forget, since not every write to a host copy can be seen.
+    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers expected next are fetched ahead, as
+    far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before each new
+    pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
-        chunks: the layers that stream, in the order in which they are expected to run.
+        chunks: the layers that stream, in their expected order.
         disk: where their host copies are; None if that is host memory.
     """
 
@@ -128,7 +126,6 @@ class Streamer:
         self.ring = SlotRing(device, slot_bytes, self)
         self.stalls = Stalls(0.0 for _ in self.chunks)
         self.transfers: list[Transfer] | None = None
-        """Copies to the device, while they are timed."""
         self.handles: weakref.WeakSet[StreamedHandle] | None = None
         """Saved tensors in slots, while somebody asks whether a graph is alive."""
         self.h2d_bytes = 0
@@ -192,7 +189,7 @@ class Streamer:
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
-        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on."""
+        """Return the slot with the bytes of a layer, for work put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self.is_closed:
                 raise LayerOffloadError(
@@ -226,11 +223,8 @@ class Streamer:
             return slot
 
     def begin_backward(self, chunk: LayerChunk) -> None:
-        """The backward of a layer begins: until that of another does, its parameters lie in the slot.
-
-        Autograd's saved tensors do not need that. Whatever else knows the parameters does: a `torch.autograd.Function` that
-        keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
-        """
+        """Begin the backward of a layer: its parameters lie in the slot until another layer's begins. Saved tensors do not need
+        that, but a `torch.autograd.Function` with the parameters in its `ctx` does, and a checkpoint inside of the layer."""
         with torch_private.without_python_dispatch(), self.lock:
             if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
@@ -256,7 +250,7 @@ class Streamer:
                 self._in_backward = None
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
-        """A forward of a layer is over, or its backward: its work is on the current stream."""
+        """End a layer's forward or backward, whose work is on the current stream."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if torch_private.backward_task() == -1:
                 chunk.use_order = self._lanes.next_use()
@@ -264,7 +258,7 @@ class Streamer:
             if chunk.uses:  # it runs on
                 return
             device, stream = self.device, self.device.current_stream()
-            for slot in self.ring.slots.values():  # who is given the host copy may write to it: no copy is to read it then
+            for slot in self.ring.slots.values():  # the host copy may be written to from now on: no copy may be reading it
                 if slot.chunk is chunk and not (slot.is_ready or slot.ready is None or slot.ready.is_reached()):
                     device.synchronize(slot.ready)
             binding = chunk.binding
@@ -273,20 +267,19 @@ class Streamer:
             else:
                 deque(binding.set_data(binding.host_copies), maxlen=0)
             for slot in self.ring.slots.values():
-                if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
+                if slot.chunk is chunk:  # a held slot may be used until its holder lets go, which gives no event
                     if slot.stepped is None:
                         device.note_read(slot.storage)
                     is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
                     slot.users[stream] = None if is_held else device.record_event(stream, timed=False)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
-        """Let a stream wait for a slot's bytes, and note how long that takes."""
         assert slot.ready is not None
         slot.is_ready = slot.ready.is_reached()
         start = None if slot.is_ready else self.device.record_event(stream)
         try:
             ready = slot.ready.recorded()
-            if start is not None or torch_private.num_dispatch_modes():  # which may look for what nothing waits for
+            if start is not None or torch_private.num_dispatch_modes():  # a mode may look for missing waits
                 self.device.wait_event(stream, ready)
         except Exception:  # the copy has failed, and is not under way any more
             slot.fail()
@@ -310,7 +303,7 @@ class Streamer:
         return True
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch the layers that are needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        """Fetch the layers needed sooner than the one used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False
         try:
             is_free = self.lock.acquire(blocking=False)
@@ -323,13 +316,12 @@ class Streamer:
                 self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
-        """Fetch the layers that are expected next, in order: those needed sooner than what was used at `until`, if that is
-        given. Return whether there was a slot for all of them."""
+        """Fetch the layers expected next, with `until` those needed before that use. Return whether all had a slot."""
         current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
         if disk is not None:
             disk.read_ahead(chunk for chunk in map(self.chunks.__getitem__, ahead) if ring.holding(chunk) is None)
-        if until is None:  # as there are slots; unless some were taken for a while, one is that of the current layer
+        if until is None:  # as many as there are slots; without overflow slots, one is the current layer's
             most = ring.num_planned - (current is not None and len(ring.slots) == ring.num_planned)
         for position, place in ahead.items():
             chunk = self.chunks[position]
@@ -372,7 +364,7 @@ class Streamer:
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:
-                    with suppress(Exception):  # a copy that fails: what is in the slot is lost, and the step is told
+                    with suppress(Exception):  # if a copy fails, the slot's bytes are lost, and the step raises it
                         self.write_back(slot.chunk)
                     slot.chunk.become(Residency.DEVICE)
             for chunk in self.chunks:
