@@ -1,4 +1,4 @@
-"""What an op does to its arguments, as far as replays depend on it: found once per overload, from its schema, a few tables, and
+"""How ops treat their arguments, as far as replays depend on it: found once per overload, from its schema, a few tables, and
 the user's `pure_ops`."""
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ aten = torch.ops.aten
 
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
-"""Namespaces of ops that are known. Other ops may draw from Python's generator, count calls, or read what changes, and neither
-schema nor tags tell (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
+"""Other ops may draw from Python's generator, count calls, or read changing state, and neither schema nor tags tell
+(`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
 
 _FACTORIES = """
     arange eye empty empty_like empty_permuted empty_strided empty_quantized full full_like linspace logspace new_empty
     new_empty_strided new_full new_ones new_zeros ones ones_like range scalar_tensor zeros zeros_like _efficientzerotensor
     tril_indices triu_indices
 """
-"""Ops that return new memory with nothing, or little, in it. A Triton kernel or NumPy may write to it unseen, so it is kept
-rather than recomputed."""
+"""Ops that return new memory. A Triton kernel or NumPy may write to it unseen, so it is kept rather than recomputed."""
 
 _UNTRUSTED = """
     _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state _local_scalar_dense nonzero nonzero_static
@@ -42,7 +41,7 @@ _UNTRUSTED = """
 """Ops that make the host wait for the device, have hidden state, change storages, or give results that can't be reproduced."""
 
 _VIEW_UNTOLD = "aten::_unsafe_view"
-"""A view whose schema doesn't say so, to hide it from autograd: mostly that of a matrix product."""
+"""Its schema hides from autograd that it is a view, mostly of a matrix product."""
 
 _NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED).split())
 
@@ -51,7 +50,7 @@ _HIDING_STATE = """
     from_file _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     _fused_moving_avg_obs_fq_helper
 """
-"""Those of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
+"""Ops of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
 
 _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
@@ -70,7 +69,7 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
     aten.miopen_batch_norm.default: None,
     **dict(zip(torch_private.known("batch_norm_legit"), torch_private.known("batch_norm_legit_no_stats"), strict=False)),
 }
-"""Ops that write running statistics in training mode, and compute the same without them."""
+"""Ops that write running statistics in training mode, each with the overload that computes the same without them."""
 
 
 class OpKinds:
@@ -143,12 +142,9 @@ def _has_effect(func: OpOverload) -> bool:
 
 
 def names_of_ops(pure_ops: object) -> frozenset[str]:
-    """Return the names of the ops in a user's `pure_ops`: "namespace::name", or "namespace::*" for all of a namespace.
-
-    Raises:
-        TypeError: it isn't a list of ops or names.
-        ValueError: a name isn't one of an op, or declaring the op pure would change nothing.
-    """
+    """Return the names of the ops in a user's `pure_ops`: "namespace::name", or "namespace::*" for all of a namespace. It
+    raises TypeError for anything but a list of ops or names, ValueError for names of no op and for ops that need no
+    declaration."""
     if isinstance(
         pure_ops, str | torch_private.OpOverload | torch_private.OpOverloadPacket | torch_private.CustomOpDef
     ) or not isinstance(pure_ops, Iterable):
