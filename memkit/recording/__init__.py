@@ -9,4 +9,5 @@
 - `functions`: torch's functions (`F.linear`) during which the recorder is off
 - `module_calls`: the module of each op, and which calls could run again as a whole
 - `replay`: runs recorded ops again
-- `cost`: seconds of each op, and of recording"""
+- `cost`: seconds of each op, and of recording
+"""

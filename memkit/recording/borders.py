@@ -3,7 +3,8 @@
 A module that FSDP2 shards frees its gathered parameters after its forward, and gathers them again for its own backward. The
 backward of the next module requests its output before that, so the output is a root: recomputing never gathers parameters,
 which the other ranks would not take part in. With `set_unshard_in_backward(False)` nothing in the module can be recomputed, and
-the recorder is paused during its forward."""
+the recorder is paused during its forward.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ function on. A quiet function must run no Python of the user's. So none is quiet
 memkit's, other dispatch modes are on, or the program is in a function mode of its own.
 
 Some modules of torch take another path, with other bits, while a function mode is on (`torch.overrides.has_torch_function`).
-For these, a global forward pre-hook turns the mode off for the rest of the step."""
+For these, a global forward pre-hook turns the mode off for the rest of the step.
+"""
 
 from __future__ import annotations
 

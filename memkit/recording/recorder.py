@@ -550,7 +550,8 @@ def hide_recorders() -> None:
 
     [Note: seen by formulas] Derivative formulas compute other bits while any dispatch mode is on. The engine runs nodes, and
     puts the modes back. An op can't take off the mode that it is running in: torch would put it back. So after a dual level was
-    opened, the recorder is left at the next save, which is outside of its own part of the op."""
+    opened, the recorder is left at the next save, which is outside of its own part of the op.
+    """
     if _is_in_backward() != -1:
         for mode in torch_private.dispatch_modes():
             if isinstance(mode, Recorder):

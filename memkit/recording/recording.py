@@ -349,7 +349,8 @@ class Recording:
 
         `is_inside`: the forward made it, so nothing else may hold it. `is_written`: its version counter is about to be raised.
         `is_hidden`: writes may not raise the counter. `number`: a number known ahead and unused. It raises RuntimeError if the
-        storage is no range of bytes, so that its readers can't run again."""
+        storage is no range of bytes, so that its readers can't run again.
+        """
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
         value = number

@@ -2,7 +2,8 @@
 
 It runs in the backward, on its stream and device, below grad mode, modes, hooks, autocast and function transforms (such as the
 `vmap` of batched gradients), where ops were recorded. Random ops draw from their generator's state in the forward, and leave
-its current state unchanged."""
+its current state unchanged.
+"""
 
 from __future__ import annotations
 

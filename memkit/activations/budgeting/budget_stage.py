@@ -1,8 +1,5 @@
-"""`BudgetStage`: what `MemoryBudget` does with each saved tensor: it stays, moves or is dropped.
-
-A forward is recorded until its steps are known. Then it follows what is known of the step as long as it saves what is expected:
-see [Note: what a steady step leaves out] in `steady_step`.
-"""
+"""`BudgetStage` lets each saved tensor stay, move or be dropped. A forward is recorded until its steps are known. Then it goes
+by the known step as long as it saves what is expected: see [Note: what a steady step leaves out] in `steady_step`."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class WatchedRecorder(Recorder):
-    """Records ops; calls a meter before and after each op, or notes the numbers of its values."""
+    """Calls a meter before and after each op, or notes the numbers of its values."""
 
     meter: Meter | None = None
     notes: StepNotes | None = None
@@ -77,16 +74,14 @@ class WatchedRecorder(Recorder):
 
 
 _UNPLANNED, _FORESEEN = 0.9, 0.97
-"""The fractions of the budget that a step without a plan may take at a save or a request. Temporaries and what is outside of
-the context come on top; if these are predicted, they are counted, and the second fraction applies."""
+"""A step without a plan may take this fraction of the budget at a save or a request. Temporaries and bytes outside of the
+context come on top; if they are predicted, they are counted, and the second fraction applies."""
 _OF_LOSS = 9
-"""Bytes left free behind the first forward for each byte that the module returns. A cross-entropy in float32 over bfloat16
-logits has these in both, their log-softmax, and the gradients of all of them."""
+"""Bytes left free behind the first forward for each byte that the module returns: a float32 cross-entropy over bfloat16 logits
+has float32 copies of these, their log-softmax, and all gradients."""
 
 
 class BudgetStage(RecordingStage):
-    """Keeps the saved values of a forward to a budget for the device."""
-
     _state: BudgetState
 
     def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
@@ -101,14 +96,14 @@ class BudgetStage(RecordingStage):
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         self._step: SteadyStep | None = None
-        """What is expected, as long as the step does not deviate."""
+        """The expected step, until the forward deviates."""
         self._steady: SteadySaves | None = None
         self._scheduled: ScheduledForward | None = None
         self._quiet: QuietFunctions | None = None
         self._due: SteadySave | None = None
-        """What is expected of the tensor that is being taken."""
+        """The expected save of the tensor that is being taken."""
         self._is_noted = self.is_recording = True
-        """Whether all saves so far were noted, and whether ops are recorded."""
+        """All saves so far were noted; ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
         super().__init__(state, options)
 
@@ -132,7 +127,7 @@ class BudgetStage(RecordingStage):
         self._quiet = None  # it holds the recorder
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return the pack hook for a step that is known."""
+        """Return the pack hook for a known step."""
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
         step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
@@ -246,7 +241,7 @@ class BudgetStage(RecordingStage):
         return learning.planned(trace, self._limits, device, base_bytes=self._base_bytes, coming_bytes=self._coming_bytes)
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
-        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there."""
+        """Return the most bytes that saved values and replays may take on the device now, beside all other bytes."""
         device, forward = self._device, forward or self._opened
         counter = None if device is None else device.memory_counter()
         if counter is None or forward is None:
@@ -349,8 +344,8 @@ class BudgetStage(RecordingStage):
                 self._due = None
 
     def _take_known(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return the handle of a tensor after doing what the plan says; None if it may be another value than expected, or has a
-        mark of the user's. Then it is taken as any other tensor."""
+        """Follow the plan for a tensor and return its handle; None to take it as any other, if it may be an unexpected value or
+        has a mark of the user's."""
         recording, expected, step, value = forward.recording, forward.recording.expected, self._step, save.value
         if step is None or expected is None or save.ordinal < 0 or forward.marks or forward.window.is_broken:
             return None
@@ -384,8 +379,8 @@ class BudgetStage(RecordingStage):
         return handle
 
     def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return the handle of a tensor that stays, after doing what is due with other values; None if replays are to read it
-        and it may be another value than expected."""
+        """Return the handle of a tensor that stays, after acting on other due values; None if replays are to read it and it may
+        be an unexpected value."""
         version, device, handle = torch_private.version_of(tensor), forward.ledger.device, None
         if save.is_read:
             if not is_range_of_bytes(tensor):
@@ -449,8 +444,8 @@ class BudgetStage(RecordingStage):
         self._record()
 
     def _record(self) -> None:
-        """Record ops from here on, unless a dispatch mode was entered since that must be left first, or something may be
-        compiled, before which the recorder must be on."""
+        """Record ops from here on, unless a dispatch mode entered since must be left first, or something may be compiled,
+        before which the recorder must be on."""
         if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()
@@ -557,7 +552,7 @@ class BudgetStage(RecordingStage):
             state.settled = Settled(options=self._options, budget_bytes=most_bytes)
 
     def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
-        """After a first forward, move saved values so that there is memory for what follows, of which nothing is known."""
+        """After a first forward, move saved values to make room for the unknown rest of the step."""
         counter = None if self._device is None else self._device.memory_counter()
         if counter is not None and (self._foresight is None or not self._foresight.is_whole):
             room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes

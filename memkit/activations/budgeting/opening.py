@@ -1,5 +1,5 @@
-"""Begins a forward under a budget, in one of three ways: nothing is done since all fits, or regions are recomputed, or a plan
-of single ops and copies is followed."""
+"""Begins a forward under a budget, in one of three ways: idle since all fits, with regions recomputed, or by a plan of single
+ops and copies."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 _MOST_REPLAYED = 30
-"""Where a step has run so many times its ops again, later steps are not recorded."""
+"""After so many steps with replays, later steps are not recorded."""
 
 
 class _StepClock(TimedWays):
-    """Times a step that recomputes regions, from its entry to the end of its backward."""
+    """Times a step with regions, from its entry to the end of its backward."""
 
     def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
         super().__init__(is_open=False)
@@ -53,7 +53,7 @@ class _StepClock(TimedWays):
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
-    """Set the stages of the entry of a context; return the hooks that it needs, None for its own."""
+    """Set the stages of a context's entry; return its hooks, None for the entry's own."""
     state = budget_states.open(entry.tag)
     with state.lock:
         state.num_iterations += 1
@@ -91,8 +91,7 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
-    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so by
-    itself."""
+    """Tell whether to do nothing: the last step kept to the budget, and one with inputs of this size did so by itself."""
     settled, counter = state.settled, state.counter
     if settled is None or not settled.options.is_like(options) or state.limits != limits:
         return False
@@ -109,7 +108,6 @@ def _numel(shapes: Shapes | None) -> int:
 
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:
-    """Return what chooses between ways, once a plan was followed; None if there is no choice, or for other steps."""
     is_as_before, state.shapes = shapes == state.shapes, shapes
     if state.ways is not None and state.limits != limits:
         state.ways = None

@@ -1,4 +1,4 @@
-"""`BudgetState`: what `MemoryBudget` remembers under a tag from one iteration to the next."""
+"""`BudgetState`: memory of `MemoryBudget` under a tag from one iteration to the next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BudgetState(RematState):
         self.learning = Learning(self.warn_once)
         self.budget_bytes: int | None = None
         self.is_within_capacity = False
-        """Whether the device was found to have as much memory as the budget."""
+        """The device was found to have as much memory as the budget."""
         self.coming = ComingStates(None)
         self.foreseen: StepTrace | None = None
         """The trace of the attached module, made without data before its first call."""
@@ -46,15 +46,15 @@ class BudgetState(RematState):
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
         self.most_numel = 0
-        """The most input elements of a step in which everything fitted."""
+        """The most input elements of a step that fitted whole."""
         self.ways: Ways | None = None
-        """Times the ways to keep to the budget; None if there is no choice, or not yet."""
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
         self.regions_tag: str | None = None
         self.copies_tag: str | None = None
         self.before = 0, 0
-        """When the last forward began: the number of finished backwards, and of steps that deviated from their plan."""
+        """At the beginning of the last forward, the number of finished backwards, and of steps that deviated from their
+        plan."""
         self.region_times: list[tuple[Event, Event]] = []
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
@@ -74,8 +74,8 @@ class BudgetState(RematState):
         return self._foresight[1]
 
     def end_forward(self) -> None:
-        """Note what a forward has left on the device. Where nothing is done since all fits, and it is too much to fit, the next
-        step is looked at again: no backward is seen then, and the peak may have been reset by its end."""
+        """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked
+        at again: it sees no backward, and the peak may be reset by its end."""
         peak, settled = self.peak, self.settled
         if peak is None:
             return
@@ -86,7 +86,7 @@ class BudgetState(RematState):
 
     @property
     def regions(self) -> RegionPlan | None:
-        """The regions that the last forward was to recompute; None where it had none, or has left them."""
+        """The planned regions of the last forward; None if it had or kept none."""
         regions = None if self.regions_tag is None else remat_states.get(self.regions_tag)
         return None if regions is None or regions.settled is None else regions.settled.regions
 

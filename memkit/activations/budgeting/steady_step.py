@@ -1,12 +1,11 @@
-"""What steps that follow a plan save is known ahead: most saves need no record, and if nothing is recomputed, no op is
-recorded.
+"""The saves of steps that follow a plan are known ahead: most need no record, and if nothing is recomputed, no op is recorded.
 
 [Note: what a steady step leaves out] A plan refers to saves and requests by their ordinals. Once a step has followed it from
 the first save to the last, later steps are expected to save the same. A tensor that stays then needs no record: autograd gets
-an alias and its version, and requests of it are not seen. If replays read it, its handle is held by whatever is made from it.
-Values with records are still found by their storages, so a step that deviates is exact all the same. A deviation is noticed by
-the shape of a saved tensor, by the number of a value that is recomputed, moved or read, or at the end of the step; the step
-then goes on without a plan.
+an alias and its version, and requests of it are not seen. If replays read it, values made from it hold its handle. Values with
+records are still found by their storages, so a step that deviates is exact all the same. A deviation is noticed by the shape of
+a saved tensor, by the number of a value that is recomputed, moved or read, or at the end of the step; the step then goes on
+without a plan.
 """
 
 from __future__ import annotations
@@ -140,19 +139,18 @@ class SteadySave(NamedTuple):
     shape: torch.Size | None
     dtype: torch.dtype | None
     value: int
-    """The number of the value; `NO_VALUE` if it has none, or is the caller's."""
+    """`NO_VALUE` if it has no number, or is the caller's."""
     ordinal: int
-    """Its ordinal among the saves that count, -1 if it does not count."""
+    """Its ordinal among the saves that count; -1 if it does not count."""
     has_record: bool
-    """Whether the value is moved or dropped, or does not count and is read by replays."""
+    """The value is moved or dropped, or does not count and is read by replays."""
     is_read: bool
-    """Whether it stays without a record, and replays read it."""
     is_due: bool
-    """Whether the schedule has something to do with other values at this save."""
+    """The schedule acts on other values at this save."""
 
 
 class Moves(NamedTuple):
-    """What moves in a step that recomputes nothing, and when."""
+    """The moves of a step that recomputes nothing."""
 
     schedule: Schedule
     trace: Trace
@@ -168,13 +166,13 @@ class SteadyStep:
     """For each request of a value with a record, in order, its ordinal among all requests."""
     num_values: int
     moves: Moves | None
-    """What is followed without recording ops, if nothing is recomputed."""
+    """Followed without recording ops, if nothing is recomputed."""
     only_moves: bool
-    """Whether it is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
+    """The step is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
     figures: Mapping[str, Any]
-    """Its totals for `memkit.stats`, without what moves or is recomputed."""
+    """Its totals for `memkit.stats`, without moves and recomputes."""
     ops: tuple[ExpectedOp, ...] = ()
-    """The expected ops; empty if all ops that can run again are recorded."""
+    """Empty if all ops that can run again are recorded."""
     known_s: tuple[float, ...] = ()
     calls: tuple[FunctionCall, ...] = ()
 
@@ -187,7 +185,7 @@ class StepNotes:
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
     _capture: Capture = field(default_factory=Capture)
-    """The same saves, in the form that schedules of copies are made from."""
+    """The same saves, for schedules of copies."""
     _numbers: dict[int, int] = field(default_factory=dict)
     """For each value that counts, how many other values were saved before it."""
     _waits: bool = False
@@ -225,7 +223,7 @@ class StepNotes:
         return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
-        """Return what was noted, once the step is over; None if it is of no use."""
+        """Return the notes of a finished step; None if they are of no use."""
         planned, ops, recording = self.planned, trace.ops, forward.recording
         plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
         if not self.is_whole or not uses or ops is None:
@@ -312,7 +310,7 @@ class StepNotes:
                 yield ExpectedOp(func, is_skipped=False, first=first, made=made, ins=tuple(ins), roots=roots)
 
     def _recorded_ops(self, lineage: Lineage, overwritten: Collection[int]) -> set[int]:
-        """Return the ops that make dropped values from saved values that are not dropped, from roots, and from anchors."""
+        """Return the ops that make dropped values from saved values that stay or move, from roots, and from anchors."""
         plan = self.planned.plan
         saved_at: dict[int, int] = {}
         for place, (value, _, _) in enumerate(self._saves):

@@ -1,5 +1,5 @@
-"""`Ways`: times which way to keep to a budget is fastest: a plan of single ops and copies, or regions (which cost the host next
-to nothing), with copies or without."""
+"""`Ways` times the ways to keep to a budget: a plan of single ops and copies, or regions (which cost the host next to nothing),
+with copies or without."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 _MISSES = 1.02
-"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried, to see what it takes."""
+"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
 _NUM_COUNTED = 3
-"""How many steps of each way are timed; the fastest counts."""
+"""So many steps of each way are timed; the fastest counts."""
 _MOST_STEPS = 36
-"""A way with regions is given up after this many steps without a result."""
+"""After so many steps without a result, a way with regions is given up."""
 _MOST_CHANGES = 3
-"""How often the limit of a way is adjusted to what its steps take."""
+"""The limit of a way is adjusted to its steps at most this often."""
 _NUM_NOTED = 3
-"""How many steps it takes until copies follow a schedule: two to see that steps are alike, one that is noted."""
+"""Copies follow a schedule after so many steps: two to see that steps are alike, one that is noted."""
 _MOSTLY = 0.9
-"""A peak below this fraction of what saved values should take shows that the counter doesn't count them."""
+"""A peak below this fraction of the saved values' bytes shows that the counter doesn't count them."""
 _SLACK = 0.03
-"""The fraction of the allowed bytes that may stay unused."""
+"""This fraction of the allowed bytes may stay unused."""
 _MOST_MORE = 0.05
-"""With copies, the limit is raised by at most this fraction of the allowed bytes at once: late in the backward few values are
+"""With copies, the limit rises by at most this fraction of the allowed bytes at once: late in the backward few values are
 away."""
 _OF_CAPACITY = 0.95
-"""The fraction of the device's memory that is usable despite fragmentation."""
+"""This fraction of the device's memory is usable despite fragmentation."""
 _MOST_LESS = 0.1
-"""After the choice, the limit is lowered by at most this fraction of itself at once."""
+"""After the choice, the limit falls by at most this fraction of itself at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,9 +73,9 @@ class Ways:
         self._besides: dict[tuple[Way, int], int] = {}
         """By way and limit, the difference between the last peak and the simulated one."""
         self._beside_bytes = 0
-        """The same difference in the last step that was measured."""
+        """The same difference in the last measured step."""
         self._simulated: tuple[RegionPlan, float, int] | None = None
-        """The peak that was simulated last: of which regions, with which share that moves."""
+        """The last simulated peak, with its regions and the share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
         self._place = 0
         self.is_decided = False
@@ -108,7 +108,7 @@ class Ways:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the peak of the next step is yet to be seen, to choose a way or for another limit."""
+        """The peak of the next step is still needed, to choose a way or for another limit."""
         return not self.is_decided or (self.way, self.limit_bytes) not in self._besides
 
     def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, regions: RegionPlan | None = None) -> None:
@@ -234,8 +234,8 @@ def ways_within(
     bytes_per_s: float | None,
     counter: MemoryCounter | None,
 ) -> Ways | None:
-    """Return what times the ways of a step; None if no choice of regions keeps to the budget or nearly does. What nearly does
-    is tried, and its first steps may exceed the budget a little."""
+    """Return the timer of a step's ways; None if no choice of regions keeps to the budget or nearly does. In the latter case,
+    the first steps may exceed the budget a little."""
     limit_bytes = fit_regions(problem, choices, allowed_bytes)
     if limit_bytes is None:
         allowed_bytes += headroom_bytes

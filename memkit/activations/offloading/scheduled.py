@@ -1,7 +1,7 @@
-"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: the pack hook of such a forward.
+"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: its pack hook.
 
-The forward notes each save and starts the copies that are due. A backward waits for what it requests and fetches what is due.
-A deviation ends that: what was copied is freed, and the rest goes save by save.
+The forward notes each save and starts due copies. A backward waits for its requests and fetches ahead. After a deviation,
+copied values are freed, and the rest goes save by save.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Life:
-    """Held by each handle of a forward, and by whoever takes its saves, so that its death says that the forward is over."""
+    """Each handle of a forward holds it, as does its taker of saves: its death says that the forward is over."""
 
     __slots__ = ("__weakref__", "forward")
 
@@ -52,8 +52,8 @@ class Life:
 
 
 class ScheduledForward:
-    """One forward that follows a schedule, and its backwards. The spans of host memory are for what backwards ask for, and for
-    the rest."""
+    """One forward that follows a schedule, and its backwards. One span of host memory is for requested values, one for the
+    rest."""
 
     def __init__(
         self,
@@ -72,58 +72,57 @@ class ScheduledForward:
         self.is_broken = False
         self.is_forward = True
         self.life: Callable[[], Life | None] = lambda: None
-        """Returns what the handles hold, for as long as any is alive or may be made: but for what no backward asks for."""
+        """Returns the object that the handles of requested values hold, while any is alive or may be made."""
         self.rest: Callable[[], Life | None] = lambda: None
         self.saves: Callable[[], ScheduledSaves | None] = lambda: None
         self.was_stopped = False
         self.num_saves = 0
         self.began_at = 0
-        """How many of these another schedule has seen to, which begins like this one."""
+        """The number of its first saves that another schedule, which begins alike, has handled."""
         self.tried: tuple[Trace, ...] = (trace,)
-        """This trace, and others that it has turned out not to be there."""
+        """This trace, and others that did not match."""
         self.num_pauses = 0
         self.num_sent = self.num_released = 0
         num_values = schedule.num_values
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
-        """For each value what is held of it on the device: what it was saved in, or what was fetched."""
+        """For each value, its storage on the device, saved or fetched, while held."""
         self.originals: list[Any] = [None] * num_values
         self.counters: list[Any] = [None] * num_values
-        """For each of them a weak reference to what counts the writes to it, and the count."""
+        """For each storage, a weak reference to the counter of its writes, and the count."""
         self.use_orders: list[int] | None = None
-        """For each value when in the forward it was saved; None where no others bring anything by the lanes."""
+        """For each value, when in the forward it was saved; None if no others fetch by the lanes."""
         if window.lanes.are_shared(window):
             self.use_orders = [0] * num_values
         self.nodes: dict[int, int] = {}
-        """For values that were saved before they are written, the node."""
+        """The nodes of values that were saved before they are written."""
         self.alone: dict[int, CopyBatch] = {}
         self.stream, self.home = device.stream_number(), device.current_stream()
         self._has_left = self._is_asking = False
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
-        """For each value that is being fetched, and that the stream has not waited for, its batch."""
+        """The batch of each value that is being fetched, and that the stream has not waited for."""
         self._ready: list[Tensor | None] = [None] * num_values
         """For each value that is being fetched for one request alone, the tensor."""
         self._behind = -1
-        """The last batch of those that leave that the lane back has waited for."""
+        """The last moved batch that the lane back has waited for."""
         self.task = _NO_BACKWARD
         self._num_backwards = 0
         self._spans = list(spans)
         self._lent: dict[int, list[KeptHandle]] = {}
-        """For values that are asked for again, what was handed out over what was fetched."""
+        """For values with further requests, the tensors handed out over the fetched storage."""
         self.on_end: Callable[[], None] | None = None
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
-        """What is held for a copy alone, which may be under way."""
+        """Storages held only for a copy, which may be under way."""
 
     # The forward: what leaves
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Return a context in which copies wait for the work of the stream that what is held belongs to, and freed memory goes
-        back to it."""
+        """Return a context on the stream that held storages belong to: copies wait for it, and freed memory goes back to it."""
         return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
-        """Start copies, and free what was copied, up to these numbers of batches."""
+        """Start copies and free copied values, up to these numbers of batches."""
         schedule = self.schedule
         while self.num_sent < num_sent:
             values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
@@ -166,7 +165,7 @@ class ScheduledForward:
                 self.let_go_of_sent()
 
     def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Copy a value that was to be copied in a batch with others, which do not come, and free it."""
+        """Copy and free a value of a batch whose other values do not come."""
         number = self.schedule.batch_of[value]
         if number >= self.num_sent and value not in self.alone:
             batch = self.copy_alone(value, is_out=True)
@@ -232,12 +231,12 @@ class ScheduledForward:
     # What comes back, backward by backward
 
     def _go_along(self, number: int) -> None:
-        """Begin with the fetches that are due in one of the backwards, by its number."""
+        """Begin the fetches of a backward, by its number."""
         schedule = self.schedule
         self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
         self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
         self._cursor = self._num_fetched = 0
-        """The request that comes next, and how many of the batches that come back are on the lane."""
+        """The next request, and the number of fetched batches on the lane."""
         self._asked = bytearray(schedule.num_values)
         self._awaiting = list(schedule.num_requests[number])
 
@@ -267,7 +266,7 @@ class ScheduledForward:
         return max(use_orders[value] for value in self._copies.back[self._num_fetched])
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than what was left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        """Fetch what is needed sooner than a value that left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         copies, use_orders = self._copies, self.use_orders
         if use_orders is None or not self._is_asking or self._cursor == 0 or self.device.stream_number() != self.stream:
             return True
@@ -328,7 +327,7 @@ class ScheduledForward:
     # Requests
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
-        """Return a saved tensor, for work on the current stream, and fetch what is due."""
+        """Return a saved tensor, for work on the current stream, and start due fetches."""
         with self.lock:
             if self.is_broken:
                 self.mend()
@@ -445,7 +444,7 @@ class ScheduledForward:
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a value that is needed now; if there is no room, values that were fetched ahead are freed."""
+        """Return a storage for a value that is needed now; without room, values that were fetched ahead are freed."""
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError:
@@ -514,7 +513,7 @@ class ScheduledForward:
 
     @property
     def is_spent(self) -> bool:
-        """Whether all that is left are values that no backward has requested so far."""
+        """Only values that no backward has requested are left."""
         return not self.is_forward and self.life() is None
 
     @mended
@@ -536,8 +535,8 @@ class ScheduledForward:
         self._spans = [None if span in spans else span for span in self._spans]
 
     def mend(self) -> list[Span]:
-        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return the host memory that it
-        holds."""
+        """Repair the state after an interrupt (see [Note: interrupts] in `memkit.core.interrupts`); return the host memory that
+        it holds."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
         self.take_no_more()
@@ -557,15 +556,15 @@ _Parameter = nn.Parameter
 
 
 class _NoForward:
-    """A forward without saves, for when no forward follows a schedule."""
+    """A forward without saves, while none follows a schedule."""
 
     num_saves = 0
     is_forward = False
 
 
 class ScheduledSaves:
-    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next. `take` is given all
-    else, and may call `follow` to have a forward followed from there on."""
+    """Takes tensors that autograd saves, as long as each save is the next of the schedule. `take` gets all others, and may call
+    `follow` to follow a forward from there on."""
 
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
         self.forward: Any = _NoForward
@@ -585,7 +584,7 @@ class ScheduledSaves:
         self._addresses: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep for a tensor. This is the pack hook."""
+        """The pack hook: return the handle of a tensor."""
         forward = self.forward
         place = forward.num_saves
         if place < self._num_saves and forward.is_forward:
@@ -619,7 +618,7 @@ class ScheduledSaves:
         return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
-        """Return the handle of a save at which something is due; None if another save is due."""
+        """Return the handle of a save with due actions; None if another save is due."""
         forward = self.forward
         with forward.lock:
             if forward.is_broken:

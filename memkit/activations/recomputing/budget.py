@@ -1,4 +1,4 @@
-"""The decider of `Rematerialize`: what is dropped to keep to a budget, by a plan, or by the score during the forward."""
+"""The decider of `Rematerialize`: drops values by a plan, or by the score during the forward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds
 
 NO_BUDGET = sys.maxsize
-"""Stands for no budget: only values that the user marks are dropped."""
+"""Without a budget, only values that the user marks are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RematOptions:
-    """The user's arguments: see `Rematerialize`."""
-
     budget: int | float
     policy: str
     plan: Plan | None
@@ -53,7 +51,7 @@ class RematOptions:
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    """Return options by which all steps are recorded, without a budget: only values that the user marks are dropped."""
+    """Return options that record all steps without a budget: only values that the user marks are dropped."""
     return RematOptions(
         budget=NO_BUDGET,
         policy=policy,
@@ -68,8 +66,8 @@ def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, pol
 
 
 class BudgetDecider(Decider):
-    """Decides for each save of one forward whether it is dropped at once. It notes the budget in the counts of the iteration,
-    and judges the last one. If the budget can't be kept, it raises `BudgetInfeasible`, or warns, unless `with_regions`
+    """Decides for each save of one forward whether it is dropped at once, notes the budget in the iteration's counts, and
+    judges the last iteration. If the budget can't be kept, it raises `BudgetInfeasible`, or warns, unless `with_regions`
     returns, for a trace and the plan of single ops with the fewest bytes, that later steps fit with regions."""
 
     def __init__(
@@ -162,8 +160,7 @@ class BudgetDecider(Decider):
             return least
 
     def _judge(self, last: Counts, *, raises: bool) -> None:
-        """Warn, or raise, if the score didn't keep to the budget in the last iteration. Iterations that are planned by now
-        don't count."""
+        """Warn, or raise, if the score exceeded the budget in the last iteration, unless it has a plan by now."""
         is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
         if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
             return

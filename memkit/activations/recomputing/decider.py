@@ -1,4 +1,4 @@
-"""The base class of deciders, which say what is done with each save of a recorded forward."""
+"""The base class of deciders for the saves of a recorded forward."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Decider(ABC):
 
     @abstractmethod
     def action(self, value: int, held_bytes: int) -> Action | None:
-        """Return what is done with a value that is just saved; None to keep it until `held_bytes`, with what a context outside
-        takes, exceed the limit."""
+        """Return the action for a value that is just saved; None to keep it until `held_bytes`, with those of a context
+        outside, exceed the limit."""
 
     @abstractmethod
     def grow(self) -> None:

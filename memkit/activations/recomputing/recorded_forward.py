@@ -1,4 +1,4 @@
-"""`RecordedForward`: what a recorded forward has saved, and what of it is on the device or can be recomputed."""
+"""`RecordedForward`: the saved values of a recorded forward, on the device or to be recomputed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from memkit.recording.replay import Replay
 
 
 class RecordedForward(NumberedSaves):
-    """The saved values of one forward. `moves` tells whether the same records move to host memory; otherwise, `moving` has
-    records for what moves. The score chooses what to evict where saved values and replays would take more than
-    `limit_bytes`."""
+    """The saved values of one forward. With `moves`, the same records move to host memory; otherwise, `moving` has other
+    records for moved values. The score evicts values where saved values and replays would take more than `limit_bytes`."""
 
     moves = False
 
@@ -225,7 +224,7 @@ class RecordedForward(NumberedSaves):
         return handle.alias.untyped_storage() if handle.geometry is None else record.original()
 
     def _is_as_saved(self, record: Record) -> bool:
-        """Tell whether the saved tensor of a record was not written to since, by a recorded op or otherwise."""
+        """Tell whether a record's saved tensor was not written to since, by a recorded op or otherwise."""
         if record.value in self.recording.overwritten:
             return False
         return all(handle.is_unchanged() for handle in record.live_handles())
@@ -296,8 +295,8 @@ class RecordedForward(NumberedSaves):
         return self.walk.make_room(0)
 
     def make(self, record: Record) -> None:
-        """DROPPED -> BACK: recompute a value, for work on the current stream. It raises if what the value is made from was
-        written to, or if there is no room even after all was dropped that can be."""
+        """DROPPED -> BACK: recompute a value, for work on the current stream. It raises if a source was written to, or if there
+        is no room even after dropping all other values."""
         replay, walk, ledger, counts = self._replay, self.walk, self.ledger, self.counts
         if torch_private.backward_task() == -1:
             replay.compare_settings()

@@ -1,4 +1,4 @@
-"""`RecordingStage`: what `Rematerialize` does with saved tensors: the forward is recorded, the decider says what is dropped."""
+"""`RecordingStage` records a forward for `Rematerialize`; the decider drops saved tensors."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
-"""In this many first iterations, the module of each op is noted; and in this many that are alike, which modules are called: the
-first may prepare what modules use later."""
+"""So many first iterations note the module of each op, and so many alike ones the called modules: the first may prepare what
+modules use later."""
 _get_storage = Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
-    """Records the ops of a forward, and drops what can be recomputed. What is not dropped goes to the next stage, which may
-    move it, or to the innermost hooks outside. If it `settles`, later steps need not be recorded once it is known what they
-    do."""
+    """Records the ops of a forward, and drops recomputable tensors. Others go to the next stage, which may move them, or to the
+    innermost hooks outside. If it `settles`, later steps need not be recorded once they are known."""
 
     moves = False
 
@@ -333,7 +332,7 @@ class RecordingStage(Stage):
             self._note_plan()
 
     def _offer(self, forward: RecordedForward, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
-        """Return the handle of a value that is not dropped, and may move: as the mark says, or as the outer context decides."""
+        """Return the handle of a value that is not dropped, and may move: by the mark, or as the outer context decides."""
         if self._moving is not None:
             handle = self._moving.take(tensor, None if action is Action.RECOMPUTE else action)
         elif action is Action.OFFLOAD:
@@ -402,7 +401,7 @@ def open_recording(
     outer: SavedTensorHooks | None = None,
     settles: bool = False,
 ) -> RecordingStage:
-    """Return the recording stage for a context that is about to be entered: see there."""
+    """Return the recording stage for a context that is about to be entered."""
     is_inner = moving is not None or is_within(tag)
     moving = moving or moving_in(outer)
     state = remat_states.open(tag)

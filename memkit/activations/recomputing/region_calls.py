@@ -1,8 +1,8 @@
 """One call of a region: a module whose forward runs again in the backward, so that autograd keeps none of its saved tensors.
 
 The tensors that autograd saves in the forward are numbered. In place of each, it holds a *placeholder* with the shape, the
-dtype and the call, which holds the module's inputs. The first placeholder that is requested runs the forward again. This gives
-each living placeholder the tensor with its number, and stops after the last one. A placeholder gives its tensor away: if it is
+dtype and the call, which holds the module's inputs. The first requested placeholder runs the forward again. This gives each
+living placeholder the tensor with its number, and stops after the last one. A placeholder gives its tensor away: if it is
 requested again, by a second backward or a node that reads a saved tensor twice, the forward runs once more.
 
 There are no reference cycles: a graph that is dropped frees its placeholders, calls and inputs.
@@ -82,8 +82,8 @@ def is_going_on(frame: FrameType) -> bool:
 
 
 class Inputs:
-    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if an
-    argument is of a kind that a forward may change."""
+    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if a
+    forward may change an argument of this kind."""
 
     __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec", "devices")
 
@@ -156,7 +156,7 @@ class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that
 
 
 class Recompute:
-    """One recompute of a call. It is itself the pack hook of the recompute, and remembers what to restore after it."""
+    """One recompute of a call, itself the pack hook. It remembers what to restore after it."""
 
     def __init__(self, call: RegionCall) -> None:
         state = call.region.state
@@ -292,7 +292,7 @@ def unpack_recomputed(tensor: Tensor) -> Tensor:
 
 
 class Placeholder:
-    """What autograd holds in place of a tensor that a region saves."""
+    """Autograd holds it in place of a tensor that a region saves."""
 
     __slots__ = ("__weakref__", "call", "dtype", "shape", "tensor", "version")
 
@@ -304,8 +304,8 @@ class Placeholder:
 
 
 class RegionCall:
-    """One call of a region. It is itself the pack hook of the forward. It draws from the generators of `devices`, and of those
-    of its inputs."""
+    """One call of a region, itself the pack hook of the forward. It draws from the generators of `devices` and of its inputs'
+    devices."""
 
     def __init__(self, region: RegionModule, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
@@ -345,7 +345,7 @@ class RegionCall:
                 raise NoRegion("it is being captured into a CUDA graph") from None
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         self.below: object = None
-        """The pack hook outside of this one, if that is within the context."""
+        """The pack hook outside of this one, if it is within the context."""
         self.inner: dict[RegionModule, int] = {}
         """Regions that were called within it, each with the number of its first such call."""
 
@@ -370,7 +370,7 @@ class RegionCall:
 
     def recompute(self) -> None:
         """Run the forward again, and give the placeholders their tensors. The lock is held. It raises if an input, a parameter
-        or a buffer was changed since, or if the forward has saved something else."""
+        or a buffer was changed since, or if the forward has saved other tensors."""
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
@@ -423,8 +423,6 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSpec:
-    """Which calls of a module are regions."""
-
     calls: frozenset[int] | None = None
     """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
     `torch.utils.checkpoint`, are not counted."""
@@ -437,10 +435,9 @@ class RegionsThread(threading.local):
         self.outer: object = None
         self.numbers: dict[RegionModule, int] = {}
         self.calls: list[RegionCall] = []
-        """The running calls, the innermost last, perhaps with some that an interrupt has left."""
         self.counted: dict[RegionModule, FrameType] = {}
-        """For each region, the frame of its last counted call, until that ends. A region may be hooked twice: by the context,
-        and by a recompute within it, perhaps in another thread."""
+        """For each region, the frame of its last counted call, until that ends. A context and a recompute within it, perhaps in
+        another thread, may both hook a region."""
         self.running: set[RegionModule] = set()
 
 
@@ -458,12 +455,12 @@ class RegionModule:
     def __init__(self, module: nn.Module, spec: RegionSpec, common: RegionsCommon, forward: SpannedForward | None) -> None:
         self.module, self.forward = module, forward
         self.code = code_of(module)
-        """The compiled code, if the module is compiled: it saves other tensors than the module's forward."""
+        """The code of a compiled module: it saves other tensors than the module's forward."""
         self.state = ModuleState(module, spec.learned)
         self.counts, self.thread = common.counts, common.thread
         self._calls, self._common = spec.calls, common
         self.is_sharded = is_sharded_by_fsdp2(module)
-        """Whether FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
+        """FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
         self._look_for_devices()
 
     def _look_for_devices(self) -> None:
@@ -574,7 +571,7 @@ class RegionModule:
 
 
 class _Nesting:
-    """Makes calls in a recompute be regions, as they were in the forward, even after the context was left."""
+    """Makes calls in a recompute be regions, as in the forward, even after the context was left."""
 
     def __init__(self, call: RegionCall) -> None:
         self._thread, self._inner = call.region.thread, call.inner

@@ -25,10 +25,10 @@ Reference = weakref.ref[nn.Module] | SpanReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    """Which calls are regions, and what a step takes with them."""
+    """The calls that are regions, and a step's cost with them."""
 
     calls: Mapping[Reference, frozenset[int]]
-    """For each module with regions, the numbers of the calls that are regions."""
+    """The numbers of each module's calls that are regions."""
     num_calls: Mapping[Reference, int]
     learned: Mapping[Reference, LearnedReads]
     shapes: tuple[tuple[int, ...], ...]
@@ -101,7 +101,7 @@ def plan_regions(
 
 
 def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first."""
+    """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
     calls, _ = _candidates(trace)
     if all(call.why_not for call in calls):
         return []
@@ -110,7 +110,7 @@ def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
     """Return the calls of a step in the order in which they begin, each with its module and the reason why it can't be a
-    region. Spans that may be are among them, within their Sequential's call or another span."""
+    region. Possible spans are among them, within their Sequential's call or another span."""
 
     @functools.cache
     def why_not_of(module: nn.Module | None) -> str:

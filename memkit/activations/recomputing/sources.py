@@ -1,4 +1,4 @@
-"""`Sources`: what dropped values can be recomputed from: held roots, and kept values that no op recomputes."""
+"""`Sources` of dropped values: held roots, and kept values that no op recomputes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_NODE = -1
 
 
 class Anchors:
-    """The anchors of one forward. Their handles are held here, as those of saved tensors are held by the graph."""
+    """The anchors of one forward. Their handles are held here, as the graph holds those of saved tensors."""
 
     def __init__(self, window: OffloadWindow) -> None:
         self.window = window
@@ -83,13 +83,13 @@ class Anchors:
 
 
 class Origin(list["KeptHandle | Origin"]):
-    """What a dropped value is recomputed from: handles that must be held for it, and the origins of what ops make again."""
+    """Handles that a dropped value's recompute needs, and the origins of intermediate values."""
 
     __slots__ = ("__weakref__",)
 
 
 class Sources:
-    """Holds what the dropped values of one forward are recomputed from."""
+    """Holds the sources of one forward's dropped values."""
 
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
@@ -128,7 +128,7 @@ class Sources:
         return secured[value]
 
     def origin_of(self, value: int) -> Origin | None:
-        """Secure a value; return what must be held for it, since it can't be recomputed; None if the value can't be."""
+        """Secure a value; return the origin that must be held for it; None if the value can't be recomputed."""
         if self._recording.expected is None:
             return Origin() if self.secure(value) else None
         return self._origin_where_unmade(value)

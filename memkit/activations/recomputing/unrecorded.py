@@ -1,4 +1,5 @@
-"""Stages of steps that are not recorded: nothing to do, sizes to watch, planned regions, or every layer a region (`Layers`)."""
+"""Stages of steps that are not recorded: idle, watching sizes, with planned regions, or with every layer a region
+(`Layers`)."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _Packed = tuple[Tensor, int]
 
 
 class IdleStage(Stage):
-    """Does nothing with saved tensors. Marks of the user's take effect from the next step on."""
+    """Does nothing with saved tensors. The user's marks take effect from the next step on."""
 
     moves = False
 
@@ -72,8 +73,8 @@ class IdleStage(Stage):
 
 
 class WatchStage(IdleStage):
-    """Does nothing but add up saved bytes: if a step saves more than the budget, the next one is recorded. This costs one call
-    of a Python function for each save and each request."""
+    """Only adds up saved bytes: if a step saves more than the budget, the next one is recorded. This costs one call of a Python
+    function for each save and each request."""
 
     def __init__(
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
@@ -109,7 +110,7 @@ class WatchStage(IdleStage):
 
 
 class _StageWithRegions(IdleStage):
-    """Does nothing with saved tensors, while some module calls are recomputed as regions."""
+    """Leaves saved tensors alone while some module calls are recomputed as regions."""
 
     regions: Regions
 
@@ -126,7 +127,7 @@ class _StageWithRegions(IdleStage):
 
 
 class RegionStage(_StageWithRegions):
-    """Recomputes the calls that were planned."""
+    """Recomputes the planned calls."""
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ def open_layers_again(state: RematState, options: RematOptions, outer: SavedTens
 
 
 def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
-    """Return the layers of the model, of which recorded steps have called some, and tell the user."""
+    """Find the layers that recorded steps have called, and tell the user."""
     found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
     for trace in state.traces:
         if trace.ops is None or not trace.ops.calls:

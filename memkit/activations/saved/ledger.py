@@ -1,8 +1,8 @@
 """`Ledger`: every change of a saved storage's residency, and the copies that go with it.
 
-The ledger makes each change safe; it decides nothing. A handle or copy that dies is noted at once, on any thread, and handled
-in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues anew from
-the records: see [Note: interrupts] in `memkit.core.interrupts`.
+The ledger makes each change safe; it decides nothing. The death of a handle or copy is noted at once, on any thread, and
+handled in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues
+anew from the records: see [Note: interrupts] in `memkit.core.interrupts`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ledger:
         self.arena = arena
         self.live_bytes = 0
         self.moving_bytes = 0
-        """Of these, the bytes of records that belong to a forward which moves some: the others can only be dropped."""
+        """Of these, the bytes of records whose forward moves some: the others can only be dropped."""
         self.peak_live_bytes = 0
         self.records = set[Record]()
         self.deaths: deque[HandleReference | CopyReference] = deque()
@@ -139,7 +139,7 @@ class Ledger:
     # Dropping, and staying after all
 
     def drop(self, record: Record) -> None:
-        """Any -> DROPPED: free the bytes, wherever they are. A tensor that a backward was given stays as it is."""
+        """Any -> DROPPED: free the bytes, wherever they are. A tensor in a backward's hands stays as it is."""
         if record.residency is SavedResidency.LEAVING:
             self.release(record)
         elif record.residency is SavedResidency.COMING:
@@ -149,7 +149,7 @@ class Ledger:
         self._give_back(record)
 
     def stay(self, record: Record) -> None:
-        """LEAVING -> DEVICE, or BACK if it was recomputed: cancel its leaving."""
+        """LEAVING -> DEVICE, or BACK if it was recomputed."""
         assert record.residency is SavedResidency.LEAVING
         assert record.storage is not None
         assert record.left is not None
@@ -216,21 +216,21 @@ class Ledger:
     # Handing out
 
     def expect(self, record: Record) -> None:
-        """Expect a request for each handle of a record, perhaps another one: a backward begins."""
+        """A backward begins: expect a request, perhaps another one, for each handle of a record."""
         for reference in record.handles:
             if reference.is_counted and not reference.is_awaiting:
                 reference.is_awaiting = True
                 record.num_awaiting += 1
 
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """Hold a fetched or recomputed storage of a record until each of its handles was unpacked."""
+        """Hold a fetched or recomputed storage until each of the record's handles was unpacked."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
         record.lent = []
         record.fetched = CopyReference(storage, record)
         self.expect(record)
 
     def hand_out(self, handle: Handle) -> Tensor:
-        """COMING or BACK -> BACK: return the tensor of a handle over the record's copy, for work on the current stream."""
+        """COMING or BACK -> BACK: return a handle's tensor over the record's copy, for work on the current stream."""
         record = handle.record
         if record.residency is SavedResidency.COMING:
             self.land(record)
@@ -255,8 +255,8 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the fetched or recomputed copy of a record, if it is alive and no backward has written to it, nor to a saved
-        gradient that has become a leaf's `grad`."""
+        """Return the living fetched or recomputed copy of a record, if no backward has written to it, nor to a saved gradient
+        that has become a leaf's `grad`."""
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
             return storage
@@ -277,7 +277,7 @@ class Ledger:
             self.settle(wait=False)
 
     def settle(self, *, wait: bool) -> None:
-        """Free what is waiting for copies that are done; with `wait`, let the streams wait for the others, and free all."""
+        """Free storages whose copies are done; with `wait`, let the streams wait for the others, and free all."""
         under_way = []
         for storage, done, stream in self.orphans:
             if wait or done.is_reached():
@@ -352,7 +352,7 @@ def _counts(record: Record) -> Counts:
 
 
 def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
-    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device."""
+    """Repair the state after an interrupt: see [Note: interrupts]. The host waits for the device."""
     ledger.arena.drain()
     ledger.device.synchronize()
     for record in tuple(ledger.records):
@@ -375,8 +375,8 @@ def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
 
 
 def _put_down(ledger: Ledger, record: Record) -> None:
-    """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else
-    -> HOST, or DROPPED if it is not there. A copy is whole if it was noted that it leaves."""
+    """Let go of all storages that the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all
+    else -> HOST, or DROPPED if it is not there. A copy is whole if its leaving was noted."""
     residency = record.residency
     if residency in (SavedResidency.DEVICE, SavedResidency.DROPPED) or record.left is None:
         if record.span is not None:
