@@ -96,7 +96,7 @@ class Attachment:
         self._unused: Unused | None = Unused(model, f'attach (tag "{context.tag}")' if context.tag else "attach")
         """None once the module has run."""
         self._looks_ahead: int | None = None
-        """The thread that runs the module ahead without data; None while none does."""
+        """The thread that runs the module ahead, while one does."""
         try:
             self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
             for other in attached_to(model):

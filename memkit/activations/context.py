@@ -81,8 +81,7 @@ class ForwardContext(Exclusive):
         return self
 
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Before the first call of a module with gradients, run it without data where that helps. Return a note for an error of
-        the call."""
+        """Before a module's first call with gradients, run it without data if useful. Return a note for its error."""
         return ""
 
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:
@@ -106,7 +105,6 @@ class RecordedContext(ForwardContext):
     """A context that records ops, to run them again."""
 
     _model: weakref.ref[nn.Module] | None = None
-    """The model around whose forward it is, if known."""
 
     def attached_to(self: _Recorded, model: nn.Module) -> _Recorded:
         mark_sharded()  # ahead of the hook that enters it: the model may be what is sharded

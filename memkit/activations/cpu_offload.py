@@ -140,7 +140,7 @@ class CPUOffload(ForwardContext):
             entry.begin(self._open(entry, resident))
 
     def _open(self, entry: Entry, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> HookPair | None:
-        """Set the stages of an entry; return its hooks, None for the entry's own."""
+        """Return the hooks that the entry needs, None for its own."""
         state = offload_states.open(self.tag)
         entry.unasked = state.unasked
         with state.lock:
@@ -184,7 +184,6 @@ class CPUOffload(ForwardContext):
         return f'<CPUOffload(tag="{self.tag}"): {share} to host memory{stay}>'
 
     def _ratio_of(self, state: OffloadState) -> float:
-        """Return the ratio of the new iteration."""
         asked = self.offload_ratio
         if isinstance(asked, str):
             return self._auto_ratio(state)
@@ -194,7 +193,6 @@ class CPUOffload(ForwardContext):
         return call_schedule(asked, state.num_iterations, last_peak_bytes)
 
     def _last_peak_bytes(self, state: OffloadState) -> int | None:
-        """Return the allocator's peak since the last iteration, and reset it."""
         device = next((window.device for window in state.windows()), self.device)
         counter = None if device is None else device.memory_counter()
         if counter is None:
@@ -204,7 +202,6 @@ class CPUOffload(ForwardContext):
         return peak_bytes
 
     def _auto_ratio(self, state: OffloadState) -> float:
-        """Return the largest ratio whose copies hide behind the computation, by the times of the report."""
         report = state.report
         if report is None or report.forward_s is None or report.backward_s is None:
             raise ValueError(

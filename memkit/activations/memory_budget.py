@@ -47,9 +47,7 @@ _OF_REGIONS = (
     *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
     *("estimated_replay_s", "measured_replay_s"),
 )
-"""Figures of steps that recompute calls of modules."""
 _OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_bytes", "host_held_bytes", "num_pins")
-"""Figures of copies beside these."""
 
 
 class MemoryBudget(RecordedContext):
@@ -252,7 +250,6 @@ def _device_of(model: nn.Module) -> Device | None:
 
 
 def _figures(tag: str) -> dict[str, Any] | None:
-    """Return the figures of `MemoryBudget` under a tag, by the fields of `SavedTensorStats`."""
     state = budget_states.get(tag)
     if state is None:
         return None
@@ -286,7 +283,6 @@ def _figures(tag: str) -> dict[str, Any] | None:
 
 
 def _with_regions(state: BudgetState) -> dict[str, Any]:
-    """Return the predicted and the last figures of steps that recompute calls of modules."""
     ways, regions = state.ways, state.regions
     planner = None if state.ways_for is None else state.learning.of(state.ways_for[0]).planner
     if ways is None or planner is None or regions is None:

@@ -178,7 +178,6 @@ class SavedTensorStats:
 
 
 def _row(name: str, value: Any) -> tuple[str, str]:
-    """Return a figure as a person reads it; its name says its unit."""
     unit = next((unit for unit in ("_bytes_per_s", "_bytes", "_s") if name.endswith(unit)), "")
     label = name.removesuffix(unit).replace("num_", "#").replace("_", " ")
     if unit == "_bytes_per_s":
@@ -224,7 +223,6 @@ def stats(tag: str = "default") -> SavedTensorStats:
 
 
 def _merged(values: list[Any], name: str) -> Any:
-    """Return one figure for those of several kinds of context."""
     said = [value for value in values if value is not None]
     if name == "num_iterations" or name.startswith("live_"):
         return sum(said)

@@ -45,14 +45,14 @@ _marked = weakref.WeakSet[nn.Module]()
 
 
 def num_unmarked() -> int:
-    """Return how many modules were sharded since the last `mark_sharded`. Without FSDP2, this costs one dict lookup."""
+    """Count sharded modules without hooks. Without FSDP2, this costs one dict lookup."""
     if FSDP not in sys.modules:
         return 0
     return len(torch_private.sharded_modules) - len(_marked)
 
 
 def mark_sharded() -> None:
-    """Set hooks on all sharded modules that have none yet. The hooks stay, and act only in recorded forwards."""
+    """The hooks stay, and act only in recorded forwards."""
     if not num_unmarked():
         return
     for module in list(torch_private.sharded_modules):

@@ -35,7 +35,6 @@ class ExpectedOp(NamedTuple):
     strangers: tuple[int, ...] = ()
     """With `over` -1, the positions of the written arguments."""
     is_norm: bool = False
-    """It updates statistics, which raises no version counter."""
     ins: tuple[int, ...] = ()
     roots: frozenset[int] = frozenset()
     """The roots among `ins`."""
@@ -51,11 +50,9 @@ class Expected:
         self.over: dict[int, int] = {}
         """The value that each unmade value was written over, if any."""
         self._statistics: dict[int, Tensor] = {}
-        """By address, statistics that unrecorded batch norms have updated: other updates of them may raise no version
-        counter."""
+        """By address, statistics that unrecorded batch norms have updated, perhaps without raising a version counter."""
         self.sources = set[int]()
-        """Values that are copied before a write, since dropped values are recomputed from them and no recorded op makes them,
-        or since they are read where they were saved."""
+        """Values that are copied before a write: dropped values need them, or they are read where they were saved."""
 
     def end(self, recording: Recording) -> None:
         """Record all ops from here on. If any were skipped, later values have other numbers than expected."""
@@ -119,7 +116,7 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """Called before an op that is recorded: number the roots that an expected op reads."""
+        """Called before an op that is recorded."""
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:
@@ -130,7 +127,7 @@ class Expected:
         self.end(recording)
 
     def _number_roots(self, recording: Recording, args: Iterable[Any], op: ExpectedOp) -> bool:
-        """Number the roots that an op reads; tell whether they are the expected ones."""
+        """Tell whether an op reads the expected roots."""
         numbers = iter(op.ins)
         for tensor in tensors_in(args):
             number = next(numbers, -1)

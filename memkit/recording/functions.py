@@ -82,7 +82,6 @@ class FunctionCall:
     """The number of ops seen before it."""
     ops: tuple[Any, ...]
     first: int
-    """The next value's number before it."""
     made: int
     """The next value's number after it."""
     flags: tuple[Any, ...] | None
@@ -92,9 +91,7 @@ class FunctionCall:
     num_bytes: int = 0
     """The bytes of the returned value."""
     calls: tuple[OpCall, ...] = ()
-    """Its ops that are recorded."""
     inputs: tuple[Input, ...] = ()
-    """Its tensor arguments; empty if they don't matter."""
     is_recorded: bool = False
     """A recorded op makes the returned value."""
 
@@ -263,7 +260,6 @@ class QuietFunctions(FunctionMode):
 
 
 def are_plain(types: Iterable[type]) -> bool:
-    """Tell whether none of these tensor classes has a `__torch_function__` of its own."""
     return all(kind in PLAIN_TYPES for kind in types)
 
 
@@ -275,12 +271,11 @@ def is_asked(func: Any) -> bool:
 
 
 def has_flags(func: Any) -> bool:
-    """Tell whether the arguments of a function may determine whether it writes to a tensor."""
     return type(func) is FunctionType or "norm" in getattr(func, "__name__", "")
 
 
 def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a call's arguments other than tensors; None if not all can be compared."""
+    """None if not all can be compared."""
     flags = [*args, *(kwargs or ()), *(kwargs or {}).values()]
     for place, flag in enumerate(flags):
         if isinstance(flag, Tensor):
@@ -318,7 +313,6 @@ def may_be_quiet(ops: Sequence[Any]) -> bool:
 
 class _NotedFunction(NamedTuple):
     saves: range
-    """The ordinals of the saves in it."""
     inputs: tuple[Input, ...] | None
     """None if its recorded ops must always be seen."""
     is_whole: bool
@@ -329,7 +323,6 @@ class FunctionNotes(FunctionMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.num_saves = 0
-        """Counted by the pack hook."""
         self._recording = recording
         self._calls: list[FunctionCall] = []
         self._noted: list[_NotedFunction] = []

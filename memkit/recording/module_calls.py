@@ -128,7 +128,6 @@ class NotedCall:
         return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, modules: Iterable[nn.Module], recording: Recording) -> str:
-        """Return the side effect that rules out a region; empty if there is none."""
         _, _, func, first = self._first
         own: set[int] | None = None
         effects, last = recording.effects, self._weights[0]
@@ -377,8 +376,7 @@ def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:
-    """Yield each span of a `Sequential` as its first child and the first child after it. All calls have the same spans, so that
-    two spans are either nested or disjoint."""
+    """Yield each span as its first child and the child after it. All calls have the same spans: nested or disjoint."""
     kinds = list(map(type, module.children()))
     size = len(kinds)
     is_free = [not any(row[place].why_no_part for row in rows) for place in range(size)]
@@ -448,7 +446,6 @@ class ModuleTrail:
             self.__enter__()
 
     def note_begin(self, module: nn.Module) -> None:
-        """Note a module call that the hooks don't see, perhaps because they are paused."""
         if self.is_on or self._is_paused:
             self._before(module)
 

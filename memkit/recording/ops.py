@@ -1,5 +1,4 @@
-"""How ops treat their arguments, as far as replays depend on it: found once per overload, from its schema, a few tables, and
-the user's `pure_ops`."""
+"""How ops treat their arguments: from their schemas, a few tables, and the user's `pure_ops`."""
 
 from __future__ import annotations
 
@@ -142,9 +141,7 @@ def _has_effect(func: OpOverload) -> bool:
 
 
 def names_of_ops(pure_ops: object) -> frozenset[str]:
-    """Return the names of the ops in a user's `pure_ops`: "namespace::name", or "namespace::*" for all of a namespace. It
-    raises TypeError for anything but a list of ops or names, ValueError for names of no op and for ops that need no
-    declaration."""
+    """Return "namespace::name", or "namespace::*" for a whole namespace; ValueError if no op or no need to declare it."""
     if isinstance(
         pure_ops, str | torch_private.OpOverload | torch_private.OpOverloadPacket | torch_private.CustomOpDef
     ) or not isinstance(pure_ops, Iterable):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 _STRIDED = torch.strided
 
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
-"""A tensor argument of a call: its position or name (for a list: with the index in it), its value, and its `Geometry` in the
-value's storage, field by field."""
+"""A tensor argument: its position or name (in a list, with the index), its value, and its `Geometry` in the storage."""
 
 
 def source_of(key: Any, value: int, tensor: Tensor) -> Source:
@@ -41,10 +40,9 @@ class OpClass(Enum):
     OPAQUE = auto()
     """It is not run again: its values are roots."""
     BORDER = auto()
-    """It makes nothing, and its arguments are not recomputed: see `memkit.recording.borders`."""
+    """It makes nothing; see `memkit.recording.borders`."""
     UNKNOWN = auto()
-    """It is not run again: it may have side effects, write to tensors that its schema doesn't name, and return an older
-    tensor."""
+    """It is not run again: it may have side effects, write unnamed tensors, and return an older tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class OpTraits:
     statistics: tuple[int, ...] = ()
     """Positions of running statistics that it updates in training mode; the schema or a version counter may not show it."""
     training_at: int = -1
-    """The position of the training flag."""
     replayed_by: OpOverload | None = None
     """The overload for replays without statistics, if this one needs them."""
     may_cross: bool = False
@@ -75,7 +72,6 @@ class OpTraits:
 
     @property
     def is_in_place(self) -> bool:
-        """It only makes a new value of its first argument, in place."""
         return self._only_computes and self.written == (0,) and not (self.overwrites or self.may_cross)
 
     @property
@@ -118,7 +114,6 @@ class CallNotes(NamedTuple):
     written: tuple[int, ...] = ()
     """The values that it overwrites. The new values over them are the last ones that it makes."""
     is_whole: bool = False
-    """It doesn't depend on the old contents of what it overwrites."""
     generator: torch.Generator | None = None
     state: Tensor | None = None
     """The generator's state before the op drew from it."""
@@ -161,7 +156,6 @@ def written_by(kind: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 
 def has_odd(arguments: Iterable[Any]) -> bool:
-    """Tell whether the storage of any tensor argument is no range of bytes."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if not is_range_of_bytes(argument):
@@ -172,7 +166,6 @@ def has_odd(arguments: Iterable[Any]) -> bool:
 
 
 def covers(tensor: Tensor) -> bool:
-    """Tell whether a tensor has each byte of its storage, once."""
     is_whole = tensor.numel() * tensor.itemsize == Tensor.untyped_storage(tensor).nbytes()
     return is_whole and is_dense(tensor.size(), tensor.stride())
 

@@ -1,5 +1,4 @@
-"""`Recorder`: the dispatch mode that writes a recording. It costs the host microseconds for each op, so the common case is one
-function, without avoidable calls or objects."""
+"""`Recorder`: the dispatch mode that writes a recording. Each op costs the host time, so the common case is one function."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ from memkit.recording.recorded import (
 from memkit.recording.recording import Recording
 
 _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
-"""Dynamo asks each active mode whether it may compile a frame. Older versions read a process-wide flag that entering a mode
-sets."""
+"""Dynamo asks each active mode whether it may compile. Older versions read a flag that entering a mode sets."""
 
 
 def _may_compile() -> bool:
@@ -92,8 +90,7 @@ _ALIAS = torch.ops.aten.alias.default
 
 
 _COLLECTIVES = "c10d"
-"""The namespace of ops that may write to any of their tensors: their schemas don't say so, and their writes raise no version
-counter."""
+"""The namespace of ops that may write to any of their tensors, with no sign in schemas or version counters."""
 _GATHERS = "fsdp"
 """The namespace of FSDP2's ops. Their writes to a parameter's storage restore its freed contents. Shards are not written to
 within a step, or the tensors that autograd saved of the parameter would be wrong as well."""
@@ -115,8 +112,7 @@ class Recorder(QuietMode):
         self.sees_dual = False
         """A dual level was opened since the mode was entered: leave it at the next save, outside of any op."""
         self._paths: dict[Any, Any] = {}
-        """How to record each op seen so far: one of three words, or a method of the class, since a bound method would keep this
-        object alive."""
+        """How to record each op: one of three words, or a method of the class: a bound one would keep this object alive."""
 
     def follow(self, recording: Recording) -> None:
         self.recording = recording
@@ -502,7 +498,6 @@ class Recorder(QuietMode):
         return results
 
     def _run_on_strangers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
-        """Run an op that writes to tensors outside of the forward: counters, buffers."""
         for target in targets:
             self.recording.note_effect(target)
         results = self.run(func, args, kwargs)
@@ -564,7 +559,7 @@ def _is_of_number(args: tuple[Any, ...]) -> bool:
 
 
 def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a view of a tensor that torch made from a Python number; a mode gets the number."""
+    """A mode gets the number that torch made the tensor from."""
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))

@@ -169,7 +169,7 @@ class Root:
 
 class Held(Protocol):
     version: Any
-    """The version when it was held; None while an op is writing to it."""
+    """None while an op is writing to it."""
 
     @property
     def alias(self) -> Any:
@@ -203,8 +203,7 @@ def written_error() -> RuntimeError:
 
 
 def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
-    """Return the bytes of the roots that would be freed unless held: made here, overwritten, or gone by now. Holding the
-    caller's storage takes no bytes."""
+    """Return the bytes of roots that would be freed unless held. Holding the caller's storage takes none."""
     found = {}
     for value, root in roots.items():
         if root.is_inside or root.is_lost:
@@ -265,15 +264,13 @@ class Recording:
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that can't be recomputed, but others are recomputed from them."""
         self.hidden = set(rewritten)
-        """Roots of which a copy is held: rewritten ones, and those whose writes may raise no version counter, such as batch
-        norm statistics."""
+        """Roots held as copies: rewritten ones, and those whose writes may go unseen, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
         """The reasons for users why values of ops are roots."""
         self.unversioned: list[Root | Held] = []
         """Values that the last op wrote: the version counter is raised after the op."""
         self.overwritten = set[int]()
-        """Overwritten values. A saved tensor of one may still be valid: the parts of `unsafe_chunk` have version counters of
-        their own."""
+        """Overwritten values. A saved tensor of one may be valid: the parts of `unsafe_chunk` have their own counters."""
         self.expected: Expected | None = None
         self.num_values = 0
         self.held_bytes = 0
@@ -321,7 +318,7 @@ class Recording:
         return found[1] if found is not None and found[0]() is storage else None
 
     def was_there(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether the storage of an op's result existed before, as when an op returns its argument."""
+        """Tell whether the storage of a result existed before, as when an op returns its argument."""
         address = torch_private.storage_address(storage)
         found = self.current.get(address) or self.lent.get(address)
         return found is not None and found[0]() is storage
@@ -463,7 +460,6 @@ class Recording:
         return root is None or root.is_inside
 
     def add_written(self, targets: Sequence[Tensor], are_inside: Sequence[bool], why_kept: str = "") -> None:
-        """Note the new contents of written tensors, which are not recomputed, and the reason for users."""
         for target, is_inside in zip(targets, are_inside, strict=True):
             value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
             if why_kept:

@@ -23,7 +23,6 @@ from memkit.recording.recorded import OpCall, tensor_of, tensors_in
 from memkit.recording.recording import Recording, current_settings, with_settings
 
 StorageOf = Callable[[int], torch.UntypedStorage]
-"""Returns a storage with the bytes of an available value."""
 
 
 @functools.cache
@@ -36,7 +35,6 @@ class Replay:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.made: dict[int, torch.UntypedStorage] = {}
-        """Values that were made and not yet taken or freed."""
         self._has_other_settings = False
 
     def compare_settings(self) -> None:

@@ -96,14 +96,12 @@ class BudgetStage(RecordingStage):
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         self._step: SteadyStep | None = None
-        """The expected step, until the forward deviates."""
         self._steady: SteadySaves | None = None
         self._scheduled: ScheduledForward | None = None
         self._quiet: QuietFunctions | None = None
         self._due: SteadySave | None = None
-        """The expected save of the tensor that is being taken."""
         self._is_noted = self.is_recording = True
-        """All saves so far were noted; ops are recorded."""
+        """Saves so far were all noted; ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
         super().__init__(state, options)
 
@@ -127,7 +125,6 @@ class BudgetStage(RecordingStage):
         self._quiet = None  # it holds the recorder
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return the pack hook for a known step."""
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
         step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
@@ -344,8 +341,7 @@ class BudgetStage(RecordingStage):
                 self._due = None
 
     def _take_known(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Follow the plan for a tensor and return its handle; None to take it as any other, if it may be an unexpected value or
-        has a mark of the user's."""
+        """Return the handle by the plan; None to take the tensor as any other: unexpected, or with a user's mark."""
         recording, expected, step, value = forward.recording, forward.recording.expected, self._step, save.value
         if step is None or expected is None or save.ordinal < 0 or forward.marks or forward.window.is_broken:
             return None
@@ -379,8 +375,7 @@ class BudgetStage(RecordingStage):
         return handle
 
     def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return the handle of a tensor that stays, after acting on other due values; None if replays are to read it and it may
-        be an unexpected value."""
+        """Return the handle of a tensor that stays; None if replays read it and it may be an unexpected value."""
         version, device, handle = torch_private.version_of(tensor), forward.ledger.device, None
         if save.is_read:
             if not is_range_of_bytes(tensor):
@@ -444,8 +439,8 @@ class BudgetStage(RecordingStage):
         self._record()
 
     def _record(self) -> None:
-        """Record ops from here on, unless a dispatch mode entered since must be left first, or something may be compiled,
-        before which the recorder must be on."""
+        """Record ops, unless a mode entered since must be left first, or code may compile, before which recording must
+        begin."""
         if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()

@@ -36,7 +36,6 @@ class Room:
 
 
 RoomOf = Callable[[torch.device, torch.dtype], "Room | None"]
-"""Returns the `Room` on a device, for blocks that compute in a dtype; None if it is not known."""
 
 
 def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:

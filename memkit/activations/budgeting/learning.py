@@ -1,5 +1,4 @@
-"""`Learning` measures and plans steps under a tag, and checks how well plans predict. Also the moments of planned steps, and
-their decider."""
+"""`Learning`: measurements and plans of steps under a tag; also the moments of planned steps, and their decider."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class PlannedMoments:
     copies: Mapping[int, tuple[int, ...]]
     """By save, the anchors whose copies to the host begin there."""
     lets_go: Mapping[int, tuple[int, ...]]
-    """By save, the values that are freed on the device there, after waiting for their copies; the number of saves stands for
-    the first request."""
+    """By save, the values that are freed there after their copies; the number of saves is the first request."""
     fetches: Mapping[int, tuple[int, ...]]
     """By request, the values whose copies back begin there, in the order of need."""
     releases: Mapping[int, tuple[int, ...]]
@@ -134,7 +132,6 @@ class LearnedStep:
     rates: list[tuple[float, float]] = field(default_factory=list)
     """Bandwidths in the first steps of a plan, from and to the device, in bytes per second."""
     has_scaled: bool = False
-    """The seconds of ops were scaled to the measured seconds of steps."""
     steady: SteadyStep | None = None
     shapes: Shapes | None = None
     noted: Planned | None = None
@@ -144,7 +141,6 @@ class LearnedStep:
     may_be_quiet: bool = True
     """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
-    """The ways to time are already decided."""
 
 
 class PlannedDecider(Decider):
@@ -221,9 +217,7 @@ class PlannedLink:
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self.known: GpuSpec | None = None
-        """The speeds that plans are made with; None before the first plan."""
         self.has_host = True
-        """There is host memory to move to, as far as is known."""
 
     def spec(self, device: Device) -> GpuSpec:
         if self.known is None:
@@ -262,7 +256,6 @@ class PlannedLink:
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLANS = 3
 _HEADROOM = 0.01
-"""This fraction of a budget stays free, for differences between steps."""
 _IN_STEPS, _MOST_LINKS = 0.98, 8
 """Plans use this fraction of the bandwidth in steps, and correct it at most this often."""
 _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
@@ -270,11 +263,9 @@ _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
 _TOLERANCE = 1.5
 """Each correction multiplies the permitted difference."""
 _STEPS_JUDGED = 3
-"""So many first steps of each plan are checked."""
 _AS_PREDICTED = 1.03
 """Steps that take at most this many times the predicted seconds are not limited by the host."""
 _JUDGED_EVERY = 4
-"""One in so many later steps is checked."""
 _MOST_LEFT = 2
 """After so many deviating steps, no step is treated as steady: all saves are noted and all ops recorded."""
 _HANDLING_S = 1e-4
@@ -483,8 +474,7 @@ class Learning:
     def ways_of(
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
     ) -> Ways | None:
-        """Return the timer of the ways to keep to the budget; None without a choice or a gain: where the host computes, the
-        time of a plan is known."""
+        """Return the timer of ways; None without a choice or a gain: a plan's time is known where the host computes."""
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 _RESERVED_PER_ALLOCATED = 1.10
-"""The assumed ratio of reserved to allocated bytes, until it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,7 @@ class StepPeak:
             self._held_bytes = self._counter.allocated_bytes()
 
     def foretold_bytes(self) -> int | None:
-        """Return the peak of a step whose forward has just ended: the known peak, scaled by the bytes left on the device; None
-        if unknown."""
+        """Predict a peak once a forward is over: the known peak, scaled by the bytes left; None if unknown."""
         own_bytes = self._held_bytes - self._base_bytes
         if self.num_bytes is None or own_bytes <= 0:
             return None
@@ -106,15 +104,13 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
 
 
 class ComingStates:
-    """The bytes of the states that an optimizer has yet to make. If the optimizer is not known, a change of the parameters
-    tells that one has stepped."""
+    """The bytes of the states yet to be made. Of an unknown optimizer, changed parameters tell that it has stepped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._num_bytes = dict[str | None, int]()
         self._trained: list[KeptHandle] | None = None
-        """Handles of two parameters, without bytes, checked before each forward until an optimizer has stepped; not every loop
-        has one."""
+        """Two parameters without bytes, checked before each forward until an optimizer has stepped, if ever."""
         self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:

@@ -242,8 +242,7 @@ class Foresight:
         return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
-        """Return the prediction for a step of other sizes: larger in proportion to a save, but at least as large; None if none
-        was predicted."""
+        """Return the prediction for other sizes: in proportion to a save, if larger; None if none was predicted."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)
@@ -251,7 +250,6 @@ class Foresight:
         return found
 
     def after_save(self, num_saves: int) -> int:
-        """Return the most bytes after `num_saves` saves, up to the next save or the first request."""
         return self._of(self._saves, num_saves)
 
     def after_request(self, num_requests: int) -> int:
@@ -337,6 +335,5 @@ def _work(name: str) -> OpWork:
 
 
 def is_other_link(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
-    """Tell whether the bandwidth in either direction differs from the plan's by at least the fraction `least`."""
     planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
     return any(max(rate / known, known / rate) - 1 > least for rate, known in zip(found, planned, strict=True) if rate > 0)

@@ -1,5 +1,4 @@
-"""Begins a forward under a budget, in one of three ways: idle since all fits, with regions recomputed, or by a plan of single
-ops and copies."""
+"""Begins a forward under a budget: idle since all fits, with regions, or by a plan of single ops and copies."""
 
 from __future__ import annotations
 
@@ -28,12 +27,10 @@ if TYPE_CHECKING:
 
 
 _MOST_REPLAYED = 30
-"""After so many steps with replays, later steps are not recorded."""
+"""A step that ran its ops again so many times is not recorded later on."""
 
 
 class _StepClock(TimedWays):
-    """Times a step with regions, from its entry to the end of its backward."""
-
     def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
         super().__init__(is_open=False)
         self._state, self._begun, self._peak = state, (device, begun), state.peak
@@ -152,8 +149,7 @@ def _let_go_of_others(state: BudgetState, way: Way) -> None:
 
 
 def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
-    """Begin a forward like that of `Rematerialize` with a budget, inside a `CPUOffload` if a share of saved values moves. Sets
-    no stage if no call can be recomputed."""
+    """Begin a forward with regions, inside a `CPUOffload` if a share moves; no stage without a possible region."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     outer = None

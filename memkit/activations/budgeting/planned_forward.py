@@ -239,7 +239,6 @@ class PlannedForward(RecordedForward):
         return False
 
     def _is_held(self, value: int) -> bool:
-        """Tell whether a value stays on the device in any case: for replays, or by the user's mark."""
         root = self.recording.roots.get(value)
         is_root_held = root is not None and root.alias is not None
         return is_root_held or value in self.recording.pinned or self.marks.get(value) is Action.KEEP

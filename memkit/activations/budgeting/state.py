@@ -37,7 +37,6 @@ class BudgetState(RematState):
         self.learning = Learning(self.warn_once)
         self.budget_bytes: int | None = None
         self.is_within_capacity = False
-        """The device was found to have as much memory as the budget."""
         self.coming = ComingStates(None)
         self.foreseen: StepTrace | None = None
         """The trace of the attached module, made without data before its first call."""
@@ -53,15 +52,13 @@ class BudgetState(RematState):
         self.regions_tag: str | None = None
         self.copies_tag: str | None = None
         self.before = 0, 0
-        """At the beginning of the last forward, the number of finished backwards, and of steps that deviated from their
-        plan."""
+        """The numbers of finished backwards and of steps that deviated, when the last forward began."""
         self.region_times: list[tuple[Event, Event]] = []
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
-        """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there
-        is none."""
+        """Predict steps without a plan: from the first step, a report, or a run without data; None without these."""
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
@@ -86,7 +83,6 @@ class BudgetState(RematState):
 
     @property
     def regions(self) -> RegionPlan | None:
-        """The planned regions of the last forward; None if it had or kept none."""
         regions = None if self.regions_tag is None else remat_states.get(self.regions_tag)
         return None if regions is None or regions.settled is None else regions.settled.regions
 

@@ -150,11 +150,8 @@ class SteadySave(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The moves of a step that recomputes nothing."""
-
     schedule: Schedule
     trace: Trace
-    """The order of requests, until a backward deviates from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +182,6 @@ class StepNotes:
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
     _capture: Capture = field(default_factory=Capture)
-    """The same saves, for schedules of copies."""
     _numbers: dict[int, int] = field(default_factory=dict)
     """For each value that counts, how many other values were saved before it."""
     _waits: bool = False

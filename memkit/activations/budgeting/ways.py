@@ -1,5 +1,4 @@
-"""`Ways` times the ways to keep to a budget: a plan of single ops and copies, or regions (which cost the host next to nothing),
-with copies or without."""
+"""`Ways` times plans of single ops and copies, and regions (cheap for the host) with copies or without."""
 
 from __future__ import annotations
 
@@ -27,16 +26,13 @@ _NUM_COUNTED = 3
 _MOST_STEPS = 36
 """After so many steps without a result, a way with regions is given up."""
 _MOST_CHANGES = 3
-"""The limit of a way is adjusted to its steps at most this often."""
 _NUM_NOTED = 3
 """Copies follow a schedule after so many steps: two to see that steps are alike, one that is noted."""
 _MOSTLY = 0.9
 """A peak below this fraction of the saved values' bytes shows that the counter doesn't count them."""
 _SLACK = 0.03
-"""This fraction of the allowed bytes may stay unused."""
 _MOST_MORE = 0.05
-"""With copies, the limit rises by at most this fraction of the allowed bytes at once: late in the backward few values are
-away."""
+"""With copies, the limit rises by at most this fraction of the allowed bytes: late, few values are away."""
 _OF_CAPACITY = 0.95
 """This fraction of the device's memory is usable despite fragmentation."""
 _MOST_LESS = 0.1

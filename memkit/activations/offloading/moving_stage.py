@@ -50,8 +50,7 @@ _MANY_SAVES, _MOST = 9, 0.75
 
 
 class MovingStage(Stage):
-    """Moves saved tensors to host memory, save by save or by a schedule. The caller holds the `resident` storages in any case,
-    by key (`core.tensors.storage_key`)."""
+    """Moves saved tensors save by save or by a schedule. The caller holds the `resident` storages, by `storage_key`."""
 
     moves = True
 
@@ -67,7 +66,6 @@ class MovingStage(Stage):
         self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._capture: Capture | None = None if paused.are_any() else Capture()
-        """Notes all that the hooks are given, as long as that may be of use."""
         self._saves: ScheduledSaves | None = None
         self._scheduled: ScheduledForward | None = None
         self._may_follow = True
@@ -358,7 +356,7 @@ class MovingStage(Stage):
         return found
 
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """Mark the present contents of a tensor. A mark to recompute counts from the next forward on, which is recorded."""
+        """A mark to recompute counts from the next forward on, which is recorded."""
         self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
@@ -483,8 +481,7 @@ def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...],
 
 
 class RatioDecider(RatioSoFar):
-    """Decides for each save of a forward whether it leaves: by the plan of the followed trace, or so that the share of bytes
-    that left comes to the ratio."""
+    """Decides which saves leave: by the plan of the followed trace, or by the share of bytes that left so far."""
 
     def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
         super().__init__(ratio, window_bytes)
@@ -536,7 +533,7 @@ class RatioDecider(RatioSoFar):
         return self._filed or self.follower.trace
 
     def finish(self) -> bool:
-        """File the saves as a trace. Return whether a followed report did not match."""
+        """Return whether a followed report did not match."""
         follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
         if not keys:
             return False
@@ -606,8 +603,7 @@ _MAX_VIEWS = 8
 
 
 def _leaves_with(wrapper: Tensor, name: str) -> bool:
-    """Tell whether a part of a wrapper may leave with it. Jagged tensors have the same shape if they have the very same
-    offsets, so these stay."""
+    """Tell whether a wrapper's part may leave. Jagged tensors share the very same offsets as shape, so these stay."""
     return not wrapper.is_nested or name == torch_private.JAGGED_VALUES
 
 

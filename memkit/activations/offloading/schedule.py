@@ -70,8 +70,7 @@ class ScheduledSave:
 
 
 class Schedule:
-    """The copies of forwards of one trace at one ratio, one forward at a time: when each is due, by a part for each
-    backward."""
+    """The copies of forwards of one trace at one ratio, one forward at a time: each part is for one backward."""
 
     def __init__(
         self,
@@ -279,7 +278,7 @@ def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
 
 
 class PlacedCopies:
-    """The prepared copies of a schedule. Forwards that are alive at once never share one."""
+    """Prepared copies of a schedule. Forwards that are alive at once never share one."""
 
     def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
         self._device, self._lanes = device, lanes
@@ -314,8 +313,7 @@ class PlacedCopies:
         return made
 
     def has_come_back(self) -> bool:
-        """Tell whether backwards have waited for copies to the device, and all of these are done: the last one may be of an
-        earlier step than others."""
+        """Tell whether backwards have waited for fetches, and all are done: the last may be of an earlier step."""
         came = self._came()
         return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
 

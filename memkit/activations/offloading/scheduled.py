@@ -1,8 +1,5 @@
-"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: its pack hook.
-
-The forward notes each save and starts due copies. A backward waits for its requests and fetches ahead. After a deviation,
-copied values are freed, and the rest goes save by save.
-"""
+"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: its pack hook. After a deviation,
+copied values are freed, and the rest goes save by save."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ class Life:
 
 
 class ScheduledForward:
-    """One forward that follows a schedule, and its backwards. One span of host memory is for requested values, one for the
-    rest."""
+    """One forward by a schedule, and its backwards; spans of host memory for requested values, and for the rest."""
 
     def __init__(
         self,
@@ -72,7 +68,7 @@ class ScheduledForward:
         self.is_broken = False
         self.is_forward = True
         self.life: Callable[[], Life | None] = lambda: None
-        """Returns the object that the handles of requested values hold, while any is alive or may be made."""
+        """Returns the object that handles of requested values hold, while any lives or may be made."""
         self.rest: Callable[[], Life | None] = lambda: None
         self.saves: Callable[[], ScheduledSaves | None] = lambda: None
         self.was_stopped = False
@@ -118,11 +114,10 @@ class ScheduledForward:
     # The forward: what leaves
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Return a context on the stream that held storages belong to: copies wait for it, and freed memory goes back to it."""
+        """Copies wait for the stream that held storages belong to, and freed memory goes back to it."""
         return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
-        """Start copies and free copied values, up to these numbers of batches."""
         schedule = self.schedule
         while self.num_sent < num_sent:
             values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
@@ -231,12 +226,10 @@ class ScheduledForward:
     # What comes back, backward by backward
 
     def _go_along(self, number: int) -> None:
-        """Begin the fetches of a backward, by its number."""
         schedule = self.schedule
         self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
         self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
         self._cursor = self._num_fetched = 0
-        """The next request, and the number of fetched batches on the lane."""
         self._asked = bytearray(schedule.num_values)
         self._awaiting = list(schedule.num_requests[number])
 
@@ -535,8 +528,7 @@ class ScheduledForward:
         self._spans = [None if span in spans else span for span in self._spans]
 
     def mend(self) -> list[Span]:
-        """Repair the state after an interrupt (see [Note: interrupts] in `memkit.core.interrupts`); return the host memory that
-        it holds."""
+        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return its host memory."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
         self.take_no_more()
@@ -556,8 +548,6 @@ _Parameter = nn.Parameter
 
 
 class _NoForward:
-    """A forward without saves, while none follows a schedule."""
-
     num_saves = 0
     is_forward = False
 
@@ -584,7 +574,6 @@ class ScheduledSaves:
         self._addresses: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        """The pack hook: return the handle of a tensor."""
         forward = self.forward
         place = forward.num_saves
         if place < self._num_saves and forward.is_forward:

@@ -85,7 +85,7 @@ class OffloadWindow:
             self.fit_arena(needed_bytes)
 
     def fit_arena(self, needed_bytes: int) -> None:
-        """Pin the host memory that plans need, and free the rest. The caller holds the lock."""
+        """The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
@@ -195,7 +195,6 @@ class OffloadWindow:
         return forwards
 
     def _limit_with(self, forward: Forward) -> int:
-        """Return the limit of record bytes on the device, for a forward and all other living ones."""
         shares = [forward.share] if len(self._forwards) == 1 else [live.share for live in self.live()]
         if len(shares) == 1:
             return shares[0].limit_bytes
@@ -275,7 +274,7 @@ class OffloadWindow:
             record.maker.make(record)
 
     def _follow_backward(self, forward: Forward) -> bool:
-        """Note a new backward. Return whether one is running."""
+        """Return whether a backward is running."""
         task = torch_private.backward_task()
         if task == -1:
             return False
@@ -364,8 +363,7 @@ class OffloadWindow:
         return is_done and all(self._fetch_ahead(forward, use_order) for forward in self.live() if forward.task != -1)
 
     def _has_room(self, forward: Forward, record: Record) -> bool:
-        """Tell whether there is room for a record now, and until its use where the backward's levels are known, so that it does
-        not raise the step's peak."""
+        """Tell whether there is room for a record until its use (if known), so that it does not raise the step's peak."""
         live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self._limit_with(forward)
         forecast = forward.forecast if self._counter is not None and len(self._forwards) == 1 else None
         if live_bytes > limit_bytes or forecast is None:

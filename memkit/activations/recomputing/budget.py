@@ -17,7 +17,7 @@ from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds
 
 NO_BUDGET = sys.maxsize
-"""Without a budget, only values that the user marks are dropped."""
+"""Only values that the user marks are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,6 @@ class RematOptions:
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    """Return options that record all steps without a budget: only values that the user marks are dropped."""
     return RematOptions(
         budget=NO_BUDGET,
         policy=policy,
@@ -160,7 +159,6 @@ class BudgetDecider(Decider):
             return least
 
     def _judge(self, last: Counts, *, raises: bool) -> None:
-        """Warn, or raise, if the score exceeded the budget in the last iteration, unless it has a plan by now."""
         is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
         if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
             return

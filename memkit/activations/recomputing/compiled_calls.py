@@ -35,8 +35,7 @@ _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
 class CompiledCalls:
-    """Finds the compiled modules in each outermost module that a thread calls, and turns the recorder off while each of them
-    runs."""
+    """Finds compiled modules in each outermost called module, and turns the recorder off while one runs."""
 
     def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
         self._title = title

@@ -11,8 +11,6 @@ from memkit.plan import Action
 
 
 class Decider(ABC):
-    """Decides for each save of one forward what is done with it at once, by the known forwards that it is like so far."""
-
     limit_bytes: float = math.inf
 
     def __init__(self, follower: Follower) -> None:
@@ -52,8 +50,7 @@ class Decider(ABC):
 
     @abstractmethod
     def action(self, value: int, held_bytes: int) -> Action | None:
-        """Return the action for a value that is just saved; None to keep it until `held_bytes`, with those of a context
-        outside, exceed the limit."""
+        """None to keep a value until `held_bytes`, with those of a context outside, exceed the limit."""
 
     @abstractmethod
     def grow(self) -> None:

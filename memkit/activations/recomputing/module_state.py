@@ -32,8 +32,6 @@ _MOST_CLONED_BYTES = 2**16
 
 
 class LearnedReads:
-    """Facts about a module's buffers from the last step, for the next one."""
-
     last: ReadOnly | None = None
     """The state in which its forward only read its buffers; None if it wrote to one."""
 
@@ -154,7 +152,7 @@ class Noted:
     flags: tuple[bool, ...]
     parameters: tuple[int, ...]
     storages: tuple[torch.UntypedStorage, ...]
-    """The storages of the parameters, held so that no other storage gets their addresses."""
+    """Held so that no other storage gets their addresses."""
     statistics: Statistics | tuple[()]
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
@@ -169,8 +167,7 @@ class Noted:
 
 
 class ModuleState:
-    """A module's submodules, parameters and buffers, as they are now. Parameters that FSDP2 gathers are not there yet: see
-    `look_again`."""
+    """Parameters that FSDP2 gathers are not there yet: see `look_again`."""
 
     def __init__(self, module: nn.Module, learned: LearnedReads) -> None:
         self.parts = parts_of(module)
@@ -207,11 +204,9 @@ class ModuleState:
                 self.attribute_dicts.append(own)
                 self.attribute_getters.append(itemgetter(*names))
         self.has_others = bool(self._updated or self.places)
-        """A recompute may need other buffers than the module has by then."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
         """Buffers that take the updates of a recompute."""
         self._written: dict[tuple[bool, ...], frozenset[int]] = {}
-        """The buffers that a forward writes to, by the training flags."""
         self._learned = learned
 
     def look_again(self) -> None:
@@ -230,7 +225,6 @@ class ModuleState:
             partial(map, Tensor.data_ptr, self.with_data),
             partial(map, attrgetter("requires_grad"), self.parameters),
         )
-        """Functions that read the invariant facts of each parameter."""
 
     def is_current(self) -> bool:
         return tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts)))) == self.ids
@@ -247,8 +241,7 @@ class ModuleState:
     # Around the forward
 
     def statistics(self, flags: tuple[bool, ...]) -> Statistics:
-        """Return the statistics that a forward is about to read, since updates of them raise no version counter; raise
-        `NoRegion` for unsupported kinds."""
+        """Updates of statistics raise no version counter. Raises `NoRegion` for unsupported kinds."""
         found: Statistics = []
         for index in self._unseen:
             if not flags[index]:

@@ -51,9 +51,9 @@ class RecordedForward(NumberedSaves):
         self.moving: Forward | None = None
         self.marks = dict[int, Action]()
         self.offered_bytes = 0
-        """Bytes of values that this context keeps and that another context may move."""
+        """Bytes of values that this context keeps and another context may move."""
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
-        """Handles of other saved values: small ones, and those that another context may move."""
+        """Small values, and values that another context may move."""
         self._offered: dict[Contents, tuple[weakref.ref[Tensor], int]] = {}
         """For the contents of each offered tensor: the tensor with its version counter, and the value."""
         self._dropped = set[int]()

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
-"""So many first iterations note the module of each op, and so many alike ones the called modules: the first may prepare what
-modules use later."""
+"""So many first steps note each op's module, so many alike ones the called modules: the first may prepare some."""
 _get_storage = Tensor.untyped_storage
 
 
@@ -74,7 +73,6 @@ class RecordingStage(Stage):
         self._settles = settles
         self._needs_plan = options.may_settle and not options.keeps_all
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
-        """Bytes of values that are too small to be dropped, until a larger one is found."""
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)

@@ -57,7 +57,7 @@ from memkit.errors import ReplayMismatchError, note_on
 
 
 def take_off(pack: Callable[[Tensor], object]) -> bool:
-    """Remove the hooks with this pack function, even below others; return whether they were on."""
+    """Remove hooks, even below others; return whether they were on."""
     top = torch_private.top_saved_tensor_hooks(True)
     above = []
     while top is not None and top[0] is not pack:
@@ -98,8 +98,7 @@ class Inputs:
         self._handles: list[KeptHandle] = []
         self._needs_grad: list[bool] = []
         self._indices: list[int] = []
-        """For each leaf, the index of its tensor; -1 if it is none. A tensor that is passed twice is one tensor in a recompute
-        as well."""
+        """For each leaf, its tensor's index, -1 for none: a tensor passed twice is one tensor in a recompute too."""
         self.devices: list[torch.device] = []
         found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
@@ -120,7 +119,7 @@ class Inputs:
         self._leaves = leaves
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the arguments for a recompute; `RuntimeError` if one of the tensors was written to since."""
+        """Raises `RuntimeError` if a tensor was written to since."""
         tensors = []
         for handle, needs_grad in zip(self._handles, self._needs_grad, strict=True):
             tensor = handle.unpack().detach()
@@ -156,7 +155,7 @@ class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that
 
 
 class Recompute:
-    """One recompute of a call, itself the pack hook. It remembers what to restore after it."""
+    """It is itself the pack hook, and remembers what to restore after it."""
 
     def __init__(self, call: RegionCall) -> None:
         state = call.region.state
@@ -304,8 +303,7 @@ class Placeholder:
 
 
 class RegionCall:
-    """One call of a region, itself the pack hook of the forward. It draws from the generators of `devices` and of its inputs'
-    devices."""
+    """One call of a region, itself the pack hook. It draws from the generators of `devices` and of its inputs."""
 
     def __init__(self, region: RegionModule, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
@@ -424,8 +422,7 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSpec:
     calls: frozenset[int] | None = None
-    """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
-    `torch.utils.checkpoint`, are not counted."""
+    """Numbers from 0 on in one `with` block; None for all. Calls without grad or in a checkpoint don't count."""
     learned: LearnedReads = field(default_factory=LearnedReads)
 
 
@@ -596,13 +593,13 @@ def watch(regions: Iterable[RegionModule], hooks: HookSet) -> None:
 
 
 def end_after(calls: list[RegionCall], num_calls: int) -> None:
-    """End the calls after the first `num_calls`, which an interrupt has left open."""
+    """An interrupt has left these calls open."""
     while len(calls) > num_calls:
         _end_left(calls)
 
 
 def _end_left(calls: list[RegionCall]) -> None:
-    """End the innermost call, which an interrupt has left open; may be called again."""
+    """An interrupt has left it open; may be called again."""
     call = calls[-1]
     if not take_off(call) and call.below is not None:
         top = torch_private.top_saved_tensor_hooks(True)

@@ -25,8 +25,6 @@ Reference = weakref.ref[nn.Module] | SpanReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    """The calls that are regions, and a step's cost with them."""
-
     calls: Mapping[Reference, frozenset[int]]
     """The numbers of each module's calls that are regions."""
     num_calls: Mapping[Reference, int]

@@ -25,7 +25,7 @@ from memkit.core.sequentials import spanned_forwards
 from memkit.core.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, local_of
 
 _OWN_HOOKS = ("memkit.activations.recomputing.region_calls", "memkit.recording.module_calls")
-"""Modules whose hooks a recompute may run again, or skip."""
+"""A recompute may run these modules' hooks again, or skip them."""
 _AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
 """Prefixes of the modules with hooks for FSDP2: regions begin after their pre-hooks and end before their hooks."""
 
@@ -74,8 +74,7 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
 
 
 def _why_not_sharded(module: nn.Module) -> str:
-    """Return why a module sharded by FSDP2 can't be a region. Its hooks enclose what is recomputed in its own backward, for
-    which FSDP2 has gathered the parameters."""
+    """Return why FSDP2 rules out a region: its hooks must enclose what is recomputed, in the module's own backward."""
     if is_compiled(module):
         return "its forward talks to other processes or devices, and is compiled"
     if not is_there_in_backward(module):
@@ -88,8 +87,7 @@ def _is_plain(parameter: nn.Parameter | None) -> bool:
 
 
 def _are_own(hooks: Mapping[int, object], beside: tuple[str, ...] = ()) -> bool:
-    """Tell whether a recompute may run all of these hooks again, or skip them; also those of modules with the prefixes
-    `beside`."""
+    """Tell whether a recompute may run these hooks again or skip them, as those of modules `beside`."""
     return all(home in _OWN_HOOKS or home.startswith(beside) for home in map(_home_of, hooks.values())) if hooks else True
 
 

@@ -54,7 +54,6 @@ def bytes_with_regions(state: RematState, options: RematOptions, trace: Trace, l
 
 
 def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return a step's needs with each choice of regions that `settle_ahead` may make, the quickest first."""
     if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
         return []
     return region_choices(trace.ops, len(trace.funcs), torch_device)
@@ -87,7 +86,7 @@ def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: b
 
 
 def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
-    """Tell whether the next step recomputes single ops: because another one is to be timed, or they are faster."""
+    """Tell whether the next step recomputes single ops: to time another one, or since they are faster."""
     device = state.costs.device
     if device is None or device.torch_device.type == "cpu":
         return False  # it is certain by itself
@@ -98,6 +97,6 @@ def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
 
 
 def _has_wishes(state: RematState) -> bool:
-    """Tell whether the user has marked values to be dropped or moved, which may happen again."""
+    """The user's marks may drop or move values again."""
     steps = [trace.ops.step for trace in state.traces if trace.ops is not None]
     return any(step.dropped or step.moved for step in steps)

@@ -25,13 +25,11 @@ _NO_NODE = -1
 
 
 class Anchors:
-    """The anchors of one forward. Their handles are held here, as the graph holds those of saved tensors."""
-
     def __init__(self, window: OffloadWindow) -> None:
         self.window = window
         self._handles: dict[int, Handle] = {}
         self._known: dict[int, weakref.ref[Handle]] = {}
-        """Handles, including released ones, which values recomputed from them may still hold."""
+        """Includes released handles, which values recomputed from them may still hold."""
 
     @property
     def last(self) -> int:
@@ -174,7 +172,6 @@ class Sources:
         return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.kept_source(value)
 
     def _pin(self, value: int) -> bool:
-        """Hold a value that can't be recomputed, if it is still there."""
         recording, forward = self._recording, self._forward
         if value in recording.pinned:
             return True

@@ -1,5 +1,4 @@
-"""Stages of steps that are not recorded: idle, watching sizes, with planned regions, or with every layer a region
-(`Layers`)."""
+"""Stages of unrecorded steps: idle, watching sizes, with planned regions, or with every layer a region."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class IdleStage(Stage):
 
 
 class WatchStage(IdleStage):
-    """Only adds up saved bytes: if a step saves more than the budget, the next one is recorded. This costs one call of a Python
-    function for each save and each request."""
+    """Only adds up saved bytes: if they exceed the budget, the next step is recorded. Costs a Python call per save."""
 
     def __init__(
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
@@ -110,8 +108,6 @@ class WatchStage(IdleStage):
 
 
 class _StageWithRegions(IdleStage):
-    """Leaves saved tensors alone while some module calls are recomputed as regions."""
-
     regions: Regions
 
     def begin(self) -> None:
@@ -127,8 +123,6 @@ class _StageWithRegions(IdleStage):
 
 
 class RegionStage(_StageWithRegions):
-    """Recomputes the planned calls."""
-
     def __init__(
         self,
         state: RematState,
@@ -306,8 +300,6 @@ def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
 
 
 class LayerStage(_StageWithRegions):
-    """Recomputes all calls of some modules."""
-
     def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
         super().__init__(state, moving_in(outer))
         self.counts = Counts()

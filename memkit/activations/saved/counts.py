@@ -61,8 +61,6 @@ class Transfers(deque[Transfer]):
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """The counters of one iteration so far, first for moving, then for dropping and recomputing."""
-
     ratio: float = 0.0
     window_bytes: int = 0
     seen_bytes: int = 0
@@ -82,7 +80,7 @@ class Counts:
     num_saved: int = 0
     saved_bytes: int = 0
     opless_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of saved values that no recorded op makes, by the reason that users are told."""
+    """Bytes of saved values that no recorded op makes, by the reason for users."""
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0

@@ -44,13 +44,12 @@ _MOST = 4
 
 
 class Unasked:
-    """Watches the forwards under a tag until the first backward: an object in their graphs tells of requests and of its
-    death."""
+    """Watches forwards until the first backward: an object in their graphs tells of requests and of its death."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self.is_over = False
-        """A backward has asked, or the user was warned: from then on this costs nothing."""
+        """From then on, watching costs nothing."""
         self.num_unasked = 0
 
     @property
@@ -100,7 +99,6 @@ class Stage(ABC):
     """One context's treatment of each saved tensor."""
 
     moves: ClassVar[bool]
-    """It moves tensors to host memory."""
     model: nn.Module | None = None
     """The module that the context is attached to; None if it was entered by `with`."""
 
@@ -236,7 +234,6 @@ def entries_around() -> list[Entry]:
 
 
 def moving_in(outer: SavedTensorHooks | None) -> Stage | None:
-    """Return the stage that moves tensors in the context with these hooks, if there is one."""
     return outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
 
 
@@ -251,7 +248,6 @@ def refuse_in_budget(title: str) -> None:
 
 
 def stop_recording() -> None:
-    """Have all contexts around stop recording: see `Entry.stop_recording`."""
     for entry in entries_around():
         entry.stop_recording()
 

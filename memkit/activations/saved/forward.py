@@ -73,7 +73,7 @@ class Forward(NumberedSaves):
         self.requests: list[int] = []
         self.backwards: list[tuple[int, ...]] = []
         self.is_spent = False
-        """No backward is likely to ask for more: no requested value is left."""
+        """No requested value is left."""
         self.used: dict[int, int] = {}
         """The values that this backward has requested, in order, and the bytes beside the records then."""
         self.cursor = 0
@@ -82,7 +82,6 @@ class Forward(NumberedSaves):
     # Forward
 
     def look_up(self, storage: torch.UntypedStorage, tensor: Tensor) -> tuple[Contents, Tensor, Record | None]:
-        """Return the key of a tensor's contents, the tensor that has its version counter, and the record if there is one."""
         base = torch_private.base_of(tensor)
         root = tensor if base is None else base
         contents = torch_private.storage_address(storage), id(root), torch_private.version_of(tensor)

@@ -43,7 +43,7 @@ class Ledger:
         self.deaths: deque[HandleReference | CopyReference] = deque()
         self.note_death = self.deaths.append
         self.backlog: deque[Record] = deque()
-        """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
+        """LEAVING records in the order of their copies. Those whose handles have died wait here for the copy."""
         self.coming: dict[Record, None] = {}
         """Records that are COMING, in the order of their copies."""
         self._lanes = lanes
@@ -162,15 +162,14 @@ class Ledger:
         self._give_back(record)
 
     def count_moves(self, record: Record, counts: Counts) -> None:
-        """Let a record that could only be dropped be moved as well, and count its copies in `counts`."""
+        """Let a record that could only be dropped be moved as well."""
         assert record.counts is None
         record.counts = counts
         if record.residency in ON_DEVICE:
             self.moving_bytes += record.num_bytes
 
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DROPPED -> BACK: the bytes were recomputed, on the current stream. HOST -> BACK: the original storage is still
-        alive."""
+        """DROPPED -> BACK: recomputed on the current stream. HOST -> BACK: the original storage is alive."""
         assert record.residency in (SavedResidency.DROPPED, SavedResidency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)
@@ -223,7 +222,7 @@ class Ledger:
                 record.num_awaiting += 1
 
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """Hold a fetched or recomputed storage until each of the record's handles was unpacked."""
+        """Hold it until each of the record's handles was unpacked."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
         record.lent = []
         record.fetched = CopyReference(storage, record)
@@ -255,8 +254,7 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the living fetched or recomputed copy of a record, if no backward has written to it, nor to a saved gradient
-        that has become a leaf's `grad`."""
+        """None if a backward has written to the copy, or to a saved gradient that has become a leaf's `grad`."""
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
             return storage
@@ -338,7 +336,7 @@ class Ledger:
 
 
 def _let_go(handle: Handle) -> None:
-    """Empty the alias of a handle, which then only shares the version counter of the saved tensor."""
+    """The alias then only shares the version counter of the saved tensor."""
     alias = handle.alias
     if handle.geometry is None:
         handle.geometry = Geometry.of(alias)

@@ -62,8 +62,6 @@ class Unpacker(Protocol):
 
 
 class Maker(Protocol):
-    """Recomputes dropped records."""
-
     @property
     def lock(self) -> AbstractContextManager[object]:
         pass
@@ -79,8 +77,7 @@ class Maker(Protocol):
 
 
 class Handle(KeptHandle):
-    """One save of a tensor whose storage has a record. Once that has left the device, the alias is an empty tensor that only
-    shares the version counter."""
+    """One save of a tensor with a record. Once that has left, the alias is empty and only shares the version counter."""
 
     __slots__ = ("geometry", "node", "record", "reference", "sources", "unpacker")
 
@@ -111,8 +108,7 @@ class Handle(KeptHandle):
         return self.alias.size() if self.geometry is None else self.geometry.size
 
     def in_place(self) -> Tensor | None:
-        """Return the tensor over its original storage, if that is still there: writes to it count as writes to the saved
-        tensor."""
+        """Return the tensor over its original storage, if there: writes to it count as writes to the saved tensor."""
         if self.geometry is None:
             return self.alias
         original = self.record.original()
@@ -130,7 +126,6 @@ class HandleReference(weakref.ref[Handle]):
     is_awaiting: bool
     """The backward has not got this tensor yet, since the record was last fetched."""
     is_counted: bool
-    """It is one of the record's `num_handles`."""
 
     def __new__(cls, handle: Handle, record: Record) -> HandleReference:
         self = super().__new__(cls, handle, record.ledger.note_death)

@@ -85,7 +85,7 @@ class SizesSeen:
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
         self.seen = set[int]()
-        """Addresses of storages: saved storages live on, so their addresses are their own."""
+        """By address: saved storages live on, so addresses stay their own."""
         self.made_bytes = 0
         self.other_bytes = 0
 
@@ -110,8 +110,6 @@ class SizesSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """The unrecorded course of the next steps that are like the last recorded one."""
-
     options: RematOptions
     budget_bytes: float
     sizes: SizesSeen | None = None

@@ -40,7 +40,7 @@ _NUM_VAIN, _VAIN_AMONG = 3, 100
 
 
 class TagState(ABC):
-    """The memory of contexts of one kind under a tag. Callers hold `lock` for all work with its saved tensors."""
+    """Callers hold `lock` for all work with its saved tensors."""
 
     name: str
 
@@ -136,7 +136,6 @@ class RematState(TagState):
     def __init__(self, tag: str) -> None:
         super().__init__(tag)
         self.num_inner = 0
-        """How many iterations were in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
         self.is_recorded = True
         self.num_recorded = 0
@@ -149,7 +148,6 @@ class RematState(TagState):
         self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
         """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
-        """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
         """Values of the last forward that the context outside has moved to host memory."""
         self.device: Device | None = None
@@ -158,7 +156,7 @@ class RematState(TagState):
         self._timed: list[tuple[OpTrace | None, Recording]] = []
 
     def know(self, kinds: OpKinds) -> None:
-        """Forget all if the user now calls other ops pure: values are numbered differently then."""
+        """Forget all if other ops are pure now: values are numbered differently then."""
         if kinds is not self._kinds:
             self._kinds, self.traces = kinds, Traces()
 
@@ -183,8 +181,7 @@ class RematState(TagState):
     def learn(
         self, decider: Decider, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> OpTrace | None:
-        """Learn a finished recorded forward. It was in vain if it was like none before, or if there is no plan for such ones
-        even after three."""
+        """A forward is in vain if it is like none before, or if there is no plan for it even after three."""
         trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
         if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
             has_no_plan = trace.ops.num_seen > 3 and self.unasked.was_asked and getattr(trace.learned, "planner", None) is None
@@ -229,8 +226,7 @@ class RematState(TagState):
         return any(len(found) == _NUM_VAIN and found[-1] - found[0] < _VAIN_AMONG for found in self._in_vain.values())
 
     def are_measured(self) -> bool:
-        """Tell whether the seconds of each op are known in all forwards that may come again. Which one a forward is shows too
-        late."""
+        """Tell whether the times of all forwards that may come again are known. Which one comes shows too late."""
         return all(trace.ops.is_measured for trace in self.traces if trace.ops is not None and trace.is_worth_a_plan)
 
     def note_timed(self, trace: OpTrace | None, recording: Recording) -> None:
@@ -257,7 +253,7 @@ def _warn_once(state: weakref.ref[TagState], what: str, message: str) -> None:
 
 
 _retired = set[OffloadWindow]()
-"""Windows without a tag that still hold host memory: a graph needs it, or a copy."""
+"""Windows that still hold host memory: a graph needs it, or a copy."""
 
 
 def _settle_retired() -> None:
@@ -271,8 +267,6 @@ _State = TypeVar("_State", bound=TagState)
 
 
 class States(dict[str, _State]):
-    """The states of one kind of context, by their tags."""
-
     def __init__(self, make: Callable[[str], _State]) -> None:
         super().__init__()
         self._make = make

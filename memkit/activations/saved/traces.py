@@ -86,7 +86,7 @@ class OpTrace:
         return self._planner
 
     def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
-        """Return the plan for a budget; `BudgetInfeasible` if there is none."""
+        """Raises `BudgetInfeasible` if there is none."""
         key = (budget_bytes, score)
         if key not in self._plans:
             self._plans[key] = self.planner(score).plan(budget_bytes)
@@ -165,8 +165,6 @@ class SaveKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Trace:
-    """One sequence of saves, and of the ops among them if recorded, with learned facts."""
-
     keys: tuple[SaveKey, ...]
     funcs: Sequence[Any] = ()
     ops: OpTrace | None = None
@@ -185,8 +183,7 @@ class Trace:
     paused: tuple[int, ...] = ()
     schedule: tuple[object, Any] | None = None
     num_awaited: int | None = None
-    """After forwards deviated to it from another trace's schedule: for at most so many more, none follows a schedule, so that
-    it is seen whole."""
+    """For so many more forwards that leave another's schedule for it, none follows one, so that it is seen whole."""
     was_come_to: bool = False
     """A forward has come to it so, and its backward was not seen as one of its own."""
     is_report: bool = False
@@ -246,7 +243,7 @@ def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
 
 
 class Traces:
-    """The traces of one tag, the last one followed first."""
+    """The last followed trace is first."""
 
     def __init__(self) -> None:
         self._known: list[Trace] = []
@@ -266,7 +263,7 @@ class Traces:
 
     @property
     def expected(self) -> Trace | None:
-        """The trace that came next when the last two were followed before, or else the last one."""
+        """The trace that followed the last two when they came before, or else the last one."""
         last = self.latest
         return None if last is None else self._after.get((self._before, last)) or self._after.get((None, last))
 
@@ -292,7 +289,6 @@ class Traces:
     def learn(
         self, follower: Follower, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> Trace:
-        """Return the trace of a finished recorded forward, which is put first."""
         trace = self.find(follower.keys, recording.funcs)
         if trace is None:
             marks = {key.value: key.mark for key in follower.keys}  # those given before the save tell one trace from another
@@ -346,8 +342,7 @@ class Follower:
         self._num_matched = 0
 
     def note(self, key: SaveKey, funcs: Sequence[Any] = ()) -> int | None:
-        """Note the next save, and the ops up to it; return its place in the followed trace: None without one, `STRANGER` if a
-        report does not know it."""
+        """Note a save and its ops; return its place in the followed trace, `STRANGER` if a report has none."""
         keys, trace, place = self.keys, self.trace, self._place
         if trace is None:
             if keys:
@@ -371,7 +366,6 @@ class Follower:
         return None if other is None else len(keys) - 1
 
     def pass_over(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Pass a save that is left alone because of its storage's owner; a report may have foretold it."""
         trace, place = self.trace, self._place
         if trace is not None and trace.is_report and place in trace.held and trace.keys[place] == key_of(tensor, storage):
             self._place += 1
@@ -387,8 +381,6 @@ class Follower:
 
 
 class Capture:
-    """Notes what the hooks of one entry are given, and what becomes of it."""
-
     def __init__(self) -> None:
         self.saves: list[SeenSave] = []
         self.paused: list[int] = []
