@@ -38,7 +38,7 @@ class Unused:
         """Gradients of an earlier forward exist, and the next step uses these."""
         self._has_warned = False
         self._hooks = HookSet()
-        note = weakref.WeakMethod(self.note_step)  # so that this goes at once
+        note = weakref.WeakMethod(self.note_step)  # so that the object dies at once
         self._hooks.before_any_step(lambda optimizer: None if (alive := note()) is None else alive(optimizer))
 
     def end(self) -> None:
@@ -103,7 +103,7 @@ class Attachment:
                 if isinstance(other, Attachment) and other.context.goes_outside:
                     other._hooks.put_outside()
             note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
-        except BaseException:  # the caller is given nothing that could remove them
+        except BaseException:  # the caller gets no handle that could remove them
             self._hooks.remove()
             raise
 
@@ -111,7 +111,7 @@ class Attachment:
         return self._model() is module
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _attached_to_nothing, ()  # where the model holds its handle
+        return _attached_to_nothing, ()  # if the model holds its handle
 
     @property
     def plan(self) -> Any:

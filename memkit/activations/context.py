@@ -107,7 +107,7 @@ class RecordedContext(ForwardContext):
     _model: weakref.ref[nn.Module] | None = None
 
     def attached_to(self: _Recorded, model: nn.Module) -> _Recorded:
-        mark_sharded()  # ahead of the hook that enters it: the model may be what is sharded
+        mark_sharded()  # before the hook that enters it: the model itself may be sharded
         made = self.again()
         made._model = weakref.ref(model)
         return made
@@ -139,6 +139,6 @@ class RecordedContext(ForwardContext):
             )
 
 
-# One may be entered in a function that is compiled, or that was to be and runs as it is.
+# A context may be entered in a function that is compiled, or that Dynamo gave up compiling.
 for _door in (ForwardContext.__enter__, ForwardContext.enter_with, Exclusive.exit, vars(Exclusive)["__exit__"].__get__):
     leave_untraced(_door)

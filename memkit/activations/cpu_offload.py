@@ -72,7 +72,7 @@ class CPUOffload(ForwardContext):
         0.5
     """
 
-    goes_outside = True  # what a Rematerialize keeps is offered to it
+    goes_outside = True  # a Rematerialize offers it the values that it keeps
     asks_what_is_resident = True
 
     def __init__(
@@ -160,7 +160,7 @@ class CPUOffload(ForwardContext):
                 return NO_PAIR
             state.counts = moving.counts
         if state.is_recorded and not in_dual_level():
-            no_plan = "dtr"  # a plan would also drop what others bring along, as that takes no time
+            no_plan = "dtr"  # a plan would also drop values that other replays make for free
             marks_alone = recorded_alone(self.min_bytes, self.device, op_kinds(), policy=no_plan)
             entry.recording = open_recording(self.tag, marks_alone, moving=moving)
             return None

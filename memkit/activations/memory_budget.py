@@ -175,7 +175,7 @@ class MemoryBudget(RecordedContext):
             return
         refuse_in_profile(self._title)
         mark_sharded()
-        from memkit.activations.budgeting.opening import open_budget  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.opening import open_budget  # imported here, since its imports are many
 
         self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)
         pair = open_budget(entry, self._options, self._limits, self.shapes)
@@ -212,13 +212,13 @@ class MemoryBudget(RecordedContext):
             return ""
         state = budget_states.open(self.tag)
         if len(state.traces) or next(compiled_in(model), None) is not None:
-            return ""  # it is known already; or what it saves is not what its ops would
-        from memkit.profile.tracker import trace_ahead  # only now: what it needs is a long way down
+            return ""  # it is known already, or compiled code saves other tensors than its ops
+        from memkit.profile.tracker import trace_ahead  # imported here, since its imports are many
 
         target = device.torch_device.type
         try:
             state.foreseen = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
-        except Exception as error:  # it cannot run without data, or not at all: that is told by the real one
+        except Exception as error:  # it cannot run without data, or not at all: the real call tells
             _LOGGER.info("%s: nothing is known ahead of the first step: %s", self._title, error)
         return _RAN_AHEAD
 
@@ -290,7 +290,7 @@ def _with_regions(state: BudgetState) -> dict[str, Any]:
     plain_s, peak_bytes = planner.problem.plain_s, None if state.peak is None else state.peak.num_bytes
     predicted_bytes = ways.predicted_bytes(regions)
     if peak_bytes is None and not ways.is_learning:
-        peak_bytes = predicted_bytes  # which is the last one that was seen
+        peak_bytes = predicted_bytes  # the last one that was seen
     return {
         "plain_s": plain_s,
         "predicted_s": plain_s + regions.plan.predicted_replay_s,

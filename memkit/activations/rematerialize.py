@@ -50,7 +50,7 @@ class Rematerialize(RecordedContext):
         tag: the name under which it remembers: one per model, or per kind of step.
         policy: "plan"; "ops" for plans that run only single ops again, and never the Python of a module; or "dtr" to let the
             score decide in every step. The latter two record each step.
-        plan: a plan to follow instead, such as `Rematerialize.plan`, or a result of its `with_action`.
+        plan: a plan to follow instead, such as `Rematerialize.plan`, or a result of `Plan.with_action`.
         score: how the next tensor to drop is chosen.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise if the budget can't be kept to, instead of warning: at the entry if the plan is known there, or when
@@ -207,7 +207,7 @@ class Rematerialize(RecordedContext):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
-        from memkit.profile.simulate.run import run_without_data  # only now: a private class of torch is a base in there
+        from memkit.profile.simulate.run import run_without_data  # imported here: a base in it is a private class of torch
 
         step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
         state = RematState("min_budget")

@@ -62,7 +62,7 @@ def mark_sharded() -> None:
             hooks = HookSet()
             hooks.around_hooks_of(FSDP, module, _mark_gather)
             hooks.after_forward(module, _mark_border)
-        _marked.add(module)  # last: hooks that an interrupt has let be set twice do the same
+        _marked.add(module)  # last: after an interrupt, hooks may be set twice, which is harmless
 
 
 def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:

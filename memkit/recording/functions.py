@@ -148,7 +148,7 @@ class QuietFunctions(FunctionMode):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._hooks_on_top = None  # they hold what is saved
+        self._hooks_on_top = None  # they hold saved tensors
 
     def stop(self) -> None:
         self._calls = ()
@@ -166,7 +166,7 @@ class QuietFunctions(FunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         recording = self._recorder.recording
         expected = recording.expected
-        # if not, other ops have run, or values have come that nobody knew of
+        # if not, other ops have run, or unknown values have come
         if len(recording.funcs) != call.begin or recording.num_values > call.first or expected is None or not expected.ops:
             self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -203,11 +203,11 @@ class QuietFunctions(FunctionMode):
                 return False
         if call.calls:
             if recording.num_values != call.calls[0].first:
-                return False  # something was numbered that nobody knew of
+                return False  # an unknown value was numbered
             recording.num_values = call.made  # first, as in `Recording.add_root`
             recording.calls.extend(call.calls)
         if storage is not None and recording.expected is None and not call.is_recorded:
-            recording.add_root(results, storage, is_inside=True)  # what was saved in it was not as expected: nothing makes it
+            recording.add_root(results, storage, is_inside=True)  # unexpected saves: no recorded op makes the value
         elif storage is not None:
             recording.current[address] = (weakref.ref(storage), value)
             if recording.expected is not None and not call.is_recorded:
@@ -352,7 +352,7 @@ class FunctionNotes(FunctionMode):
             try:
                 inputs = self._inputs(args) if is_alike and not may_write else None
                 result, num_bytes = self._result(results, first)
-            except RuntimeError:  # they wrap others, as the batches of `torch.vmap` do
+            except RuntimeError:  # they wrap other tensors, as the batches of `torch.vmap` do
                 inputs, result, num_bytes, may_write = None, -1, 0, True
         call = FunctionCall(func, not may_write, begin, ops, first, recording.num_values, flags, result, num_bytes)
         self._calls.append(call)

@@ -171,7 +171,7 @@ class NotedCall:
         is_gathered = module is not None and has_gathered(module.modules())
         for tensor, (reference, address, version) in zip(after, before, strict=True):
             is_param = isinstance(tensor, nn.Parameter)
-            if is_param and is_gathered:  # there is a shard by now, and other tensors are where it was
+            if is_param and is_gathered:  # by now a shard has replaced it, and other tensors have its address
                 gathered = reference()
                 if gathered is None or _place_of(gathered)[1] != version:
                     return True
@@ -371,7 +371,7 @@ def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Afte
 
 
 def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
-    children = list(module.children())  # each once: one that it has twice is called more often
+    children = list(module.children())  # each once: a child that occurs twice is called more often
     return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
 
 
@@ -407,7 +407,7 @@ class ModuleTrail:
 
     def follow(self, recording: Recording) -> None:
         self._recording = recording
-        self._notes_calls = False  # a backward ran within the context: what is called there is not known well enough
+        self._notes_calls = False  # a backward ran within the context, and its calls are not known well enough
         self.calls = []
         self._running = [(module, 0, -1) for module, _, _ in self._running]
 
@@ -475,7 +475,7 @@ class ModuleTrail:
         modules = self._recording.modules
         for op in range(first, len(self._recording.calls)):
             modules.setdefault(op, name)  # inner modules end first
-        if place >= 0 and len(given) == 3 and entered is module:  # torch tells of the keywords where the call has not failed
+        if place >= 0 and len(given) == 3 and entered is module:  # torch passes the keywords unless the call has failed
             args, kwargs, output = given
             with torch_private.without_python_dispatch():
                 self.calls[place].end(module, (args, kwargs), output, self._recording)

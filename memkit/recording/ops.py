@@ -109,7 +109,7 @@ class OpKinds:
             return OpTraits(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
         if schema.name in _NOT_REPLAYED or not _VALUE_TAGS.isdisjoint(func.tags):
             return OpTraits(OpClass.OPAQUE, tuple(written), hides_state=schema.name in _HIDING)
-        # Who writes an op seldom says that it draws random numbers.
+        # Authors of ops seldom declare that they draw random numbers.
         is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN_NAMESPACES
         may_cross = schema.name in _CROSSING
         if written:
@@ -137,7 +137,7 @@ def _has_effect(func: OpOverload) -> bool:
     return torch_private.higher_order_effect(func) is not None
 
 
-# The user's word
+# The user's marks
 
 
 def names_of_ops(pure_ops: object) -> frozenset[str]:

@@ -74,7 +74,7 @@ class QuietMode(Mode):
         super().__enter__()
         if not is_in_other:
             torch_private.set_shows_to_compiler(False if _IS_ASKED_OF_MODES else _OutsideOfHigherOrderOps())
-            # What was compiled without the mode is good with it, and the other way round.
+            # Code compiled without the mode is valid with it, and vice versa.
             torch_private.set_shows_to_guards(False)
         return self
 
@@ -83,7 +83,7 @@ _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
 _address_of, _version_of = torch_private.storage_address, torch_private.version_of
 _is_in_backward = torch_private.backward_task
-_new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
+_new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than its fields
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 _ALIAS = torch.ops.aten.alias.default
 """The first op of `torch.autograd.forward_ad.make_dual`."""
@@ -253,7 +253,7 @@ class Recorder(QuietMode):
             return self.run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
             return self._record_batch_norm(func, types, args, kwargs)
-        for position in kind.statistics:  # another forward may update them, and leave no trace
+        for position in kind.statistics:  # another forward may update them unseen
             if args[position] is not None:
                 recording.note_hidden(args[position])
         targets = written_by(kind, args, kwargs) if kind.written else []
@@ -264,7 +264,7 @@ class Recorder(QuietMode):
         if kind.is_random:
             generator = self._generator(args, kwargs)
             if generator is not self._generator_of(generator.device):
-                recording.note_effect()  # a region puts back the state of the default one
+                recording.note_effect()  # a region restores the state of the default one
             state = generator.get_state()
         if not kind.written:
             results = self.run(func, args, kwargs)
@@ -409,7 +409,7 @@ class Recorder(QuietMode):
         self.recording.add_roots(results)
         return results
 
-    # What does more than make new values
+    # Ops that do more than make new values
 
     def _run_gather(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op of FSDP2. Its parameters are the caller's, with the same values as when they were last gathered."""
@@ -479,7 +479,7 @@ class Recorder(QuietMode):
             value = recording.find(storage)
             if value is None:
                 recording.note_effect(target)
-                return func(*args)  # nothing here was made from it: a counter, a buffer
+                return func(*args)  # no value was made from it: a counter, a buffer
             kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
         except RuntimeError:  # an argument is no range of bytes
             return self.run_opaque(func, types, args, kwargs)
@@ -535,7 +535,7 @@ class Recorder(QuietMode):
         results = self.run(func, args, None)
         recording.add_written(known, are_inside)
         self.note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
-        for argument in statistics:  # as in `record`: what reads them later does not see the updates of another forward
+        for argument in statistics:  # as in `record`: later readers do not see another forward's updates
             recording.note_hidden(argument)
         return results
 

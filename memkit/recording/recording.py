@@ -308,7 +308,7 @@ class Recording:
 
     def _sync_roots(self, end: int) -> None:
         found = map(self.roots.get, range(len(self.lineage.maker), end))
-        # Where there is none, an interrupt has left the number unused, or no op was recorded that has made the value.
+        # Without a root, an interrupt has left the number unused, or the op that made the value was not recorded.
         self.lineage.add_roots([0 if root is None else root.num_bytes for root in found])
 
     # Values
@@ -353,9 +353,9 @@ class Recording:
         value = number
         if number < 0:
             value = self.num_values
-            self.num_values = value + 1  # first: an interrupt leaves a number that no value has, and none that two have
+            self.num_values = value + 1  # first: an interrupt may leave a number unused, but none used twice
         version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
-        base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
+        base = torch_private.base_of(tensor)  # a view may die at once, as `weight.t()` does, while its base lives on
         whole = tensor if base is None else base
         root = self.roots[value] = Root(whole, storage, version, is_inside=is_inside)
         if is_written:
@@ -489,7 +489,7 @@ class Recording:
         if root is None:
             return
         if root.lent is not None:
-            return  # its owner minds writes
+            return  # its owner handles writes
         if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
             root.is_lost = True
             return

@@ -129,9 +129,9 @@ class BudgetStage(RecordingStage):
         state = self._state
         step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
         if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
-            return take  # what is called with other shapes saves something else, and not all of it may be seen any more
+            return take  # with other shapes a call saves other tensors, perhaps not all seen
         self._step, self._notes = step, None
-        moves = step.moves if state.inside.are_alike else None  # else it would have to be known which block compiles
+        moves = step.moves if state.inside.are_alike else None  # else one would have to know which block compiles
         scheduled = None if moves is None else self._open_scheduled(moves, forward)
         if scheduled is not None:
             self._scheduled, self.is_recording = scheduled, False
@@ -307,7 +307,7 @@ class BudgetStage(RecordingStage):
 
     def _turn(self) -> RecordedForward:
         forward = super()._turn()
-        self._notes = None  # those are of a first forward alone
+        self._notes = None  # notes are only for a first forward
         self._watch(self._meter)
         self._record()
         return forward
@@ -318,7 +318,7 @@ class BudgetStage(RecordingStage):
             recorder.meter = meter
         recorder.notes = None
 
-    # What is expected
+    # Expected saves
 
     def _take_expected(self, tensor: Tensor, save: SteadySave) -> Any:
         with torch_private.without_python_dispatch(), self._lock:
@@ -351,7 +351,7 @@ class BudgetStage(RecordingStage):
         storage, version = tensor.untyped_storage(), torch_private.version_of(tensor)
         ledger, node = forward.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
-            ledger.sweep()  # ahead: a record whose handles have died is none any more
+            ledger.sweep()  # first: a record whose handles have died is gone
         record = forward.record_of(value)
         if recording.find(storage) != value or (version and version > num_writes(recording, value)):
             return None
@@ -392,7 +392,7 @@ class BudgetStage(RecordingStage):
             forward.pass_save(torch_private.node_number(), save.ordinal)
         return (tensor.detach(), version) if handle is None else handle
 
-    # What is not
+    # Other saves
 
     def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         if self._step is not None and torch_private.backward_task() == -1:
@@ -417,7 +417,7 @@ class BudgetStage(RecordingStage):
             self._quiet.stop()
         if scheduled is not None:
             scheduled.stop()
-            self._foresight = None if scheduled.num_saves else self._foresight  # it would be asked of other saves
+            self._foresight = None if scheduled.num_saves else self._foresight  # it would not fit the saves
         if self._step is None or forward is None or (forward.task != -1 and self._is_complete):
             return  # another forward begins
         self._step = self._steady = forward.requests = None
@@ -458,7 +458,7 @@ class BudgetStage(RecordingStage):
             return self._take_unrecorded(tensor)
         if notes is None or forward is None:
             return self._take_any(tensor, action)
-        with torch_private.without_functions():  # what is done here is none of the forward's
+        with torch_private.without_functions():  # ops here are no part of the forward
             num_before = len(forward.saves)
             handle = self._take_any(tensor, action)
             notes.note(tensor, forward, num_before)
@@ -468,7 +468,7 @@ class BudgetStage(RecordingStage):
         opened = self._opened
         if opened is None or opened.schedule is None or type(tensor) is not Tensor or is_traced():
             return super().take(tensor, action)
-        # What follows a plan so far is not saved by code that was compiled and not found: that would have shown no op.
+        # Compiled code that was not found saves nothing here: it would have shown no op, and a plan is followed so far.
         with torch_private.without_python_dispatch():
             return self._take_locked(tensor)
 
@@ -502,7 +502,7 @@ class BudgetStage(RecordingStage):
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
             state, trace = self._state, decider.follower.trace
-            is_of_other = state.judged is not None and save == 0  # its peak says nothing of the plan that it has left
+            is_of_other = state.judged is not None and save == 0  # its peak says nothing about the plan from which it deviated
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
@@ -516,7 +516,7 @@ class BudgetStage(RecordingStage):
         self._meter = self._opened = self._notes = None
         self._watch(None)
         if not learn:
-            state.judged = None  # what broke off says nothing of its plan
+            state.judged = None  # a failed step says nothing about its plan
         if learn and was_forward and not len(state.traces):
             roots = [root.tensor() for root in forward.recording.roots.values()]
             parameters = {id(tensor): tensor for tensor in roots if isinstance(tensor, nn.Parameter)}
@@ -582,7 +582,7 @@ class BudgetStage(RecordingStage):
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)
-        decider = self.__dict__.pop("_planned_decider", None)  # it asks this, and so holds it
+        decider = self.__dict__.pop("_planned_decider", None)  # the decider refers to this stage: break the cycle
         if not has_failed and decider is not None and decider.follows_plan and decider.planned.exceeds_budget:
             self._state.note_in_vain(had_plan=True)
 

@@ -82,7 +82,7 @@ class InsideBudgets:
         value = next(iter(self.chosen.values()), None) if self.are_alike else None
         if value is None:
             return nullcontext()
-        from functorch.compile import config  # type: ignore[import-untyped]  # loaded by what has compiled them
+        from functorch.compile import config  # type: ignore[import-untyped]  # the compiler has loaded it
 
         found: AbstractContextManager[object] = config.patch(activation_memory_budget=value)
         return found
@@ -92,7 +92,7 @@ class InsideBudgets:
         self, module: nn.Module, args: Any, kwargs: Any, found: Collection[nn.Module], *, room: RoomOf
     ) -> Iterator[None]:
         """Around one call of a compiled module: if this compiles it, it is compiled with its budget."""
-        from functorch.compile import config  # loaded by what compiles the module
+        from functorch.compile import config  # the module's compiler loads it
 
         block = module_inside(module) or module
         kind = type(block)
@@ -121,16 +121,16 @@ def _choose(block: nn.Module, args: Any, kwargs: Any, num_blocks: float, room_of
     is_cast = torch.is_autocast_enabled(own.device.type)
     try:
         room = room_of(own.device, torch.get_autocast_dtype(own.device.type) if is_cast else own.dtype)
-    except torch.OutOfMemoryError:  # there is none to measure the device with
+    except torch.OutOfMemoryError:  # there is nothing to measure the device with
         return None
     if room is None:
         return None
-    from memkit.profile.partitions import partitions  # only now: it loads what traces
+    from memkit.profile.partitions import partitions  # imported here, since it loads the tracer
 
     name = type(block).__name__
     try:
         found = partitions(block, args, kwargs, _VALUES)
-    except RuntimeError as error:  # it is compiled as it would be without
+    except RuntimeError as error:  # it is compiled as without a budget
         _LOGGER.info("MemoryBudget: no activation_memory_budget is chosen for %s: %s", name, error)
         return None
     best = best_partition(found, num_blocks, room)

@@ -328,7 +328,7 @@ class Learning:
             if learned.planner is None:
                 return None
             if not self.link.has_host and learned.planner.problem.gpu.is_measured:
-                learned.over_bytes = 0  # of steps whose copies found no room
+                learned.over_bytes = 0  # for steps whose copies found no room
                 _plan_anew(learned, self.link.spec(device))
             found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes, coming_bytes)
         self._last = found
@@ -431,7 +431,7 @@ class Learning:
         if out_bytes_per_s is None or back_bytes_per_s is None:
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
-        tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
+        tolerance = _TOLERANCE**learned.num_links  # if others use the link as well, no plan lasts
         least = _QUITE_OTHER_LINK * tolerance
         if len(learned.rates) < _STEPS_JUDGED:
             learned.rates.append(found)

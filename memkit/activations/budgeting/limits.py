@@ -125,7 +125,7 @@ class ComingStates:
             num_bytes, kind = UNKNOWN_STATE_BYTES * local_of(parameter).numel(), parameter.device.type
             for each in (None, kind):
                 self._num_bytes[each] = self._num_bytes.get(each, 0) + num_bytes
-        # In a shard, an op on it counts there, and one on its local tensor there.
+        # A sharded tensor and its local tensor each count the writes to themselves.
         few = found[0], found[-1]
         watched = {id(tensor): tensor for parameter in few for tensor in (parameter, local_of(parameter))}
         self._trained = [_counting(tensor) for tensor in watched.values()]
@@ -149,7 +149,7 @@ class ComingStates:
 
 def _counting(tensor: Tensor) -> KeptHandle:
     """Return a handle that only counts the writes to a tensor, since torch swaps no tensor that has a weak reference."""
-    with torch_private.without_python_dispatch():  # then that of a wrapper wraps nothing
+    with torch_private.without_python_dispatch():  # a wrapper's detached tensor then wraps nothing
         handle = KeptHandle(tensor)
     if not has_own_dispatch(tensor):
         handle.alias.data = nothing(tensor.dtype, tensor.device)

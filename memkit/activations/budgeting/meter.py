@@ -73,7 +73,7 @@ class Meter:
     def begin_op(self) -> None:
         self._note_released()
         if self._counter is not None:
-            self._counter.reset_peak()  # what a save has dropped by now counts once
+            self._counter.reset_peak()  # bytes that a save has dropped by now count once
 
     def _note_released(self) -> None:
         place, gone = len(self.live_bytes), []
@@ -199,7 +199,7 @@ def _is_there(record: Record) -> bool:
     return record.residency in ON_DEVICE or record.original() is not None
 
 
-# The trace of a measured step, and what a step of other sizes will take
+# The trace of a measured step, and the prediction for other sizes
 
 _CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
 
@@ -219,7 +219,7 @@ class Foresight:
         first = dict(zip(reversed(trace.step.saves), reversed(trace.save_places), strict=True))
         for value, place in first.items():
             life = trace.lifetimes.get(value)
-            if life is not None and place < life.freed_at:  # until it is saved, nobody knows that it will be
+            if life is not None and place < life.freed_at:  # before the save, nobody knows of it
                 held[min(max(place, 0), len(trace.ops))] += num_bytes[value]
                 held[min(life.freed_at, len(trace.ops))] -= num_bytes[value]
         beside, there = [], 0

@@ -68,15 +68,15 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
         state.regions_tag = state.copies_tag = None
         if state.is_recorded and state.counts.num_replayed_ops > _MOST_REPLAYED * state.counts.num_ops:
             state.note_in_vain(had_plan=False, is_enough=True)
-        may_be_regions = ways is not None and not ways.is_decided  # which keep to the budget, where they can
+        may_be_regions = ways is not None and not ways.is_decided  # regions keep to the budget where they can
         if state.gives_up_plans and limits.plan is None and not may_be_regions:
-            from memkit.activations.recomputing.unrecorded import open_layers  # only now: what it needs is a long way down
+            from memkit.activations.recomputing.unrecorded import open_layers  # imported here, since its imports are many
 
             layers = open_layers(state, None, takes_less=state.learning.takes_less)
             if layers is not None:
                 state.judged, entry.recording = None, layers
                 return layers.pair
-        from memkit.activations.budgeting.budget_stage import BudgetStage  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.budget_stage import BudgetStage  # imported here, since its imports are many
 
         state.before = state.learning.num_ended, state.num_deviations
         entry.recording = steady = BudgetStage(state, options, limits)

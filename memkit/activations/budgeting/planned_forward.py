@@ -176,7 +176,7 @@ class PlannedForward(RecordedForward):
             self._note_no_host(error)
             return
         if self.marks.get(record.value) is Action.OFFLOAD:
-            self._release_asked()  # the one before
+            self._release_asked()  # the previous save
             self._asked.append(weakref.ref(record))
 
     def _release_asked(self) -> None:
@@ -301,7 +301,7 @@ class PlannedForward(RecordedForward):
         if schedule is None or schedule.held_until.get(record.value, -1) <= self._request:
             return
         if record.value in self.recording.overwritten:
-            return  # what was saved of it is whole, and perhaps not all of it
+            return  # the saved value is whole, but a later write may have replaced it
         if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             storage = self.ledger.fetched_copy(record)
             if storage is not None:
@@ -338,7 +338,7 @@ class PlannedForward(RecordedForward):
             self.move_out(lambda: False, self.walk.needed.keys() | self.walk.given)
             if self.counts.moved_out.num_copies == num_before:
                 raise
-        super().run(op, in_place)  # behind the error, which holds what was allocated
+        super().run(op, in_place)  # after the error is gone, which holds the allocations
 
     def make(self, record: Record) -> None:
         if self.schedule is not None:

@@ -62,7 +62,7 @@ class BudgetState(RematState):
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
-            self.foreseen, self._foresight = None, (None, None)  # of no use any more
+            self.foreseen, self._foresight = None, (None, None)  # no longer of use
             return shown
         trace = (None if report is None else report.trace) or self.foreseen
         if trace is not self._foresight[0]:

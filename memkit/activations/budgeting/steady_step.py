@@ -77,9 +77,9 @@ def _copies_of(
     ready = first_saves | ready_at(seen)
     leaving = sorted(moved, key=lambda planned: ready[numbers[planned.value]])
     sent = [ready[numbers[planned.value]] for planned in leaving]
-    at_request = num_saves + 1  # what is let go of once the backward asks for anything
+    at_request = num_saves + 1  # freed once the backward asks for anything
     gone = [places[planned.let_go_at] if planned.let_go_at < len(places) else at_request for planned in leaving]
-    gone = list(accumulate(reversed(gone), min))[::-1]  # where a later copy is waited for, those before it are done as well
+    gone = list(accumulate(reversed(gone), min))[::-1]  # waiting for a later copy also waits for those before it
     gone = [max(gone_at, sent_at) for gone_at, sent_at in zip(gone, sent, strict=True)]
     first: dict[int, int] = {}
     for ordinal, value in enumerate(uses):
@@ -228,7 +228,7 @@ class StepNotes:
         places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
         moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         recorded = self._recorded_ops(lineage, recording.overwritten)
-        has_lent = any(root.lent is not None for root in recording.roots.values())  # these are numbered time and again
+        has_lent = any(root.lent is not None for root in recording.roots.values())  # lent roots get new numbers again
         if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
             recorded = set(range(len(lineage.ins)))
         ops_read = {op for replay in plan.replays for op in replay.ops} | recorded
@@ -321,11 +321,11 @@ class StepNotes:
             while pending:
                 value = pending.pop()
                 if value in found:
-                    continue  # with less that was saved before, so that all is recorded that it takes
+                    continue  # with fewer values saved before it, so all its ops are recorded
                 found.add(value)
                 recorded.add(lineage.maker[value])
                 for source in lineage.ins[lineage.maker[value]]:
-                    # what a backward asks for is not written to before: without a plan that would be an error as well
+                    # requested values are not written to before: that would be an error without a plan as well
                     is_there = source in asked and source not in overwritten and saved_at.get(source, until) < until
                     if lineage.maker[source] != NO_OP and not is_there and source not in retained:
                         pending.append(source)
@@ -403,7 +403,7 @@ def _skipped_writer(
     anchors, or read by ops that are recorded or run again."""
     if kind.is_in_place and torch.Tag.inplace_view in func.tags:  # it may give its tensor another storage or shape
         return None
-    if outs is None:  # it writes to a counter, or a buffer, that nothing has read
+    if outs is None:  # it writes to a counter or a buffer that nothing has read
         is_stranger = kind.is_in_place and not numbers
         skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
         return skipped._replace(makes_none=True) if is_stranger else None

@@ -174,12 +174,12 @@ class Ways:
         if by_bytes > 0:
             if now.way is Way.REGIONS_AND_COPIES:
                 by_bytes = min(int(0.9 * by_bytes), int(_MOST_MORE * self.allowed_bytes))
-            else:  # the second runs of other calls may take more than those of these
+            else:  # replays of other calls may take more than those of these
                 by_bytes //= 2
             by_bytes = int(min(by_bytes, now.too_much_bytes - 1 - now.limit_bytes))
             if by_bytes <= 0:
                 return False
-        now.num_changes += by_bytes < 0 or now.way is Way.REGIONS_AND_COPIES  # half of what is left is none soon
+        now.num_changes += by_bytes < 0 or now.way is Way.REGIONS_AND_COPIES  # halving soon leaves none
         now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
         now.limit_bytes = max(now.limit_bytes + by_bytes, 1)
         now.pairs.clear()
@@ -205,7 +205,7 @@ class Ways:
 
     def _go_on(self) -> None:
         before, self._place = self._now, self._place + 1
-        if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # what was learned of it
+        if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # its learned figures
             self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
     def _choose(self) -> None:

@@ -127,7 +127,7 @@ class MovingStage(Stage):
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
-        self._forwards.clear()  # the graph alone keeps a forward alive from here on: it counts in the limit until it dies
+        self._forwards.clear()  # from here on only the graph keeps a forward alive, which counts in the limit until it dies
         if self._saw_shared is not None and not saw_device:
             self._state.warn_once("shared", f"nothing moves: {why_nothing_is_freed(self._saw_shared)}")
 
@@ -207,7 +207,7 @@ class MovingStage(Stage):
         for _, forward in self._forwards.values():
             trace = forward.share.trace
             if left is not None and trace is left:
-                left.seen_under = None  # what it did not have as it was shows the next time
+                left.seen_under = None  # the next forward shows what has changed
             elif left is not None and trace is not None:
                 trace.await_whole()
             if capture is None or not capture.is_whole or len(self._forwards) > 1 or forward.marks or forward.is_broken:
@@ -231,7 +231,7 @@ class MovingStage(Stage):
             window.traces.follow(trace)
             ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + schedule.peak_bytes)
         elif scheduled.has_backward and not self._forwards:
-            trace.seen_under = None  # its backward has begun ahead of the last saves
+            trace.seen_under = None  # its backward began before the last saves
             self._count_followed(scheduled)
         self._scheduled = None
 
@@ -252,7 +252,7 @@ class MovingStage(Stage):
     def _take_noting(self, tensor: Tensor) -> KeptHandle:
         if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
             assert self._saves is not None
-            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
+            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # autograd holds it
         capture, counts = self._capture, self.counts
         if capture is None:
             return self._take_any(tensor)
@@ -474,7 +474,7 @@ def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...],
         )
         if not window.has_schedule:
             window.has_schedule = True
-            window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
+            window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
         trace.schedule = key, schedule
     known: Schedule = trace.schedule[1]
     return None if known.pass_once() else known
@@ -541,7 +541,7 @@ class RatioDecider(RatioSoFar):
         if trace is None or not follower.is_whole or trace.is_report:
             is_same = trace is not None and follower.is_whole and follower.num_strangers == 0 and len(trace.keys) == len(keys)
             order = trace.order if trace is not None and is_same else None
-            held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
+            held = set() if was_misled else set(self._held)  # a report of another model knows nothing about held storages
             trace = self._traces.find(keys) or Trace(keys=tuple(keys), held=held, order=order)
             _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
         self._filed = trace
@@ -581,7 +581,7 @@ class RatioDecider(RatioSoFar):
     def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
         trace, follower = self._filed, self.follower
         if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
-            return  # a forward that is new is looked at again
+            return  # a new forward is noted again
         if seen and seen[-1].num_values == len(follower.keys):
             if trace.seen != seen or trace.paused != paused:
                 trace.schedule = None
@@ -603,7 +603,7 @@ _MAX_VIEWS = 8
 
 
 def _leaves_with(wrapper: Tensor, name: str) -> bool:
-    """Tell whether a wrapper's part may leave. Jagged tensors share the very same offsets as shape, so these stay."""
+    """Tell whether a wrapper's part may leave. Jagged tensors of one shape need the same offsets, which stay."""
     return not wrapper.is_nested or name == torch_private.JAGGED_VALUES
 
 

@@ -106,7 +106,7 @@ class Schedule:
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
         """For each fetched batch of each backward, the last moved batch with one of its values."""
-        # what a forward that follows it to its end adds to the counters (see `Counts`)
+        # the figures that a forward adds to `Counts` if it follows the schedule to its end
         self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
         self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
         self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
@@ -116,7 +116,7 @@ class Schedule:
         )
         """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
         self.takes_turns = self.takes_turns_back = False
-        """Copies to the host, and copies to the device, alternate between two streams."""
+        """Copies to the host, and copies to the device, take turns on two streams."""
         self._num_looks = 0
         self._placed: dict[object, PlacedCopies] = {}
 
@@ -225,7 +225,7 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone."""
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-    # to move what was written over, and no backward asks for, frees nothing, and the copy would read beside that write
+    # moving an overwritten value that no backward asks for frees nothing, and the copy would race with the write
     idle = {save.before for save in seen}.difference(*requests)
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD and value not in idle)
     ready = ready_at(seen)
@@ -243,7 +243,7 @@ def make_schedule(
     ]
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
-    told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # no other one shows
+    told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
     return Schedule(
         seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused
     )

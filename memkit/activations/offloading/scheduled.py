@@ -111,7 +111,7 @@ class ScheduledForward:
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """Storages held only for a copy, which may be under way."""
 
-    # The forward: what leaves
+    # The forward
 
     def at_home(self) -> AbstractContextManager[object]:
         """Copies wait for the stream that held storages belong to, and freed memory goes back to it."""
@@ -122,7 +122,7 @@ class ScheduledForward:
         while self.num_sent < num_sent:
             values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
             if self.nodes and torch_private.node_number() in map(self.nodes.get, values):
-                break  # it may not have written them yet
+                break  # its op may not have written them yet
             held: list[Any] = [self.held[value] for value in values]
             if torch_private.profiler_is_on():
                 with label("evict"):
@@ -223,7 +223,7 @@ class ScheduledForward:
         sizes_bytes = self.schedule.sizes_bytes
         return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
 
-    # What comes back, backward by backward
+    # Fetches, backward by backward
 
     def _go_along(self, number: int) -> None:
         schedule = self.schedule
@@ -251,7 +251,7 @@ class ScheduledForward:
                 and (self.held[value] is not None or value not in self.schedule.batch_of)
                 and not self.window.bring_sooner(self._next_use_order(self.use_orders))
             ):
-                return  # what is left of it comes at a later request
+                return  # the rest comes at a later request
             if not self._fetch_next():
                 return
 
@@ -270,7 +270,7 @@ class ScheduledForward:
         return True
 
     def _fetch_next(self) -> bool:
-        if self.device.stream_number() != self.stream:  # each request gets its own there
+        if self.device.stream_number() != self.stream:  # each request gets its own tensor there
             self._has_left = True
             return False
         schedule, number = self.schedule, self._num_fetched
@@ -288,7 +288,7 @@ class ScheduledForward:
                     tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
-                self._has_left = True  # it may be needed less soon than what took the room
+                self._has_left = True  # the fetches that took the room may be needed sooner
                 return False
             storages.append(storage)
             made.append(tensor)
@@ -306,7 +306,7 @@ class ScheduledForward:
         for value, tensor in zip(values, made, strict=True):
             self._coming[value] = number
             self._fetched[value] = 1
-            self._ready[value] = tensor  # last: it is given as it is
+            self._ready[value] = tensor  # last: a ready tensor is handed out as it is
         self._num_fetched = number + 1
         self.counts.moved_in.batches.append(batch)
         return True
@@ -354,9 +354,9 @@ class ScheduledForward:
             tensor = self._over(storage, save)
             if self._awaiting[value] > 1 or value in self._lent:
                 lent = KeptHandle(tensor)
-                lent.alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                lent.alias.data = save.nothing  # type: ignore[assignment]  # set if the value leaves
                 self._lent.setdefault(value, []).append(lent)
-        else:  # writes to it count as writes to what was saved
+        else:  # writes to it count as writes to the saved tensor
             tensor = alias.detach()
             tensor.data = self._over(storage, save)
         if task != _NO_BACKWARD:
@@ -380,7 +380,7 @@ class ScheduledForward:
             assert save.geometry is not None
             return save.geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
-        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
+        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # set if the value leaves
 
     def _turn(self, task: int) -> None:
         number, num_known = self._num_backwards, len(self.schedule.parts)
@@ -521,7 +521,7 @@ class ScheduledForward:
         self._let_go_of_served(wait=True)
         self._give_up_fetched()
         self.held = [None] * len(self.held)
-        # by now it has waited for all copies, also for those that left by themselves
+        # by now it has waited for all copies, single ones included
         last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
         for span in held:
             self.window.arena.give(span, last)
@@ -622,12 +622,12 @@ class ScheduledSaves:
                     if not self._hold(save, tensor, version):
                         return None
                     alias = tensor.detach()
-                    alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                    alias.data = save.nothing  # type: ignore[assignment]  # set if the value leaves
                 else:
                     alias = tensor.detach()
                 forward.num_saves += 1
                 if save.num_sent > forward.num_sent or save.num_released > forward.num_released:
-                    if save.is_moved:  # on the stream that it is held for
+                    if save.is_moved:  # on the stream that holds it
                         forward.keep_up(save.num_sent, save.num_released)
                     else:
                         with forward.at_home():

@@ -108,7 +108,7 @@ class OffloadWindow:
         contents, root, record = forward.look_up(storage, tensor)
         if record is not None:
             if self.device.current_stream() != record.stream:
-                return None  # the work to come reads it there, and nothing tells when: it stays until the backward
+                return None  # later work on this stream reads it at an unknown time: it stays until the backward
             return ledger.add_handle(record, tensor, self, node)
         share, counts = forward.share, forward.counts
         if forward.is_broken or (action := share.action(tensor, storage, asked)) is None:
@@ -310,7 +310,7 @@ class OffloadWindow:
         try:
             ledger.fetch(record)
         except torch.OutOfMemoryError:
-            for forward in self.live():  # what was fetched ahead makes room for what cannot wait
+            for forward in self.live():  # values fetched ahead make room for those that cannot wait
                 self._take_back(forward, until=None)
             self.settle(wait=True)
             try:
@@ -323,7 +323,7 @@ class OffloadWindow:
         for record in list(self.ledger.coming):
             if record.owner is forward:
                 if until is not None and forward.place_of(record) >= until:
-                    return  # what was fetched after it is for later places
+                    return  # later fetches are for later places
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
@@ -342,7 +342,7 @@ class OffloadWindow:
                 try:
                     self.ledger.fetch(record)
                 except torch.OutOfMemoryError:
-                    return False  # it may be needed less soon than what took the room
+                    return False  # the fetches that took the room may be needed sooner
             forward.cursor += 1
         return True
 
@@ -354,7 +354,7 @@ class OffloadWindow:
 
     def bring_until(self, use_order: int) -> bool:
         """Fetch what is needed sooner than a value used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
-        # unless another thread is at it, and perhaps waits for the one that asks
+        # unless another thread is at it, perhaps waiting for the asking one
         return self._is_asking or self.is_broken or self._bring_until(use_order)
 
     @mended
@@ -376,7 +376,7 @@ class OffloadWindow:
         if forward.task == task:
             self._take_back(forward, until=None)
             forward.end_backward()
-            self.ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
+            self.ledger.release_dead(wait=True)  # the copy of a served record was made in the forward, and is long done
         self.settle()
 
     @mended

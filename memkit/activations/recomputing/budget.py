@@ -85,7 +85,7 @@ class BudgetDecider(Decider):
         trace = self.follower.trace
         plan = self._plan_of(trace, raises=raises, is_entry=True)
         if trace is None or trace is not traces.latest:
-            self._judge(last, raises=raises)  # ahead of what is noted in the counts: they may be the same
+            self._judge(last, raises=raises)  # before the counts change: they may be the same
         self._follow(plan)
 
     @property
@@ -104,7 +104,7 @@ class BudgetDecider(Decider):
             return self._actions.get(value)
         return Action.RECOMPUTE if held_bytes > self.limit_bytes else None
 
-    def grow(self) -> None:  # a budget that is a share of what is saved
+    def grow(self) -> None:  # a budget as a share of the saved bytes
         if self.plan is None:
             self._set_limit()
 
@@ -147,7 +147,7 @@ class BudgetDecider(Decider):
         except BudgetInfeasible as error:
             least = trace.ops.planner(options.score).least(budget_bytes)
             if self._with_regions is not None:
-                # where it is no entry, the next one follows the same trace, and tells
+                # without an entry, the next one follows the same trace, and tells
                 smallest = self._with_regions(trace, least) if is_entry else 0
                 if smallest is not None and smallest <= budget_bytes:
                     return least

@@ -73,7 +73,7 @@ def set_surroundings(wanted: Surroundings) -> None:
         torch.set_autocast_enabled("cuda", wanted[2])
         torch.set_autocast_dtype("cuda", wanted[3])
         torch.set_autocast_cache_enabled(wanted[4])
-        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost is left
+        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost one is left
             torch.clear_autocast_cache()
     change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
 
@@ -199,7 +199,7 @@ class ModuleState:
         for own in map(vars, self.parts):
             names = [name for name, value in own.items() if type(value) in PLAIN and name not in _OF_ALL]
             if names:
-                names *= 1 + (len(names) == 1)  # of one name, a getter returns no tuple
+                names *= 1 + (len(names) == 1)  # with one name, a getter returns no tuple
                 self.attributes += [(own, name) for name in names]
                 self.attribute_dicts.append(own)
                 self.attribute_getters.append(itemgetter(*names))
@@ -302,7 +302,7 @@ class ModuleState:
             for place, (before, after) in enumerate(zip(noted.versions, found, strict=True))
             if before != after or now[place] is not noted.buffers[place]
         }
-        if not noted.is_known:  # some ops write without counting that
+        if not noted.is_known:  # some ops write without raising the version counter
             with torch_private.without_python_dispatch():
                 written |= {place for place, clone in noted.clones.items() if not _are_same(clone, noted.buffers[place])}
             self._learned.last = None if written else self._learn(noted)

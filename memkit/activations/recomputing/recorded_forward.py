@@ -90,7 +90,7 @@ class RecordedForward(NumberedSaves):
     def note_offer(self, value: int, tensor: Tensor) -> bool:
         contents, root = contents_of(tensor, tensor.untyped_storage()), counted_by(tensor)
         found = self._offered.get(contents)
-        if found is None or found[0]() is not root:  # else the addresses were another tensor's before
+        if found is None or found[0]() is not root:  # else another tensor had these addresses before
             found = self._offered[contents] = (weakref.ref(root), value)
         return found[1] == value
 
@@ -110,7 +110,7 @@ class RecordedForward(NumberedSaves):
     def open_moving(self) -> Forward:
         """Return the records that move. They don't refer to the recording, which a graph need not keep for moved tensors."""
         if self.moving is None:
-            from memkit.activations.offloading.moving_stage import RatioDecider  # only few forwards have such
+            from memkit.activations.offloading.moving_stage import RatioDecider  # few forwards have any
 
             self.moving = Forward(RatioDecider(self.window.traces, 1.0, None), self.counts)
             self.window.open_forward(self.moving)
@@ -165,7 +165,7 @@ class RecordedForward(NumberedSaves):
             self._awaited.pop()
         latest = self._awaited[-1] if self._awaited else -1
         while self._anchors.last > latest:
-            self._anchors.release(self._anchors.last)  # nothing that is made from it will be asked for
+            self._anchors.release(self._anchors.last)  # no backward will ask for values made from it
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 
@@ -178,7 +178,7 @@ class RecordedForward(NumberedSaves):
             rewritten = rewritten_bytes(self.recording.roots, self.recording.overwritten)
             trace.learn_order(tuple(self.uses), ends_of(self.use_nodes), rewritten)
 
-    # As the store of its walk: see `memkit.plan.eviction.ValueStore`
+    # The store of its walk: see `memkit.plan.eviction.ValueStore`
 
     @property
     def live_bytes(self) -> int:
@@ -309,14 +309,14 @@ class RecordedForward(NumberedSaves):
         here = device.current_stream()
         others = [stream for stream in self._streams if stream != here]
         self._streams[here] = None
-        for stream in others:  # what was made on them, and what was freed on them, comes before
+        for stream in others:  # their earlier work and freed memory come first
             device.wait_event(here, device.record_event(stream, timed=False))
         try:
             replay.below_all(walk.rebuild, record.value)
         finally:
             replay.made.clear()
             walk.temp_bytes = 0
-            for stream in others:  # they may use the bytes again that the replay has read
+            for stream in others:  # they may reuse bytes that the replay has read
                 device.wait_event(stream, device.record_event(here, timed=False))
         counts.num_replays += 1
         counts.num_replayed_ops += walk.num_replayed_ops - ops_before
@@ -330,7 +330,7 @@ class RecordedForward(NumberedSaves):
             replay.run(op, in_place, self._storage)
             return
         except torch.OutOfMemoryError:
-            pass  # what this try has allocated is free behind this
+            pass  # after this line, the try's allocations are free
         for value in self.walk.evictable.keys() - self.walk.needed.keys() - self.walk.given:
             self.walk.drop(value)
         try:
@@ -348,7 +348,7 @@ class RecordedForward(NumberedSaves):
 def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward], is_first: bool, has_failed: bool) -> None:
     if not has_failed:
         with window.lock:
-            forward = reference()  # ahead of the sweep, after which nothing else may hold it
+            forward = reference()  # before the sweep, after which nothing else may hold it
             window.settle()
             if forward is not None:
                 forward.end_backward()

@@ -197,7 +197,7 @@ class RecordingStage(Stage):
 
     def _turn(self) -> RecordedForward:
         self._end_forward(learn=True)
-        self._settles = self._settles and not self._needs_plan  # a plan is one of a single forward
+        self._settles = self._settles and not self._needs_plan  # a plan is for a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -208,8 +208,8 @@ class RecordingStage(Stage):
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if is_traced():
             return KeptHandle(tensor)
-        if self.recorder.sees_dual:  # a formula of a derivative asks whether any mode is on: see [Note: seen by formulas]
-            if is_below_transform():  # behind the op torch puts back that it dispatches to Python, to a mode that is gone
+        if self.recorder.sees_dual:  # derivative formulas ask whether any mode is on: see [Note: seen by formulas]
+            if is_below_transform():  # after the op, torch would dispatch to Python again, to a mode that is gone
                 self._warn_of_dual()
             else:
                 self.recorder.sees_dual = False
@@ -217,7 +217,7 @@ class RecordingStage(Stage):
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
         if type(tensor) in PLAIN_TYPES:
-            with torch_private.without_python_dispatch():  # what is done here is no part of the forward
+            with torch_private.without_python_dispatch():  # ops here are no part of the forward
                 return self._take_locked(tensor)
         if has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
@@ -235,7 +235,7 @@ class RecordingStage(Stage):
 
     def _take(self, tensor: Tensor) -> KeptHandle:
         if not is_range_of_bytes(tensor):
-            return KeptHandle(tensor)  # there is nothing else to do with it
+            return KeptHandle(tensor)  # nothing else can be done with it
         if tensor.device != self._torch_device and not self._is_here(tensor.device):
             return self._hand_on(tensor)
         forward = self._forward
@@ -248,10 +248,10 @@ class RecordingStage(Stage):
         found = recording.current.get(torch_private.storage_address(storage))
         value = found[1] if found is not None and found[0]() is storage else self._add_unseen(tensor, storage)
         if value == NO_VALUE:
-            return self._hand_on(tensor)  # it was there before
+            return self._hand_on(tensor)  # it existed before
         num_bytes, root = storage.nbytes(), recording.roots.get(value)
         if (root is not None and not root.is_inside) or is_parameter(tensor):
-            return self._hand_on(tensor)  # it is the caller's
+            return self._hand_on(tensor)  # the caller holds it
         if num_bytes < self._min_bytes:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
@@ -270,13 +270,13 @@ class RecordingStage(Stage):
         node = torch_private.node_number()
         self._note_save(forward, value, num_bytes, node)
         record = forward.record_of(value)
-        if record is None and root is not None and root.alias is not None:  # held, and counted, whatever becomes of the handle
+        if record is None and root is not None and root.alias is not None:  # held and counted even if the handle dies
             forward.end_save(node)
             return self._offer(forward, value, tensor, Action.KEEP)
         if record is not None and record.version != version:
             forward.end_save(node)
             forward.note_offer(value, tensor)
-            return self._hand_on(tensor)  # it was written to behind the recorder's back
+            return self._hand_on(tensor)  # a write to it went unseen
         if record is None:
             if is_new:
                 self.counts.saved_bytes += num_bytes
@@ -287,7 +287,7 @@ class RecordingStage(Stage):
                 forward.walk.limit_bytes = self._decider.limit_bytes
             held_bytes = forward.live_bytes + forward.offered_bytes + num_bytes if self._has_outer else 0
             action = forward.marks.get(value) or self._decider.action(value, held_bytes)
-            drops = action is Action.RECOMPUTE and value not in forward.others  # one that was offered is offered again
+            drops = action is Action.RECOMPUTE and value not in forward.others  # an offered value is offered again
             leaves = action is Action.OFFLOAD
             if (leaves and not forward.moves) or (self._has_outer and not (drops and forward.secure(value))):
                 forward.offered_bytes += num_bytes
@@ -358,7 +358,7 @@ class RecordingStage(Stage):
             self._forward.settle_on(self._state.window(device))
         return device.torch_device == torch_device
 
-    # The user's word
+    # The user's marks
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         forward = self._forward

@@ -150,7 +150,7 @@ ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
 _NO_NODE = -1
 
 
-class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
+class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all needed tensors
     """Raised at the save of the last tensor that a backward needs, or at the next save."""
 
 
@@ -188,7 +188,7 @@ class Recompute:
         if number > self._last:
             if self._unwritten not in (_NO_NODE, torch_private.node_number()) and torch_private.backward_task() == -1:
                 raise _Stop
-            return tensor.detach()  # of a backward in the forward
+            return tensor.detach()  # a backward within the forward
         self.num_saved = number + 1
         place = self._places[number]
         if tensor.requires_grad:
@@ -235,7 +235,7 @@ class Recompute:
                         (call.region.code or call.region.module.forward)(*args, **kwargs)
             except _Stop:
                 if self.num_saved <= self._last:
-                    raise  # it is another's
+                    raise  # it belongs to another recompute
             finally:
                 self._put_back()
                 is_back = True
@@ -327,7 +327,7 @@ class RegionCall:
             attributes = tuple(chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts)))
         except KeyError as error:
             raise NoRegion(f"its attribute {error} was deleted") from None
-        if not PLAIN.issuperset(map(type, attributes)):  # what a forward has left there may hold a graph
+        if not PLAIN.issuperset(map(type, attributes)):  # attributes that a forward has set may hold a graph
             attributes = tuple([value if type(value) in PLAIN else NOT_PLAIN for value in attributes])
         noted.attributes = attributes
         if state.places:
@@ -408,7 +408,7 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
     if isinstance(place, KeptHandle):
         return place.unpack()
     tensor = place.tensor
-    while tensor is None:  # another thread may take what is made
+    while tensor is None:  # another thread may take the tensors
         with place.call.lock:
             if place.tensor is None:
                 place.call.recompute()
@@ -496,8 +496,8 @@ class RegionModule:
             if top is not None and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
                 return  # it recomputes what is inside
             if torch_private.backward_task() != -1:
-                return  # this is a recompute of another's
-        frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
+                return  # another region recomputes
+        frame, calls = sys._getframe(3), thread.calls  # the frame of `Module._call_impl`
         while calls and not is_on_stack(calls[-1].frame, frame):
             _end_left(calls)  # which an interrupt has left
         if thread.counted.get(self) is frame:
@@ -507,13 +507,13 @@ class RegionModule:
         thread.numbers[self] = number + 1
         for call in calls:
             call.inner.setdefault(self, number)
-        if self.state.is_gathered and not self.state.is_current():  # they are there as long as the layer runs
+        if self.state.is_gathered and not self.state.is_current():  # gathered parameters exist as long as the layer runs
             self.state.look_again()
             self._look_for_devices()
         if self._calls is not None and number not in self._calls:
             return
         if torch_private.functorch_stack() is not None:
-            return  # what is saved is of no use outside of a transform
+            return  # tensors saved within a transform are of no use outside
         has_modes = torch_private.num_dispatch_modes() > 0
         if has_modes and is_traced():
             return
@@ -523,9 +523,9 @@ class RegionModule:
                 top = None
             if top is None and keep is KeptHandle and not has_modes:
                 inputs = Inputs(args, kwargs, KeptHandle)
-            else:  # as autograd calls a hook, and as what is no part of the forward
+            else:  # as autograd calls a hook, and outside of the forward
                 with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
-                    if top is not None:  # held by hooks within the context, as these hold saved tensors
+                    if top is not None:  # hooks within the context hold it, as they hold saved tensors
                         keep = partial(ForwardedHandle, pack=top[0], unpack=top[1], is_checked=True)
                     inputs = Inputs(args, kwargs, keep)
             call = RegionCall(self, frame, inputs, self._devices)
@@ -593,17 +593,17 @@ def watch(regions: Iterable[RegionModule], hooks: HookSet) -> None:
 
 
 def end_after(calls: list[RegionCall], num_calls: int) -> None:
-    """An interrupt has left these calls open."""
+    """End the calls after the first `num_calls`, which an interrupt has left open."""
     while len(calls) > num_calls:
         _end_left(calls)
 
 
 def _end_left(calls: list[RegionCall]) -> None:
-    """An interrupt has left it open; may be called again."""
+    """End the innermost call, which an interrupt has left open; may be called again."""
     call = calls[-1]
     if not take_off(call) and call.below is not None:
         top = torch_private.top_saved_tensor_hooks(True)
-        if top is not None and top[0] is call.below:  # whose exit has taken off those of the call, and left its own
+        if top is not None and top[0] is call.below:  # its exit has removed the call's hooks and left its own
             torch_private.pop_saved_tensor_hooks()
     call.is_broken, call.frame = True, None
     calls.pop()

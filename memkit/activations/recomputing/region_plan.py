@@ -67,7 +67,7 @@ def plan_regions(
     budget_bytes = of_ops.budget_bytes or 0
     choice = planner.best(budget_bytes)
     if choice is None and of_ops.predicted_peak_bytes > budget_bytes:
-        choice = planner.least()  # neither fits: as little as can be
+        choice = planner.least()  # neither fits: take the fewest bytes
         if choice.peak_bytes > of_ops.predicted_peak_bytes:
             return None
     if choice is None or not choice.chosen:

@@ -74,7 +74,8 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
 
 
 def _why_not_sharded(module: nn.Module) -> str:
-    """Return why FSDP2 rules out a region: its hooks must enclose what is recomputed, in the module's own backward."""
+    """Return why a module sharded by FSDP2 can't be a region. The part within its hooks is recomputed in its own backward, for
+    which FSDP2 has gathered the parameters."""
     if is_compiled(module):
         return "its forward talks to other processes or devices, and is compiled"
     if not is_there_in_backward(module):
@@ -87,7 +88,7 @@ def _is_plain(parameter: nn.Parameter | None) -> bool:
 
 
 def _are_own(hooks: Mapping[int, object], beside: tuple[str, ...] = ()) -> bool:
-    """Tell whether a recompute may run these hooks again or skip them, as those of modules `beside`."""
+    """Tell whether a recompute may run again or skip all of these hooks; also those of modules with prefixes `beside`."""
     return all(home in _OWN_HOOKS or home.startswith(beside) for home in map(_home_of, hooks.values())) if hooks else True
 
 

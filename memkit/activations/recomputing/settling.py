@@ -36,7 +36,7 @@ def settle(state: RematState, options: RematOptions, decider: BudgetDecider, siz
         return
     keeps = plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
     if options.strict and keeps:
-        return  # what is only noticed once it is over comes too late
+        return  # strict must raise ahead: a deviation is only noticed after the step
     if not state.counts.num_dropped and keeps:
         if sizes is not None:  # else another plan was followed at first: the next step tells
             state.settled = settled(sizes=sizes)

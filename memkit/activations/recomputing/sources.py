@@ -44,7 +44,7 @@ class Anchors:
     def copy(self, value: int) -> None:
         handle = self._handles.get(value)
         if handle is not None and handle.record.residency is SavedResidency.LEAVING:
-            self.window.ledger.release(handle.record)  # the lane reads what is about to be written to
+            self.window.ledger.release(handle.record)  # the lane still reads the storage
         if handle is not None and handle.geometry is None:
             alias = handle.alias
             self._handles[value] = self._open(Geometry.of(alias).over(alias.untyped_storage().clone()))
@@ -102,7 +102,7 @@ class Sources:
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
         recording, secured = self._recording, self._secured
         recording.sync()
-        if self._secured_in != self._forward.task:  # what was secured may have been written to before this backward
+        if self._secured_in != self._forward.task:  # secured values may have been written to before this backward
             self._secured_in = self._forward.task
             secured.clear()
         if recording.expected is not None:
@@ -116,7 +116,7 @@ class Sources:
             found.add(value_here)
             if lineage.maker[value_here] != NO_OP:
                 pending.extend(lineage.ins[lineage.maker[value_here]])
-        for value_here in sorted(found):  # what a value is made from comes before it
+        for value_here in sorted(found):  # sources come before their value
             maker = lineage.maker[value_here]
             if maker == NO_OP:
                 counts = self._forward.record_of(value_here) is None
@@ -137,7 +137,7 @@ class Sources:
         if lineage.maker[value] == NO_OP:
             return None
         made, pending = dict[int, Origin](), [value]
-        while pending:  # each op is looked at once for all values that are made from it
+        while pending:  # visit each op once for all values made from it
             here, found, missing = pending[-1], Origin(), list[int]()
             for source in () if here in made else lineage.ins[lineage.maker[here]]:
                 handle = self._handle(source)
@@ -176,7 +176,7 @@ class Sources:
         if value in recording.pinned:
             return True
         anchor = self._anchors.handle(value)
-        if anchor is not None and anchor.version == 0:  # what an op has just made: no write to it goes unseen
+        if anchor is not None and anchor.version == 0:  # a fresh result of an op: no write to it goes unseen
             self.only_held.add(value)
             return True
         handle = forward.other(value)

@@ -72,7 +72,8 @@ class IdleStage(Stage):
 
 
 class WatchStage(IdleStage):
-    """Only adds up saved bytes: if they exceed the budget, the next step is recorded. Costs a Python call per save."""
+    """Only adds up saved bytes: if they exceed the budget, the next step is recorded. Each save and request costs
+    a Python call."""
 
     def __init__(
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
@@ -148,7 +149,7 @@ class RegionStage(_StageWithRegions):
     def end(self, *, has_failed: bool) -> None:
         assert self._settled.regions is not None
         planned = self._settled.regions
-        self.counts.num_dropped = planned.num_dropped  # of those that count
+        self.counts.num_dropped = planned.num_dropped  # only values that count
         num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
         are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
         self._num_calls = {}
@@ -306,7 +307,7 @@ class LayerStage(_StageWithRegions):
         self.regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
 
     def end(self, *, has_failed: bool) -> None:
-        self.counts.num_saved = self.counts.num_dropped  # what is saved outside of the layers is not counted
+        self.counts.num_saved = self.counts.num_dropped  # tensors saved outside of the layers are not counted
         if not has_failed:
             self._warn_of_others("a {name} was not recomputed as a whole, and stays: {why}.")
 

@@ -49,7 +49,7 @@ class Unasked:
     def __init__(self, title: str) -> None:
         self._title = title
         self.is_over = False
-        """From then on, watching costs nothing."""
+        """A backward has asked, or the user was warned: from then on, watching costs nothing."""
         self.num_unasked = 0
 
     @property
@@ -186,7 +186,7 @@ class Entry:
     def end(self, *, has_failed: bool) -> None:
         """End, since the context was left. Called again if an interrupt broke it off."""
         self._take_off()
-        self._hooks, self._take = None, KeptHandle  # they hold `pack`, and so the entry, whatever comes
+        self._hooks, self._take = None, KeptHandle  # the hooks hold `pack`, and so the entry
         try:
             for stage in self.stages:
                 stage.end(has_failed=has_failed)
@@ -200,7 +200,7 @@ class Entry:
         for stage in self.stages:
             stage.take_off()
         if self._hooks is not None:
-            self._hooks.__exit__()  # last: for as long as they are on, `end_left` will see to the others as well
+            self._hooks.__exit__()  # last: while the hooks are on, `end_left` also ends the others
         else:
             _bare.entries[:] = [found for found in _bare.entries if found[1] is not self]
 
@@ -210,7 +210,7 @@ class Entry:
         if recording is not None and self.moving is not None:
             self._take = self.moving.take_own
             recording.take_off()
-            self.recording = None  # ahead of its end, from which on nothing may be asked of it
+            self.recording = None  # before its end, after which it answers no requests
             recording.end(has_failed=False)
 
 
@@ -227,7 +227,7 @@ _bare = _Bare()
 def entries_around() -> list[Entry]:
     for _, entry in _bare.entries[::-1]:
         if entry.block is not None and entry.block() is None:
-            entry.end(has_failed=True)  # an interrupt has kept it from hearing that it was left
+            entry.end(has_failed=True)  # an interrupt has prevented its end
     owners = list(enumerate(stacked_owners(), start=1))
     around = sorted([*owners, *_bare.entries], key=operator.itemgetter(0)) if _bare.entries else owners
     return [owner for _, owner in reversed(around) if isinstance(owner, Entry)]

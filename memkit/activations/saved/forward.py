@@ -73,7 +73,7 @@ class Forward(NumberedSaves):
         self.requests: list[int] = []
         self.backwards: list[tuple[int, ...]] = []
         self.is_spent = False
-        """No requested value is left."""
+        """No backward is likely to ask for more: no requested value is left."""
         self.used: dict[int, int] = {}
         """The values that this backward has requested, in order, and the bytes beside the records then."""
         self.cursor = 0

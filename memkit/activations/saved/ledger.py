@@ -68,10 +68,10 @@ class Ledger:
         """Return the handle of a new record, which `owner` may move: DEVICE."""
         stream = self.device.current_stream()
         for older in self.backlog:
-            if older.storage is storage and older.left is not None:  # it is written to while the lane reads what was there
+            if older.storage is storage and older.left is not None:  # it would be written to while the lane reads
                 self.device.wait_event(stream, older.left.done)
         for waiting, done, _ in self.orphans:
-            if waiting is storage:  # the same of a copy that nobody needs any more
+            if waiting is storage:  # the same for a copy that nobody needs any more
                 self.device.wait_event(stream, done)
         record = Record(self, storage, torch_private.version_of(tensor), stream, owner, index)
         handle = record.add_handle(tensor, unpacker, node)
@@ -94,7 +94,7 @@ class Ledger:
         record stays as it is, and `HostMemoryError` is raised."""
         assert record.residency in (SavedResidency.DEVICE, SavedResidency.BACK)
         record.span = span = self.arena.take(record.num_bytes)
-        record.storage = storage  # held from here on, whatever comes: see [Note: interrupts]
+        record.storage = storage  # held from here on even after an interrupt: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
         _counts(record).moved_out.append(record.left)
         self.enter(record, SavedResidency.LEAVING)
@@ -254,7 +254,7 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """None if a backward has written to the copy, or to a saved gradient that has become a leaf's `grad`."""
+        """Return the living copy; None if a backward has written to it, or to a saved gradient that has become a leaf's `grad`."""
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
             return storage
@@ -291,7 +291,7 @@ class Ledger:
             record.num_awaiting -= 1
         if record.num_handles == 0:
             record.handles.clear()  # they hold the record
-            record.owner = record.maker = None  # it may wait for long, and a forward that lives counts in the limit
+            record.owner = record.maker = None  # it may wait for long, and a living forward counts in the limit
             if record.residency is not SavedResidency.LEAVING:
                 self.close(record)
         elif record.num_awaiting == 0 and record.residency is SavedResidency.BACK:
@@ -340,7 +340,7 @@ def _let_go(handle: Handle) -> None:
     alias = handle.alias
     if handle.geometry is None:
         handle.geometry = Geometry.of(alias)
-        handle.alias = alias = alias.detach()  # what it was may be on its way to autograd, in another thread
+        handle.alias = alias = alias.detach()  # another thread may be handing the old alias to autograd
         alias.data = nothing(alias.dtype, alias.device)
 
 

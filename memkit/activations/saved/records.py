@@ -100,7 +100,7 @@ class Handle(KeptHandle):
         maker = self.record.maker
         if maker is None:
             return self.unpacker.unpack(self)
-        with maker.lock:  # ahead of another context's, as a save takes them
+        with maker.lock:  # before the other context's lock, in the order of a save
             return self.unpacker.unpack(self)
 
     @property
@@ -108,7 +108,7 @@ class Handle(KeptHandle):
         return self.alias.size() if self.geometry is None else self.geometry.size
 
     def in_place(self) -> Tensor | None:
-        """Return the tensor over its original storage, if there: writes to it count as writes to the saved tensor."""
+        """Return the tensor over its original storage, if alive: writes to it count as writes to the saved tensor."""
         if self.geometry is None:
             return self.alias
         original = self.record.original()

@@ -50,7 +50,7 @@ class TimedWays:
             self._device, self._start, self._way = device, device.record_event(), None
 
     def end_forward(self, way: Way) -> None:
-        if self._start is not None:  # else it is not known when it began
+        if self._start is not None:  # else its begin is unknown
             self._way = way
 
     def begin_backward(self) -> None:

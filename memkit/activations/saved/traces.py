@@ -112,7 +112,7 @@ class OpTrace:
         calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in planned)
         modules, spans = tuple(call.module for call in noted), span_calls(noted, recording, aftermath, alike)
         self._regions.clear()
-        self.calls, self.modules, self.spans = calls, modules, spans  # at once, so that an interrupt leaves them of one kind
+        self.calls, self.modules, self.spans = calls, modules, spans  # set together, so that they match after an interrupt
         self.num_noted += 1
 
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
@@ -183,7 +183,7 @@ class Trace:
     paused: tuple[int, ...] = ()
     schedule: tuple[object, Any] | None = None
     num_awaited: int | None = None
-    """For so many more forwards that leave another's schedule for it, none follows one, so that it is seen whole."""
+    """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
     was_come_to: bool = False
     """A forward has come to it so, and its backward was not seen as one of its own."""
     is_report: bool = False
@@ -291,7 +291,7 @@ class Traces:
     ) -> Trace:
         trace = self.find(follower.keys, recording.funcs)
         if trace is None:
-            marks = {key.value: key.mark for key in follower.keys}  # those given before the save tell one trace from another
+            marks = {key.value: key.mark for key in follower.keys}  # marks given before the save distinguish traces
             ops = OpTrace(step_of(recording, saves, nodes, marks), names_of(recording, dict.fromkeys(saves)))
             trace = Trace(keys=tuple(follower.keys), funcs=recording.funcs, ops=ops, is_worth_a_plan=not self._known)
         elif trace.ops is not None:
