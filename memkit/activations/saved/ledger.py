@@ -254,7 +254,7 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the living copy; None if a backward has written to it, or to a saved gradient that has become a leaf's `grad`."""
+        """Return the living copy; None if a backward has written to it, or to a saved gradient that is now a leaf's `grad`."""
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
             return storage
