@@ -41,7 +41,6 @@ def _op() -> tuple[Any, torch.library.Library]:
 
 FSDP = "torch.distributed.fsdp"
 _marked = weakref.WeakSet[nn.Module]()
-"""Modules that have hooks of `mark_sharded`."""
 
 
 def num_unmarked() -> int:

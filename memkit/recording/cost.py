@@ -79,7 +79,6 @@ def recording_cost_s() -> float:
 
 
 def host_costs(torch_device: torch.device) -> HostCosts:
-    """Return the host seconds for ops and regions: multiples of the cost of recording an op, since all is Python."""
     recorded_s = recording_cost_s()
     return HostCosts(
         op_s=_OP * recorded_s,

@@ -46,7 +46,6 @@ class Expected:
         """Empty once an unexpected op has run."""
         self._num_values = num_values
         self.unmade = set[int]()
-        """Values of ops that were not recorded."""
         self.over: dict[int, int] = {}
         """The value that each unmade value was written over, if any."""
         self._statistics: dict[int, Tensor] = {}

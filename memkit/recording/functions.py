@@ -79,7 +79,6 @@ class FunctionCall:
     func: Any
     is_quiet: bool
     begin: int
-    """The number of ops seen before it."""
     ops: tuple[Any, ...]
     first: int
     made: int
@@ -89,7 +88,6 @@ class FunctionCall:
     result: int = -1
     """The number of the returned value; -1 if the call did not make it or nothing needs it."""
     num_bytes: int = 0
-    """The bytes of the returned value."""
     calls: tuple[OpCall, ...] = ()
     inputs: tuple[Input, ...] = ()
     is_recorded: bool = False

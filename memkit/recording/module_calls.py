@@ -80,7 +80,6 @@ class NotedCall:
         self._is_rewritten: bool | None = None
         """None until `is_rewritten` is called."""
         self.needs_grad = False
-        """A returned tensor requires grad."""
         self.why_no_part = ""
         if not torch.is_grad_enabled():
             self.why_no_part = NO_GRAD

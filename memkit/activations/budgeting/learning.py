@@ -127,7 +127,6 @@ class LearnedStep:
     """The bytes by which steps exceeded the prediction."""
     num_replans: int = 0
     num_links: int = 0
-    """How often the bandwidth has differed from the plan's."""
     num_judged: int = 0
     rates: list[tuple[float, float]] = field(default_factory=list)
     """Bandwidths in the first steps of a plan, from and to the device, in bytes per second."""
@@ -135,9 +134,7 @@ class LearnedStep:
     steady: SteadyStep | None = None
     shapes: Shapes | None = None
     noted: Planned | None = None
-    """The plan of the last noted step, whether or not its notes were of use."""
     num_left: int = 0
-    """How many steady steps have deviated."""
     may_be_quiet: bool = True
     """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
@@ -284,7 +281,6 @@ class Learning:
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self.first: tuple[Trace, Meter] | None = None
-        """The meter of the first step. Later steps take other times."""
         self._last_times: list[tuple[Event, Event]] = []
 
     @property
@@ -298,7 +294,6 @@ class Learning:
         return trace.learned
 
     def wants_measure(self, trace: Trace | None, limits: Limits) -> bool:
-        """Tell whether to measure a step like a trace: the second one is measured."""
         if trace is None or limits.plan is not None:
             return False
         learned = self.of(trace)

@@ -60,7 +60,6 @@ class Meter:
         self._since: list[tuple[Event, Event]] = []
         """Start and end of spans since the last op, without the time of saves."""
         self._beside_bytes = 0
-        """Bytes to add to the next measurement."""
         self.returned_bytes = 0
         if counter is not None:
             counter.reset_peak()

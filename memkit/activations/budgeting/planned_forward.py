@@ -76,7 +76,6 @@ class PlannedForward(RecordedForward):
         self._lent: dict[int, _Lent] = {}
         """Storages that a backward was given and that replays still read, by value."""
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
-        """Handles of values that stay and that replays read."""
         self._stays: frozenset[int] | None = None
         """During a scheduled recompute, the intermediate values that are kept."""
         self.on_end: Callable[[], None] | None = None

@@ -45,7 +45,6 @@ class BudgetState(RematState):
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
         self.most_numel = 0
-        """The most input elements of a step that fitted whole."""
         self.ways: Ways | None = None
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""

@@ -146,7 +146,6 @@ class SteadySave(NamedTuple):
     """The value is moved or dropped, or does not count and is read by replays."""
     is_read: bool
     is_due: bool
-    """The schedule acts on other values at this save."""
 
 
 class Moves(NamedTuple):
@@ -186,7 +185,6 @@ class StepNotes:
     """For each value that counts, how many other values were saved before it."""
     _waits: bool = False
     _num_ahead: int = 0
-    """How many ops ran before the first save."""
     _counts_at: list[tuple[int, int]] = field(default_factory=list)
     """Before each op, the number of the next value, and how many ops had been recorded."""
 

@@ -22,7 +22,6 @@ _LOGGER = logging.getLogger(__name__)
 _MISSES = 1.02
 """If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
 _NUM_COUNTED = 3
-"""So many steps of each way are timed; the fastest counts."""
 _MOST_STEPS = 36
 """After so many steps without a result, a way with regions is given up."""
 _MOST_CHANGES = 3
@@ -69,7 +68,6 @@ class Ways:
         self._besides: dict[tuple[Way, int], int] = {}
         """By way and limit, the difference between the last peak and the simulated one."""
         self._beside_bytes = 0
-        """The same difference in the last measured step."""
         self._simulated: tuple[RegionPlan, float, int] | None = None
         """The last simulated peak, with its regions and the share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
@@ -192,7 +190,6 @@ class Ways:
             now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
-        """Go on to the next way once enough is known of this one; after the last, choose."""
         now, is_last = self._now, self._place == len(self._tries) - 1
         now.num_steps += now.way is not Way.OPS
         if now.num_steps > _MOST_STEPS:

@@ -71,10 +71,8 @@ class MovingStage(Stage):
         self._may_follow = True
         """The next save may begin or leave a schedule."""
         self._left: Trace | None = None
-        """The trace that was followed before the forward deviated."""
         self._saw_device = False
         self._is_alone = True
-        """No inner context or mark has decided about a tensor."""
         self._saw_shared: Device | None = None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """By storage, bytes of tensors too small to move, until a larger one is found."""
@@ -163,7 +161,6 @@ class MovingStage(Stage):
         return self._saves.pack
 
     def _follow(self, tensor: Tensor) -> ScheduledForward | None:
-        """Follow a schedule from this save on, if one is known that begins with it."""
         self._may_follow, behind = False, self._scheduled
         if self._backward_has_begun():
             self._end_part()

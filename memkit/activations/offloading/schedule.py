@@ -23,7 +23,6 @@ from memkit.transfer.lanes import Lanes, copy_by_turns
 
 _MOST_PASSED = 64
 _MOST_LOOKS = 3
-"""So many backwards are checked for waiting."""
 _MAX_PLACES = 4
 _MOST_STALL = 1 / 20
 """A backward hardly waited for its copies if it waited for at most this share of their time."""

@@ -90,7 +90,6 @@ class ScheduledForward:
         if window.lanes.are_shared(window):
             self.use_orders = [0] * num_values
         self.nodes: dict[int, int] = {}
-        """The nodes of values that were saved before they are written."""
         self.alone: dict[int, CopyBatch] = {}
         self.stream, self.home = device.stream_number(), device.current_stream()
         self._has_left = self._is_asking = False
@@ -320,7 +319,6 @@ class ScheduledForward:
     # Requests
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
-        """Return a saved tensor, for work on the current stream, and start due fetches."""
         with self.lock:
             if self.is_broken:
                 self.mend()

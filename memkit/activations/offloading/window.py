@@ -213,7 +213,6 @@ class OffloadWindow:
     # Giving back
 
     def unpack(self, handle: Handle) -> Tensor:
-        """Return a saved tensor, for work on the current stream; fetch the next needed ones."""
         with self.lock:
             if self.is_broken:
                 self.mend()

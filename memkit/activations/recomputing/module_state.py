@@ -157,7 +157,6 @@ class Noted:
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
-    """Clones of the buffers that the forward may write to, from before it."""
     is_known: bool
     small: dict[int, Tensor]
     """Clones of small buffers that the forward is expected only to read, in case it writes to them."""

@@ -399,7 +399,6 @@ def open_recording(
     outer: SavedTensorHooks | None = None,
     settles: bool = False,
 ) -> RecordingStage:
-    """Return the recording stage for a context that is about to be entered."""
     is_inner = moving is not None or is_within(tag)
     moving = moving or moving_in(outer)
     state = remat_states.open(tag)

@@ -447,8 +447,6 @@ class RegionsCommon:
 
 
 class RegionModule:
-    """A module whose calls are regions, each recomputed as a whole."""
-
     def __init__(self, module: nn.Module, spec: RegionSpec, common: RegionsCommon, forward: SpannedForward | None) -> None:
         self.module, self.forward = module, forward
         self.code = code_of(module)

@@ -26,7 +26,6 @@ Reference = weakref.ref[nn.Module] | SpanReference
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
     calls: Mapping[Reference, frozenset[int]]
-    """The numbers of each module's calls that are regions."""
     num_calls: Mapping[Reference, int]
     learned: Mapping[Reference, LearnedReads]
     shapes: tuple[tuple[int, ...], ...]

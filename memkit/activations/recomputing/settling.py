@@ -97,6 +97,5 @@ def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
 
 
 def _has_wishes(state: RematState) -> bool:
-    """The user's marks may drop or move values again."""
     steps = [trace.ops.step for trace in state.traces if trace.ops is not None]
     return any(step.dropped or step.moved for step in steps)

@@ -87,8 +87,6 @@ class Origin(list["KeptHandle | Origin"]):
 
 
 class Sources:
-    """Holds the sources of one forward's dropped values."""
-
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
         self._secured: dict[int, bool] = {}

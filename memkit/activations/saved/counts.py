@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class EventPairs(deque[tuple[Event, Event]]):
-    """Seconds between pairs of timed events, added up once both are reached."""
-
     _total_s = 0.0
 
     def __init__(self) -> None:

@@ -96,8 +96,6 @@ NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
 
 
 class Stage(ABC):
-    """One context's treatment of each saved tensor."""
-
     moves: ClassVar[bool]
     model: nn.Module | None = None
     """The module that the context is attached to; None if it was entered by `with`."""

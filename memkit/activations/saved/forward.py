@@ -63,7 +63,6 @@ class Forward(NumberedSaves):
         self.is_broken = False
         """An interrupt may have left it half noted: then it does and teaches nothing more."""
         self.unwritten: list[tuple[Record, int]] = []
-        """Records that are about to leave, and the node that saves them."""
         self.forecast: Forecast | None = None
         self.known: dict[Contents, tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
         """For saved contents, the tensor that counts their writes, and the record."""

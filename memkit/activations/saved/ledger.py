@@ -65,7 +65,6 @@ class Ledger:
         owner: Forward | None = None,
         index: int = -1,
     ) -> Handle:
-        """Return the handle of a new record, which `owner` may move: DEVICE."""
         stream = self.device.current_stream()
         for older in self.backlog:
             if older.storage is storage and older.left is not None:  # it would be written to while the lane reads

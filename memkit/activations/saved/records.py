@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class SavedResidency(Enum):
-    """Where the bytes of a record are."""
-
     DEVICE = "device"
     """On the device only, held by the handles."""
     LEAVING = "leaving"

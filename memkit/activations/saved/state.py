@@ -87,7 +87,6 @@ class TagState(ABC):
             window.settle()
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of `memkit.stats` about saves, and their host memory."""
         windows = self.windows()
         scheduled = [forward for window in windows for forward in window.all_scheduled]
         return {
@@ -149,7 +148,6 @@ class RematState(TagState):
         """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
         self.moved = frozenset[int]()
-        """Values of the last forward that the context outside has moved to host memory."""
         self.device: Device | None = None
         self.costs = OpCosts()
         self._kinds = op_kinds()

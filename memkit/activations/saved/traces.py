@@ -128,7 +128,6 @@ class OpTrace:
         self._regions.clear()
 
     def learn_order(self, uses: tuple[int, ...], use_ends: tuple[int, ...], rewritten_bytes: Mapping[int, int]) -> None:
-        """Learn the requests of a whole backward, and the roots that were written to by its end."""
         retained_bytes = {**self.step.retained_bytes, **rewritten_bytes}
         self.learn(replace(self.step, uses=uses, use_ends=use_ends, retained_bytes=retained_bytes))
         self.has_order, self.rewritten = True, frozenset(rewritten_bytes)
